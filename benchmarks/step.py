@@ -1,4 +1,4 @@
-"""Cost of the correction in a real run, and savings of bypass mode: step times of several variants, in turns.
+"""Cost of the correction in a real run, and the time that a step saves without a forward-only pass.
 
     python benchmarks/step.py [--config configs/launch/count_up.yaml] [--nproc 4] [--rounds 3] [--steps 30]
     python benchmarks/step.py --large [--rounds 6]
@@ -11,7 +11,7 @@ with its share of the plan.
 ``--large`` measures a model in which arithmetic dominates: 8 layers and 512 channels on sequences of 256 tokens, on one
 thread of this process, without an engine. It times the plan and one update of a rollout batch, each variant once a
 round, and prints the processor's seconds, the seconds inside the correction, their share, and the ratio to the
-decoupled step.
+decoupled step with a forward-only pass.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ SEQUENCES, LENGTH, VOCABULARY = 4, 256, 2048
 LARGE = f"""--cpu --num-layers=8 --hidden-size=512 --ffn-hidden-size=1536 --num-attention-heads=8
 --group-query-attention --num-query-groups=4 --position-embedding-type=rope --normalization=RMSNorm --swiglu
 --disable-bias-linear --seq-length={LENGTH} --vocab-size={VOCABULARY} --task=count_up --max-response-length=200
---grpo-prompts-per-step=2 --grpo-group-size=2 --global-batch-size={SEQUENCES} --micro-batch-size=2 --train-iters=100
---lr=1e-5 --lr-decay-style=constant --grpo-kl-beta=0""".split()
+--grpo-prompts-per-step=2 --grpo-group-size=2 --grpo-iterations=1 --global-batch-size={SEQUENCES}
+--micro-batch-size=2 --train-iters=100 --lr=1e-5 --lr-decay-style=constant --grpo-kl-beta=0""".split()
+TWO_PASSES = (*CRITERIA, "--always-score")
 LARGE_VARIANTS = {
-    "decoupled, token weights": ("--rollout-is=token", *CRITERIA),
+    "decoupled, token weights": ("--rollout-is=token", *TWO_PASSES),
+    "the same in one pass": ("--rollout-is=token", *CRITERIA),
     "bypass": ("--rollout-is=none", "--bypass-mode", *CRITERIA),
-    "decoupled, no weights": ("--rollout-is=none", *CRITERIA),
-    "decoupled, sequence weights": ("--rollout-is=sequence", *CRITERIA),
-    "decoupled, geometric weights": ("--rollout-is=geometric", *CRITERIA),
+    "decoupled, no weights": ("--rollout-is=none", *TWO_PASSES),
+    "decoupled, sequence weights": ("--rollout-is=sequence", *TWO_PASSES),
+    "decoupled, geometric weights": ("--rollout-is=geometric", *TWO_PASSES),
 }
 
 
@@ -191,12 +193,7 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
 
         return call
 
-    methods = [
-        (correction, "plan"),
-        (correction, "corrected"),
-        (correction, "finish_step"),
-        (correction.steps, "count"),
-    ]
+    methods = [(correction, name) for name in ("plan", "corrected", "finish_step")] + [(correction.steps, "count")]
     for owner, name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
     try:

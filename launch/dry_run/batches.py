@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.passes import passes_in_words
+from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 
 
 def batch_numbers(config: RunConfig) -> dict[str, int]:
@@ -58,6 +58,7 @@ def numbers_in_words(config: RunConfig) -> list[str]:
         f"rollout batch: {batch['prompts']} prompts × {batch['responses_of_a_prompt']} responses = "
         f"{batch['sequences']} sequences, {batch['sequences_of_a_replica']} on each data-parallel rank",
         passes_in_words(config),
+        scoring_in_words(config),
         f"{batch['optimizer_steps']} optimizer steps of {batch['sequences_of_a_step']} sequences: each "
         f"{at_most}{batch['micro_batches']} micro-batches a data-parallel rank, of {batch['rows_of_a_micro_batch']} × "
         f"{batch['tokens_of_a_row']} tokens",

@@ -10,6 +10,7 @@ from megatron_rc.launch.dry_run.batches import batch_numbers, sequences_of_micro
 from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage, megatron_here
 from megatron_rc.launch.dry_run.tracing import PHASES, Batch, Call, Layout, amount, once, sent, trace
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.passes import is_one_pass
 from megatron_rc.parallel import ParallelGroups
 
 
@@ -29,11 +30,11 @@ def correction_calls(config: RunConfig) -> list[Call]:
     # The plan sees the same sequences however they are cut into micro-batches.
     whole = dataclasses.replace(common, micro_size=each, micro_batches=1)
     piece = dataclasses.replace(common, micro_size=sequences_of_micro_batch(config), micro_batches=1, mini_batches=1)
-    small = _small(config)
+    small, one_pass = _small(config), is_one_pass(config)
     with megatron_here(), fake_groups(small, first_rank_of_stage(small, layout.pp - 1)):
         groups = ParallelGroups.from_megatron()
         calls, micro = (
-            once(trace(config.correction, config.loss, batch, _layout(small), groups), batch)
+            once(trace(config.correction, config.loss, batch, _layout(small), groups, one_pass=one_pass), batch)
             for batch in (whole, piece)
         )
     found = {PHASES[0]: calls, PHASES[1]: micro, PHASES[2]: calls}

@@ -201,16 +201,22 @@ def score(correction: RolloutCorrection, part: MicroBatch, given: GivenMicroBatc
 
 
 def trace(
-    config: RolloutCorrectionConfig, loss: PolicyLossConfig, batch: Batch, layout: Layout, groups: ParallelGroups
+    config: RolloutCorrectionConfig,
+    loss: PolicyLossConfig,
+    batch: Batch,
+    layout: Layout,
+    groups: ParallelGroups,
+    *,
+    one_pass: bool = False,
 ) -> list[Call]:
     """This rank's collectives in a rollout batch and its optimizer steps."""
-    correction = RolloutCorrection(config, groups, loss=loss)
+    correction = RolloutCorrection(config, groups, loss=loss, one_pass=one_pass)
     # A step is refused unless a wrapped finalize exists; finish_step() below does its work.
     end = wrap_finalize(correction, lambda model: None)
     count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
-        inputs = plan_inputs(parts, batch, correction.config.corrects_in_loss)
+        inputs = plan_inputs(parts, batch, correction.corrects_in_loss)
     with Recorder(groups).active() as recorder:
         plan = correction.plan(
             inputs,

@@ -1,8 +1,9 @@
-"""Numbers of optimizer steps, rollout batches and checkpoints of a run, in words."""
+"""The optimizer steps of a rollout batch in words, and the choice of the forward-only pass for log π_old."""
 
 from __future__ import annotations
 
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.settings.objective import denominator_is_unknown
 
 
 def passes_in_words(config: RunConfig) -> str:
@@ -13,3 +14,63 @@ def passes_in_words(config: RunConfig) -> str:
         f"--grpo-iterations {config.rollouts.grpo_iterations} makes {steps} optimizer steps of each rollout batch; "
         f"--train-iters {last}: {-(-last // steps)} rollout batches{saved}"
     )
+
+
+def is_one_pass(config: RunConfig) -> bool:
+    """Whether the update's own log π_θ is log π_old, so that decoupled mode needs no forward-only pass."""
+    return not config.correction.corrects_in_loss and why_scored(config) is None
+
+
+def scoring_in_words(config: RunConfig) -> str:
+    """One line on the source of log π_old, for the dry run and for the beginning of a run."""
+    correction = config.correction
+    if correction.corrects_in_loss:
+        mode = "--bypass-mode" if correction.bypass_mode else "--proximal-interpolation"
+        return f"no forward-only pass: {mode} needs none"
+    reason = why_scored(config)
+    if reason is None:
+        return "no forward-only pass: each rollout batch makes one optimizer step, whose own log π_θ is log π_old"
+    return f"a forward-only pass scores each rollout batch: {reason}"
+
+
+def why_scored(config: RunConfig) -> str | None:
+    """The reason for a forward-only pass in decoupled mode; None if none is needed."""
+    steps, wanted, critic = config.updates_per_rollout, config.advantages, config.critic
+    if config.rollouts.always_score:
+        return "--always-score"
+    if steps > 1:
+        return f"it makes {steps} optimizer steps, and π_θ is π_old in the first alone"
+    if wanted.kl_in_reward:
+        return f"--kl-in-reward {wanted.kl_in_reward} needs log π_old before the update"
+    if wanted.advantage_scope == "accepted":
+        return "--advantage-scope accepted needs the rejected responses before the update"
+    if critic is not None and critic.correct_values != "none":
+        return f"--correct-values {critic.correct_values} corrects the critic before the update"
+    if critic is not None and critic.num_critic_only_steps:
+        return f"--num-critic-only-steps {critic.num_critic_only_steps} makes steps without an update of the policy"
+    if config.rollouts.save_log_probs:
+        return "--save-log-probs writes log π_old"
+    return _why_known_before(config) or _why_noisy(config)
+
+
+def _why_known_before(config: RunConfig) -> str | None:
+    """The part of the correction that must be known before the update."""
+    correction, loss = config.correction, config.loss
+    if correction.needs_prompts:
+        names = ", ".join(criterion.name for criterion in correction.criteria if criterion.unit == "prompt")
+        return f"--rollout-rs {names} needs all responses of a prompt before the update"
+    if correction.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
+        name = "--grpo-kl-beta" if loss.kl_coef else "--grpo-entropy-term-weight"
+        return f"--rollout-is-batch-normalize with {name} needs the mean weight before the update"
+    if config.has_auxiliary_losses and denominator_is_unknown(correction, loss, one_pass=True):
+        return "the auxiliary losses of the experts need the number of accepted tokens before the update"
+    return None
+
+
+def _why_noisy(config: RunConfig) -> str | None:
+    """The setting that makes two passes with equal weights differ."""
+    layers, given = config.transformer, config.megatron.given
+    if layers.attention_dropout or layers.hidden_dropout:
+        return "with dropout π_θ is not π_old"
+    formats = [value for value in (given.get("fp8"), given.get("fp4")) if value]
+    return f"layers in {formats[0]} round each pass by the passes before it" if formats else None

@@ -44,6 +44,10 @@ class RolloutSection:
         not_negative=True,
     )
     rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0, positive=True)
+    always_score: bool = option(
+        "score every rollout batch in a forward-only pass; default: only if log π_old is needed before the update",
+        default=False,
+    )
     save_rollouts: str | None = option(
         "folder that every rollout batch is written to; default: none", needs="!load_rollouts", metavar="DIR"
     )

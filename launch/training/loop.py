@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.passes import passes_in_words
+from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.advantages import summarize
@@ -109,6 +109,7 @@ class _Run:
     def begin(self) -> None:
         """Say what lies ahead; sample again what was under way when the checkpoint was written."""
         self._say(passes_in_words(self.config))
+        self._say(scoring_in_words(self.config))
         if self.trainer.iteration:
             self._say(f"goes on from checkpoint {self.trainer.iteration} of {self.config.checkpoints.load}")
         with suppress(Stopped):  # the first batch hears of it too
@@ -164,7 +165,7 @@ class _Run:
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
             self.distributions = summary.distributions
-            # In bypass mode a step may end before anything is corrected.
+            # A step that is corrected in the loss may end before anything is corrected.
             if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
                 self.distributions = self.distributions | trainer.distributions(prepared)
             self.log_probs.after_update(prepared, update, update % mini_batches)

@@ -24,7 +24,7 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
 from megatron_rc.training.micro_batch import MicroBatch
 
-_PER_SEQUENCE = ("sequence_ids", "sequence_lengths")
+_PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+from megatron_rc.launch.run_config.passes import is_one_pass
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.checkpoints.kept import Kept
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
@@ -76,6 +77,10 @@ class Trainer(TrainedModel):
         left_out: steps that were not made, those before a loaded checkpoint included.
         keeps_log_probs: whether steps keep what their losses computed.
         kept_log_probs: then log π_θ of the last step's micro-batches, in their order; empty before the last stage.
+        on_scored: called on every rank once a rollout batch, before the optimizer's first step on it, with tokens whose
+            ``train_log_probs`` are those of the weights at the start of the batch (None before the last stage): all
+            tokens after a forward-only pass; those of the first step, micro-batch by micro-batch, if the correction is
+            made in the loss. None: nothing is called.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -98,6 +103,7 @@ class Trainer(TrainedModel):
             groups,
             loss=config.loss,
             has_auxiliary_losses=config.has_auxiliary_losses,
+            one_pass=is_one_pass(config),
             # Recorded rollouts may be greedy, with log-probs of 0; they were checked when they were read.
             allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
         )
@@ -106,6 +112,7 @@ class Trainer(TrainedModel):
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
+        self.on_scored: Callable[[Sequence[LocalTokens]], None] | None = None
         self.critic = Critic(config, groups, self.passes) if config.critic else None
         model, optimizer = self.model, self.optimizer
         self._offload = Offload(lambda: tensors_of_optimizer(optimizer, model))
@@ -162,7 +169,7 @@ class Trainer(TrainedModel):
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
         """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
 
-        Decoupled mode makes a forward-only pass for log π_old, unless that is interpolated, bypass mode none; a KL
+        A forward-only pass gives log π_old, unless the loss finds it (``RolloutCorrection.corrects_in_loss``). A KL
         penalty, in the loss or in the rewards, makes one for log π_ref.
 
         Args:
@@ -177,7 +184,7 @@ class Trainer(TrainedModel):
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
-        in_loss = self.config.correction.corrects_in_loss
+        in_loss = self.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
@@ -198,7 +205,7 @@ class Trainer(TrainedModel):
         )
         with telling_bad_steps():
             plan.check()
-        local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref)
+        local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
         if isinstance(plan, CorrectionResult):
             if isinstance(plan.mask, list) or isinstance(plan.weights, list):
                 raise TypeError("the trainer corrects a whole rollout batch at once")
@@ -206,6 +213,8 @@ class Trainer(TrainedModel):
                 local, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
             )
         cut = dataclasses.replace(cut, local=local)
+        if self.on_scored is not None and not in_loss:
+            self.on_scored([local])
         if scores is not None and self.config.advantages.advantage_scope == "accepted":
             estimated = self.advantages.of(scores, accepted=local.mask)
             cut = cut.with_advantages(estimated.advantages)
@@ -223,8 +232,8 @@ class Trainer(TrainedModel):
             Metrics of the step, equal on all ranks.
 
         Raises:
-            BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or in bypass mode a
-                log-prob at a trained position is unusable on any; the weights are as before the step.
+            BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or the correction in
+                the loss finds a log-prob that is unusable at a trained position; the weights are as before the step.
         """
         phases.enter(f"the training of step {self.iteration + 1}")
         critic, values = self.critic, None
@@ -240,9 +249,11 @@ class Trainer(TrainedModel):
             return {"lr": self.learning_rate} | self._left_out_metrics()
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
+        if self.on_scored is not None and is_first and self.correction.corrects_in_loss:
+            self.on_scored(self._scored_in_loss(prepared.batch, mini_batch))
         if metrics is None:
             return self._step_metrics() | self.skip()
-        if is_first and not self.config.correction.corrects_in_loss:
+        if is_first and not self.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         with self.optimizer_here():
@@ -255,8 +266,11 @@ class Trainer(TrainedModel):
         return metrics | {"grad_norm": grad_norm, "lr": learning_rate} | self._left_out_metrics()
 
     def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
-        """Of log ρ and weights, of the batch; in bypass mode of the step that ended last. Equal on all ranks."""
-        found = self.correction.step if self.config.correction.corrects_in_loss else prepared.plan
+        """Histograms of log ρ and of the weights, equal on all ranks.
+
+        They are of the rollout batch; if the correction is made in the loss, of the step that ended last.
+        """
+        found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
         return found.distributions() if isinstance(found, CorrectionResult) else {}
 
     def skip(self, *, is_bad: bool = False) -> dict[str, float]:
@@ -270,8 +284,8 @@ class Trainer(TrainedModel):
         """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
 
         Returns:
-            Metrics of the loss, in bypass mode those of the correction too, equal on all ranks. None where no token is
-            accepted: the step must not be made. The plan knows that before the schedule, bypass mode after it.
+            Metrics of the loss and of a correction in the loss, equal on all ranks. None if no token is accepted: the
+            step must not be made. The plan knows that before the schedule; a correction in the loss, after it.
 
         Raises:
             BadStepError: see :meth:`update`.
@@ -331,13 +345,21 @@ class Trainer(TrainedModel):
             cut.local,
             train_log_probs=old,
             rewards=cut.sides(batch.rewards),
-            group_ids=None if self.config.correction.corrects_in_loss else cut.sides(batch.group_ids),
+            group_ids=None if self.correction.corrects_in_loss else cut.sides(batch.group_ids),
             policy_versions=cut.local.policy_versions if self.config.rollouts.knows_versions else None,
             mini_batch_ids=cut.mini_batch_ids,
         )
 
+    def _scored_in_loss(self, batch: LocalBatch, mini_batch: int) -> list[LocalTokens]:
+        """The micro-batches of the last step with the log-probs that its losses computed."""
+        parts = [batch.local.piece(cut) for cut in batch.cuts[mini_batch]]
+        scored = self.kept_log_probs if self.groups.is_last_stage else [None] * len(parts)
+        return [
+            dataclasses.replace(part, train_log_probs=log_probs) for part, log_probs in zip(parts, scored, strict=True)
+        ]
+
     def _step_metrics(self) -> dict[str, float]:
-        """Metrics of the correction that belong to one step: bypass mode's."""
+        """Metrics of a correction in the loss, which belong to one step."""
         return {} if self.correction.step is None else self.correction.step.metrics()
 
     def _asked_for(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -354,6 +376,6 @@ class Trainer(TrainedModel):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
         log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
-        if self.keeps_log_probs:
+        if self.keeps_log_probs or self.on_scored is not None:
             self.kept_log_probs.append(log_probs.detach())
         return masked_loss(self.correction, local, log_probs, entropy, scale)

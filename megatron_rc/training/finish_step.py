@@ -48,7 +48,7 @@ class Steps:
 
         Only the last stage sees the latter, because the others see no loss.
         """
-        if not self.setup.config.corrects_in_loss:
+        if not self.setup.corrects_in_loss:
             return
         if not self.ends:
             raise ValueError(
@@ -80,7 +80,7 @@ class Steps:
 
         Raises StepError if two steps have been counted, and nothing has ever ended one.
         """
-        if self.setup.config.corrects_in_loss and self._open.holds_steps(2) and not self._has_ended:
+        if self.setup.corrects_in_loss and self._open.holds_steps(2) and not self._has_ended:
             raise StepError(Misuse.UNFINISHED.words)
         if self._open.micro_batches == 0:
             if any(_version(parameter) == version for parameter, version in self._scaled):
@@ -159,8 +159,8 @@ class Steps:
 
     def _form(self, device: torch.device) -> StepHeader[Tensor]:
         """The header of a step in which nothing was counted: its form is the one of every rank."""
-        config = self.setup.config
-        batch = empty_header(config, self.agreed.one_step, device) if config.corrects_in_loss else None
+        in_loss = self.setup.corrects_in_loss
+        batch = empty_header(self.setup.config, self.agreed.one_step, device) if in_loss else None
         zero = torch.zeros((), dtype=torch.float64, device=device)
         counted = Counted(zero, zero, zero, zero, zero, zero)
         return StepHeader(batch, LossStatistics.nothing(device), counted, misuse=zero, factor=zero + 1)

@@ -1,4 +1,4 @@
-"""The correction inside the loss, from π_θ: bypass mode, and interpolation of the proximal policy."""
+"""The correction inside the loss, from π_θ: bypass mode, one pass, and interpolation of the proximal policy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from megatron_rc.loss.proximal import interpolate
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.objective import ONE_STEP, check_left_out
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
+from megatron_rc.training.misuse import StepError
 from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
 from megatron_rc.training.result import TrainingResult, index_of
 
@@ -52,7 +53,7 @@ class InLossPlan(Plan):
 
     def __init__(self, setup: Setup, steps: StepOwner, agreed: AgreedCounts, counts: MaskCounts | None) -> None:
         self.config, self.loss, self.groups, self._compile = setup.config, setup.loss, setup.groups, setup.compile
-        self.steps, self.agreed = steps, agreed
+        self.steps, self.agreed, self._one_pass = steps, agreed, setup.one_pass
         self.counts = counts  # None on pipeline stages without log-probs
         # Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises.
         self.progress = Progress(is_checked=True)
@@ -84,31 +85,34 @@ class InLossPlan(Plan):
     @torch.no_grad()
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
         """The correction that is found from log π_θ."""
-        check_left_out(self.config, micro_batch, "train_log_probs", "weights", "mask", "sequence_lengths")
+        check_left_out(self.config, self._one_pass, micro_batch, "weights", "mask", "sequence_lengths")
         return self.from_theta(dataclasses.replace(micro_batch, train_log_probs=log_probs))
 
     def from_theta(self, inputs: OneMicroBatch) -> CorrectedMicroBatch:
         """Correct one micro-batch whose ``train_log_probs`` are log π_θ, or from which log π_old is interpolated."""
         if not isinstance(inputs.rollout_log_probs, Tensor):
             raise ValueError("the loss takes one micro-batch, not a list of them")
-        counts, old = self.agreed.one_step, inputs.rollout_log_probs
+        one_pass, counts = self._one_pass, self.agreed.one_step
+        old = inputs.train_log_probs.detach() if one_pass else inputs.rollout_log_probs  # type: ignore[union-attr]
+        if one_pass and self.progress.steps_ended:
+            raise StepError(f"the step of this plan has ended: {ONE_STEP}")
         versions = None if counts.current_version is None else inputs.policy_versions
-        inputs = dataclasses.replace(
-            inputs, rewards=None, group_ids=None, mini_batch_ids=None, policy_versions=versions
-        )
+        rewards = inputs.rewards if one_pass else None
+        inputs = dataclasses.replace(inputs, rewards=rewards, policy_versions=versions)
+        inputs = dataclasses.replace(inputs, group_ids=None, mini_batch_ids=None)
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, counts)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
         first = self.steps.num_sequences
         batch = local_batch(inputs, self.config, counts, self.groups, compile=self._compile, first_sequence=first)
+        mean = batch.sums.mean_log_ratio * self.config.bypass_mode  # r is ρ in bypass mode, and 1 in one pass
         weights = batch.weights() if self.config.applies_weights else None
         return CorrectedMicroBatch(
             weights=None if weights is None else weights[0],
             mask=batch.mask[0],
             sequence_lengths=batch.sequence_lengths,
             old_log_probs=old,
-            # In bypass mode the two ratios are one.
-            mean_log_ratio=batch.sums.mean_log_ratio if self.config.bypass_mode else None,
+            mean_log_ratio=mean if self.config.bypass_mode or one_pass else None,
             header=batch.header,
         )
 
@@ -157,17 +161,6 @@ def plan_in_loss(inputs: AnyInputs | None, agreed: AgreedCounts, setup: Setup, s
     """Tokens and sequences under the response mask, on the last stage. Collectives: see :func:`count_masks`."""
     counts = None
     if inputs is not None:
-        check_left_out(setup.config, inputs, "train_log_probs")
+        check_left_out(setup.config, setup.one_pass, inputs)
         counts = count_masks(inputs, agreed, setup.groups)
     return InLossPlan(setup, steps, agreed, counts)
-
-
-def check_left_out(config: RolloutCorrectionConfig, given: AnyInputs, *names: str) -> None:
-    """Raise ValueError for inputs that decoupled mode takes and the loss would find for itself and ignore."""
-    mode, old = "proximal_interpolation", "interpolates log π_old from log π_θ and rollout_log_probs"
-    if config.bypass_mode:
-        mode, old = "bypass_mode", "takes rollout_log_probs for log π_old"
-    for name in names:
-        if getattr(given, name) is not None:
-            why = old if name == "train_log_probs" else f"finds the {name} in the loss"
-            raise ValueError(f"{name} would be ignored: {mode}=True {why}: pass {name}=None, or use decoupled mode")

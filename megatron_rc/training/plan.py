@@ -31,6 +31,12 @@ class Setup:
     loss: PolicyLossConfig
     allow_zero_log_probs: bool = False
     compile: bool = False
+    one_pass: bool = False
+
+    @property
+    def corrects_in_loss(self) -> bool:
+        """Whether the correction is made inside the loss, from π_θ."""
+        return self.config.corrects_in_loss or self.one_pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from megatron_rc.parallel.collectives import pack, unpack
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
-from megatron_rc.settings.objective import denominator_is_unknown, resolve_objective
+from megatron_rc.settings.objective import ONE_STEP, denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
 from megatron_rc.training.finish_step import Steps
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
@@ -28,7 +28,7 @@ from megatron_rc.training.result import TrainingResult, index_of
 class RolloutCorrection:
     """The correction for a trainer.
 
-    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode`` and
+    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode``, ``one_pass`` and
     ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
     ``plan.loss_scale`` gives the factors of an optimizer step to its losses, and ``finish_step`` ends the step.
 
@@ -38,6 +38,8 @@ class RolloutCorrection:
         loss: the objective: its aggregation decides the denominators.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
             prediction).
+        one_pass: decoupled mode without a forward-only pass: the detached log π_θ of the loss is log π_old. Exact for
+            one optimizer step a rollout batch: a plan allows no second one.
         allow_zero_log_probs: as in :func:`correct_rollouts`.
         compile: as in :func:`correct_rollouts`.
 
@@ -52,16 +54,17 @@ class RolloutCorrection:
         *,
         loss: PolicyLossConfig,
         has_auxiliary_losses: bool = False,
+        one_pass: bool = False,
         allow_zero_log_probs: bool = False,
         compile: bool = False,
     ) -> None:
         check_config(config)
         check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
         check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
-        self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
+        self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses, one_pass=one_pass)
         self.config, self.groups = config, groups
-        self._setup = Setup(config, groups, self.loss, allow_zero_log_probs, compile)
-        self.steps = Steps(self._setup)
+        self._setup = Setup(config, groups, self.loss, allow_zero_log_probs, compile, one_pass)
+        self.steps, self.corrects_in_loss = Steps(self._setup), self._setup.corrects_in_loss
         self._newest: Plan | None = None
 
     @torch.no_grad()
@@ -104,7 +107,9 @@ class RolloutCorrection:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
         if inputs is not None:
             check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
-        if self.config.corrects_in_loss:
+        if self._setup.one_pass and num_mini_batches > 1:
+            raise ValueError(f"num_mini_batches={num_mini_batches} is more than 1: {ONE_STEP}")
+        if self.corrects_in_loss:
             self._newest = plan_in_loss(inputs, counts, self._setup, self.steps)
         else:
             device = device or group_device(self.groups.pp)
@@ -122,18 +127,20 @@ class RolloutCorrection:
         advantages: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         policy_versions: Tensor | None = None,
+        rewards: Tensor | None = None,
         mini_batch: int | None = None,
     ) -> CorrectedMicroBatch:
-        """Correct one micro-batch from π_θ, inside the loss: bypass mode and proximal interpolation.
+        """Correct one micro-batch from π_θ, inside the loss; not in decoupled mode with a forward-only pass.
 
         Args:
             log_probs: log π_θ, the layout's local shape, nats; only its values are used.
-            rollout_log_probs: as in :func:`correct_rollouts`, of this micro-batch, like the next five.
+            rollout_log_probs: as in :func:`correct_rollouts`, of this micro-batch, like the next six.
             response_mask: bool.
             layout: which tokens these are.
             advantages: ``opsm`` needs them.
             sequence_ids: error messages name them. Default: sequences are counted since the step began.
             policy_versions: needed if the plan was given the current version, else not used.
+            rewards: for metrics by reward with ``one_pass``, else not used.
             mini_batch: the optimizer step, of the newest plan; one for all micro-batches until ``finish_step``. The
                 micro-batch counts at once, unless gradients are switched off.
 
@@ -146,11 +153,11 @@ class RolloutCorrection:
         plan = self._newest
         if not isinstance(plan, InLossPlan) or plan.counts is None:
             raise StepError(
-                "in_loss belongs to bypass_mode and proximal_interpolation, after plan() on the last pipeline stage"
+                "in_loss belongs to bypass_mode, proximal_interpolation and one_pass, after plan() on the last stage"
             )
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
-        tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages)
+        tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
         inputs = dataclasses.replace(tokens, sequence_ids=sequence_ids, policy_versions=policy_versions)
         with torch.no_grad():
             found = plan.from_theta(inputs)
@@ -198,14 +205,14 @@ class RolloutCorrection:
         None before the first step, and in decoupled mode, because the plan knows it all. StepError as for
         ``loss_metrics()``.
         """
-        if not self.config.corrects_in_loss or (self.steps.last is None and not self.steps.is_pending):
+        if not self.corrects_in_loss or (self.steps.last is None and not self.steps.is_pending):
             return None
         return self.steps.last_whole("step")
 
     @property
     def scales_gradients(self) -> bool:
         """Whether ``finish_step`` can return anything but 1 for a step that is made: G is known only after it."""
-        return denominator_is_unknown(self.config, self.loss)
+        return denominator_is_unknown(self.config, self.loss, one_pass=self._setup.one_pass)
 
     def loss_metrics(self) -> dict[str, float]:
         """Metrics of the loss of the step that ``finish_step`` ended last, equal on all ranks.
@@ -218,7 +225,7 @@ class RolloutCorrection:
     def metrics(self) -> dict[str, float]:
         """Metrics over all steps since the newest plan, in the loss; each step has another π_θ."""
         ended, prefix = self.steps.since_plan, self.config.metric_prefix
-        if not self.config.corrects_in_loss or not ended:
+        if not self.corrects_in_loss or not ended:
             return {}
         sums, maxima = zip(*(pack(step.header) for step in ended), strict=True)
         merged = unpack(ended[0].header, (torch.stack(sums).sum(0), torch.stack(maxima).amax(0)))

@@ -303,7 +303,7 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     with recorded() as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
-    held = _watch(trainer)
+    held = watch(trainer)
     metrics, gradients, step_calls = [], [], []
     for index in range(MINI_BATCHES):
         with recorded() as calls:
@@ -311,7 +311,7 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         step_calls.append(list(calls))
         gradients.append({name: p.main_grad.float().cpu().clone() for name, p in named(trainer.chunks)})
     local = prepared.batch.local
-    applied = [local.weights, local.mask, local.sequence_lengths] if held is None else _joined(held)
+    applied = [local.weights, local.mask, local.sequence_lengths] if held is None else joined(held)
     applied = [None if value is None else value.cpu() for value in applied]
     local, own = dataclasses.replace(local, positions=local.positions.cpu()), prepared.batch.rows.cpu()
     row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
@@ -337,10 +337,10 @@ def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
     return RolloutBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
 
-def _watch(trainer: Any) -> list[Any] | None:
-    """A list that gets the inputs of every later loss, in bypass mode."""
+def watch(trainer: Any) -> list[Any] | None:
+    """A list that gets the inputs of every later loss, if the correction is made in the loss; else None."""
     correction = trainer.correction
-    if not correction.config.corrects_in_loss:
+    if not correction.corrects_in_loss:
         return None
     held, corrected = [], correction.corrected
 
@@ -352,7 +352,7 @@ def _watch(trainer: Any) -> list[Any] | None:
     return held
 
 
-def _joined(held: list[Any]) -> list[torch.Tensor | None]:
+def joined(held: list[Any]) -> list[torch.Tensor | None]:
     """The micro-batches of all mini-batches, concatenated."""
     if not held:
         return [None, None, None]
