@@ -18,6 +18,7 @@ from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
+from megatron_rc.launch.training.batch_check import BatchCheck
 from megatron_rc.launch.training.checkpoints.kept import Kept
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.reference import Reference
@@ -72,6 +73,7 @@ class Trainer(TrainedModel):
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
         sampling_weights: those of the rollouts under way, kept for checkpoints.
         writer: of checkpoints.
+        batch_check: whether the engines sampled the newest rollout batch from the trainer's weights.
         critic: with ``--advantage-estimator gae``; else None.
         left_out: steps that were not made, those before a loaded checkpoint included.
         keeps_log_probs: whether steps keep what their losses computed.
@@ -86,6 +88,7 @@ class Trainer(TrainedModel):
             start_from(config.checkpoints.load_hf, "--load-hf", config, groups, chunks)
         super().__init__(config, ModelPasses(config, groups), chunks)
         self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
+        self.batch_check = BatchCheck(config, groups)
         # Megatron asks for it before it changes a weight.
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
@@ -179,6 +182,7 @@ class Trainer(TrainedModel):
         self._scored_at = self._steps
         in_loss = self.config.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
+        self.batch_check.begin(self.iteration, old, cut.local)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
@@ -313,7 +317,7 @@ class Trainer(TrainedModel):
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())
-        self.checks.gradient(self.iteration + 1, norm)
+        self.batch_check.hear(self.checks.gradient(self.iteration + 1, norm, self.batch_check.numbers))
         return norm
 
     def _score_reference(self, batch: LocalBatch) -> Tensor | None:
@@ -356,4 +360,6 @@ class Trainer(TrainedModel):
         log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
         if self.keeps_log_probs:
             self.kept_log_probs.append(log_probs.detach())
+        if self.batch_check.is_open and self._steps == self._scored_at:
+            self.batch_check.add(log_probs, local)
         return masked_loss(self.correction, local, log_probs, entropy, scale)
