@@ -28,6 +28,11 @@ class GuardSection:
         default=6,
         positive=True,
     )
+    skip_steps_without_signal: bool = option(
+        "leave out an optimizer step whose policy gradient is exactly 0, although Adam's momentum would move the weights: "
+        "every advantage of the mini-batch is 0, and the loss has no entropy, KL or auxiliary term",
+        default=True,
+    )
     bad_samples: Literal["stop", "drop", "resample"] = option(
         "a response with a log-prob that is none (unless --bad-log-probs rejects it), with ids out of the vocabulary, "
         "empty or too long ends the run, is left out, or is sampled again before it is left out; it is written to bad/",

@@ -3,7 +3,7 @@
 The trainer scores each token that the engine has sampled: before the steps in decoupled mode, else in the loss of the
 first step that is made. Until a weight changes both have the same weights, so that the two log-probs differ by rounding
 alone. Every rank hears of it before the optimizer changes a weight, with the norm of the gradient; or at the end of the
-step, if none is made. Not with rollouts of older weights, or of records.
+step, if none is made. It cannot tell with rollouts of older weights, or of records.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ class BatchCheck:
         groups: of this rank.
 
     Attributes:
+        is_on: the batches are compared; off until somebody hands the trainer's weights to engines.
         is_open: log-probs of the loss are wanted.
         metrics: of the newest batch; empty until the ranks have heard of it.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        rollouts = config.rollouts
-        self._can_tell = not rollouts.load_rollouts and not rollouts.rollout_staleness
         self._distance = EngineDistance(config, groups)
         self._is_pending, self._step = False, 0
-        self.is_open = False
+        self.is_on = self.is_open = False
         self.metrics: dict[str, float] = {}
 
     def begin(self, step: int, old: Tensor | None, local: LocalTokens) -> None:
@@ -45,9 +44,9 @@ class BatchCheck:
             local: the tokens.
         """
         self._distance.clear()
-        self._is_pending, self._step, self.metrics = self._can_tell, step, {}
-        self.is_open = self._can_tell and old is None
-        if self._can_tell and old is not None:
+        self._is_pending, self._step, self.metrics = self.is_on, step, {}
+        self.is_open = self.is_on and old is None
+        if self.is_on and old is not None:
             self._distance.add(old, local, local.positions)
 
     def add(self, log_probs: Tensor, local: LocalTokens) -> None:

@@ -53,6 +53,7 @@ class PreparedBatch:
         scores: what the advantages were estimated from; None before the last stage, likewise the next.
         estimated: the advantages.
         values: for the critic's steps, where there is one.
+        without_signal: the mini-batches whose policy gradient is exactly 0, equal on all ranks.
     """
 
     batch: LocalBatch
@@ -60,6 +61,7 @@ class PreparedBatch:
     scores: Scores | None
     estimated: Estimated | None
     values: PreparedValues | None = None
+    without_signal: frozenset[int] = frozenset()
 
 
 class Trainer(TrainedModel):
@@ -221,7 +223,8 @@ class Trainer(TrainedModel):
         """One optimizer step on one mini-batch of a rollout batch.
 
         A mini-batch without an accepted token is skipped on all ranks alike: the optimizer is not touched. So is, with
-        --fp16, a step whose scaled gradients are out of range; Megatron lowers the scale for the next ones.
+        --fp16, a step whose scaled gradients are out of range; Megatron lowers the scale for the next ones. So is a
+        mini-batch without a signal, before the schedule; a critic's step is made.
 
         Returns:
             Metrics of the step, equal on all ranks.
@@ -242,6 +245,9 @@ class Trainer(TrainedModel):
         if self.config.critic is not None and self.iteration < self.config.critic.num_critic_only_steps:
             self.iteration, self.kept_log_probs = self.iteration + 1, []
             return {"lr": self.learning_rate} | self._left_out_metrics()
+        if mini_batch in prepared.without_signal and not prepared.plan.skips(mini_batch):
+            self.kept_log_probs = []
+            return self.skip(is_without_signal=True)
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:
@@ -263,11 +269,12 @@ class Trainer(TrainedModel):
         found = self.correction.step if self.config.correction.corrects_in_loss else prepared.plan
         return found.distributions() if isinstance(found, CorrectionResult) else {}
 
-    def skip(self, *, is_bad: bool = False) -> dict[str, float]:
+    def skip(self, *, is_bad: bool = False, is_without_signal: bool = False) -> dict[str, float]:
         """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""
         self.iteration += 1
         self.left_out.steps += 1
         self.left_out.bad += is_bad
+        self.left_out.without_signal += is_without_signal
         return {"lr": self.learning_rate} | self._left_out_metrics()
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
@@ -313,7 +320,9 @@ class Trainer(TrainedModel):
         return self.iteration - self.left_out.steps
 
     def _left_out_metrics(self) -> dict[str, float]:
-        return {"skipped_steps": float(self.left_out.steps), "bad_steps": float(self.left_out.bad)}
+        left = self.left_out
+        counts = {"skipped_steps": left.steps, "bad_steps": left.bad, "steps_without_signal": left.without_signal}
+        return {name: float(count) for name, count in counts.items()}
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())

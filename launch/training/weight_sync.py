@@ -33,6 +33,7 @@ class WeightSync:
     ) -> None:
         self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
         self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
+        trainer.batch_check.is_on = self.check is not None and not config.rollouts.rollout_staleness
         self.metrics: dict[str, float] = {}
         self._syncs = 0
         self.evaluated = self._last_evaluation()

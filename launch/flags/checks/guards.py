@@ -10,7 +10,7 @@ from megatron_rc.launch.run_config.guards import Condition
 
 # What a row of an optimizer step holds, as far as flags say it: the first row of the run says the rest.
 _FOLDERS = ("data", "loss", "perf", "policy", "reward", "rollout")
-_SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps")
+_SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps", "steps_without_signal")
 
 
 def check_guards(config: RunConfig) -> None:
