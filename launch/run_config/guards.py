@@ -29,8 +29,8 @@ class GuardSection:
         positive=True,
     )
     skip_steps_without_signal: bool = option(
-        "leave out an optimizer step whose policy gradient is exactly 0, although Adam's momentum would move the weights: "
-        "every advantage of the mini-batch is 0, and the loss has no entropy, KL or auxiliary term",
+        "leave out an optimizer step whose policy gradient is exactly 0: all advantages of the mini-batch are 0, and "
+        "the loss has no entropy, KL or auxiliary term; Adam's momentum would move the weights all the same",
         default=True,
     )
     bad_samples: Literal["stop", "drop", "resample"] = option(
