@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -162,16 +162,37 @@ def agree(config: RunConfig, error: str | AgreedError | None = None, stop: bool 
     Raises:
         AgreedError: on every rank if any had an error, with message and exit code of the lowest such rank.
     """
+    return agree_and_share(config, [], error, stop)[0]
+
+
+def agree_and_share(
+    config: RunConfig, numbers: Sequence[float], error: str | AgreedError | None = None, stop: bool = False
+) -> tuple[bool, list[float]]:
+    """The verdict of :func:`agree`, and the largest of each of some numbers over all ranks.
+
+    Args:
+        config: of the run.
+        numbers: of this rank, as many on every rank.
+        error: see :func:`agree`.
+        stop: see :func:`agree`.
+
+    Collectives: the all-reduce of :func:`agree`, which carries the numbers too.
+
+    Raises:
+        AgreedError: see :func:`agree`.
+    """
     device = config.launch.device
     world, rank = dist.get_world_size(), dist.get_rank()
     own = AgreedError(error) if isinstance(error, str) else error
-    votes = torch.tensor([0 if own is None else (world - rank) * _CODES + own.code, int(stop)], device=device)
+    vote = 0 if own is None else (world - rank) * _CODES + own.code
+    # A vote is a whole number below 2^53.
+    votes = torch.tensor([vote, int(stop), *numbers], dtype=torch.float64, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    vote, stopping = votes.tolist()
-    if vote:
-        first, code = divmod(vote, _CODES)
+    highest, stopping, *shared = votes.tolist()
+    if highest:
+        first, code = divmod(int(highest), _CODES)
         raise AgreedError(_broadcast_text(str(own or ""), world - first, device), code)
-    return bool(stopping)
+    return bool(stopping), shared
 
 
 def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:

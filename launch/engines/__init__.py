@@ -40,6 +40,7 @@ class RolloutEngine(Protocol):
 
     An engine that samples in another process, so that the trainer can go on meanwhile, says so with a true attribute
     ``is_elsewhere``: with ``--rollout-staleness`` its ``sample`` is called on a thread, never during ``load_weights``.
+    One that can be started again while the trainer goes on counts that in an attribute ``restarts``.
     """
 
     version: int

@@ -36,6 +36,9 @@ class ServerEngine(ABC):
         eos_token_id: ends a response.
         concurrency: requests under way at once.
         start_timeout: seconds to wait for a server that does not answer yet.
+
+    Attributes:
+        restarts: how often it lost its weights, or was away while it got them, and got them again.
     """
 
     is_elsewhere = True
@@ -52,7 +55,7 @@ class ServerEngine(ABC):
             raise ValueError(f"concurrency is {concurrency}: expected at least 1")
         self.client, self.directory, self.eos = client, directory, eos_token_id
         self.concurrency, self.start_timeout = concurrency, start_timeout
-        self.version = -1
+        self.version, self.restarts = -1, 0
         self._met = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -98,6 +101,7 @@ class ServerEngine(ABC):
             except RestartedError as error:
                 if not left:
                     raise
+                self.restarts += 1
                 _log.warning("%s: it gets them again, and the batch is sampled again", error)
                 self._meet()
                 self._hand_over(str(self.directory.path), self.version)
@@ -114,6 +118,7 @@ class ServerEngine(ABC):
             self._swap(path, version)
             if self.client.absences == absences:
                 return
+            self.restarts += 1
         raise EngineError(f"{self.client.url} went away in each of {TRIES} hand-overs of weights: see its log")
 
     def _check_held(self, held: Any, where: str) -> None:

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
-from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors
+from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, is_expert
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.records.rollout import SamplingParams
+
+# Below so many tokens matrix products may use another kernel, whose last digits differ.
+_LEAST_SHARED = 64
 
 
 class TransformersEngine:
@@ -20,6 +23,9 @@ class TransformersEngine:
 
     Weights are rounded to ``dtype`` at every sync. On a CPU, which has no units for fewer bits, the arithmetic
     stays float32; on a GPU it is bfloat16 unless ``dtype`` is fp32.
+
+    A prompt that stands there several times is read once; its responses begin with copies of its keys and values. Not
+    in a model with experts, whose matrix products have as many rows as tokens come to each: other digits would follow.
 
     Args:
         config: of the model (a ``transformers`` config).
@@ -42,6 +48,7 @@ class TransformersEngine:
         self.eos, self.pad, self.device = eos_token_id, pad_token_id, device
         self.version = -1
         self._rounded = Rounding(self.model, dtype)
+        self._shares_prompts = not any(is_expert(name) for name, _ in self.model.named_parameters())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights of the model; see :class:`RolloutEngine`."""
@@ -63,8 +70,9 @@ class TransformersEngine:
             raise ValueError(f"top_p is {params.top_p}: the transformers engine samples with 1")
         generator = torch.Generator(self.device).manual_seed(seed)
         longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        rows = [[self.pad] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]
+        read, places = self._read_once(prompts, longest)
+        padding = [longest - len(prompt) for prompt in read]
+        rows = [[self.pad] * left + list(prompt) for left, prompt in zip(padding, read, strict=True)]
         tokens = torch.tensor(rows, device=self.device)
         starts = torch.tensor(padding, device=self.device).unsqueeze(1)
         positions = (torch.arange(longest, device=self.device).unsqueeze(0) - starts).clamp(min=0)
@@ -80,8 +88,11 @@ class TransformersEngine:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache = output.past_key_values
-            distribution = torch.log_softmax(_among(output.logits[:, -1].float() / params.temperature, params), dim=-1)
+            cache, logits = output.past_key_values, output.logits[:, -1]
+            if len(logits) < len(prompts):
+                cache.batch_select_indices(places)
+                logits, positions, attention = logits[places], positions[places], attention[places]
+            distribution = torch.log_softmax(_among(logits.float() / params.temperature, params), dim=-1)
             # Of logits that are no numbers nothing can be sampled: such a response ends, with a log-prob that says so.
             broken = distribution[:, :1].isnan()
             tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
@@ -95,6 +106,16 @@ class TransformersEngine:
             positions = positions[:, -1:] + 1
             attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)
         return self._samples(torch.stack(chosen, dim=1), torch.stack(log_probs, dim=1))
+
+    def _read_once(
+        self, prompts: Sequence[Sequence[int]], longest: int
+    ) -> tuple[Sequence[Sequence[int]], Tensor | None]:
+        """(the prompts to be read, for each prompt its place among them); all of them, and None, if that is as well."""
+        different = list(dict.fromkeys(map(tuple, prompts)))
+        if not self._shares_prompts or len(different) == len(prompts) or len(different) * longest < _LEAST_SHARED:
+            return prompts, None
+        numbers = {prompt: number for number, prompt in enumerate(different)}
+        return different, torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=self.device)
 
     def _samples(self, tokens: Tensor, log_probs: Tensor) -> list[Sample]:
         samples = []

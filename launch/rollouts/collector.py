@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
@@ -88,6 +88,7 @@ class RolloutCollector:
         self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
         self._rows = config.rollouts.sequences // config.data_parallel_size
         self._has_named_experts = False
+        self._restarts = 0
         steps = 0 if config.rollouts.load_rollouts else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
         self.is_window_over, self._window_end = True, -1
@@ -161,14 +162,17 @@ class RolloutCollector:
             except Exception as problem:  # must not hide the error that ended the run
                 _log.error("the rollout engine did not end cleanly: %s", problem)
 
-    def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
+    def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
+
+        Returns:
+            True on every rank if an engine was started again since the last time.
 
         Raises:
             AgreedError: on every rank, if an engine refused the weights.
         """
         if self.config.rollouts.load_rollouts:
-            return
+            return False
         phases.enter("the weight sync")
         error = None
         weights = export_model(chunks, self.config, self.groups)
@@ -181,7 +185,9 @@ class RolloutCollector:
         for _ in weights:
             pass
         self.work.waits.meet("the weight sync")
-        agree(self.config, error)
+        before, self._restarts = self._restarts, getattr(self.engine, "restarts", 0)
+        _, (was_restarted,) = agree_and_share(self.config, [float(self._restarts > before)], error)
+        return was_restarted > 0
 
     def collect(self, step: int) -> RolloutBatch:
         """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.

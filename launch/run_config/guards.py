@@ -28,6 +28,11 @@ class GuardSection:
         default=6,
         positive=True,
     )
+    skip_steps_without_signal: bool = option(
+        "leave out an optimizer step whose policy gradient is exactly 0: all advantages of the mini-batch are 0, and "
+        "the loss has no entropy, KL or auxiliary term; Adam's momentum would move the weights all the same",
+        default=True,
+    )
     bad_samples: Literal["stop", "drop", "resample"] = option(
         "a response that is empty, too long, has ids out of the vocabulary or a log-prob that is no number (unless "
         "--bad-log-probs rejects it): end the run, drop it, or sample it again; it is written to bad/",

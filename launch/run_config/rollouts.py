@@ -103,8 +103,14 @@ class EngineSection:
         default="bf16",
     )
     rollout_check_tolerance: float | None = option(
-        "mean |difference| of log-probs, in nats, that ends the run after a weight sync and fails check_engine; "
+        "mean |difference| of the log-probs of engine and trainer, in nats, that ends the run or fails check_engine; "
         "default: by --rollout-dtype and --bf16",
         metavar="NATS",
+        positive=True,
+    )
+    sync_probe_interval: int | None = option(
+        "have the engine answer a few prompts and the trainer score them after every N-th weight sync; default: after "
+        "the first one, after a restart of an engine, and if no rollout batch of these weights is trained on",
+        metavar="N",
         positive=True,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +35,12 @@ class BadSteps:
         self.config, self.trainer, self.collector = config, trainer, collector
         self.folder = bad_folder(config)
         self._begun, self._left_out_before = trainer.iteration, trainer.left_out.steps
+        self._without_signal = trainer.left_out.without_signal
         self._why = "as before the checkpoint" if trainer.left_out.in_a_row else ""
+        loss = config.loss
+        # Otherwise the gradient is not 0 although every advantage is.
+        has_other_terms = loss.entropy_coef or loss.kl_coef or config.has_auxiliary_losses
+        self._skips_without_signal = config.guards.skip_steps_without_signal and not has_other_terms
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch | None:
         """The batch, ready for its steps; None where its steps are left out.
@@ -48,6 +54,16 @@ class BadSteps:
             self._write(batch, self.trainer.iteration, error)
             self._judge(error)
             return None
+
+    def with_signals(self, prepared: PreparedBatch, nonzero: Sequence[float]) -> PreparedBatch:
+        """The batch, by ``--skip-steps-without-signal`` with the mini-batches whose steps are skipped.
+
+        Args:
+            prepared: the batch.
+            nonzero: for each mini-batch the share of its responses, over all ranks, that have an advantage.
+        """
+        flat = (number for number, share in enumerate(nonzero) if share == 0)
+        return dataclasses.replace(prepared, without_signal=frozenset(flat if self._skips_without_signal else ()))
 
     def update(
         self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
@@ -71,7 +87,7 @@ class BadSteps:
             self._write(batch, self.trainer.iteration - update, error)
             self._judge(error)
             return self.trainer.skip(is_bad=True)
-        if "grad_norm" not in metrics:
+        if "grad_norm" not in metrics and not self._was_without_signal:
             self._why = "no token was accepted, or none had a weight: look at the metrics of the rejection"
             if "loss_scale" in metrics:
                 name = "loss-scale" if "loss_scale" in self.config.megatron.given else "initial-loss-scale"
@@ -82,7 +98,7 @@ class BadSteps:
     def complaint(self, row: Mapping[str, float]) -> str | None:
         """Why the run cannot go on, or at its end not be called finished: its steps leave the model as it was.
 
-        A gradient of 0 is right where all rewards of each prompt are alike: such a step says nothing.
+        A gradient of 0 is right where all rewards of each prompt are alike: such a step, made or skipped, says nothing.
 
         Args:
             row: metrics of the step that was made, or left out; told once for each.
@@ -90,6 +106,9 @@ class BadSteps:
         left_out, critic = self.trainer.left_out, self.config.critic
         if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:
             return None  # the critic alone learns
+        was_without_signal, self._without_signal = self._was_without_signal, left_out.without_signal
+        if was_without_signal:
+            return self._complaint_at_the_end()
         if "grad_norm" not in row:
             left_out.in_a_row += 1
         elif row["grad_norm"] != 0:
@@ -116,6 +135,11 @@ class BadSteps:
         """Whether Megatron still looks for a scale of the loss: it starts high, and halves at each overflow."""
         given = self.config.megatron.given
         return given.get("loss_scale") is None and row.get("loss_scale", 0) > given.get("min_loss_scale", 1.0)
+
+    @property
+    def _was_without_signal(self) -> bool:
+        """Whether the newest step was left out since no response has an advantage."""
+        return self.trainer.left_out.without_signal > self._without_signal
 
     @property
     def _allowed(self) -> str:

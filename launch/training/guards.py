@@ -22,12 +22,25 @@ _ADVICE = {
     ("grad_norm", ">"): "the gradients grow: lower --lr or --clip-grad, and look at the rewards of the last batches",
     ("masked_fraction", ">"): "much of the sampling is wasted: bring both policies closer, or widen "
     "--rollout-rs-threshold",
+    (
+        "reward/nonzero_advantages",
+        "<",
+    ): "few responses say what is better: give more prompts a step (--grpo-prompts-per-step), other prompts for those "
+    "whose rewards are alike (--dynamic-sampling), or easier ones",
+    ("steps_without_signal", ">"): "in these steps all rewards of each prompt were alike: give more prompts a step "
+    "(--grpo-prompts-per-step), other prompts for those (--dynamic-sampling), or easier ones",
     ("reward/mean", "<"): "the policy gets worse: go on from an older checkpoint with a lower --lr or a higher "
     "--grpo-kl-beta",
     ("policy/entropy", "<>"): "the policy collapses or dissolves: lower --lr, or change --grpo-entropy-term-weight",
 }
 # Of some steps only: those after a save or an evaluation.
 _NOW_AND_THEN = ("perf/save_seconds", "perf/eval_seconds")
+# Of a low reward in steps of which half have no signal.
+_COLLAPSED = (
+    "the reward has gone, and with it the signal, since all rewards of each prompt are alike: go back to a checkpoint "
+    "before the fall, or begin again, with more prompts a step (--grpo-prompts-per-step), other prompts for those "
+    "whose rewards are alike (--dynamic-sampling), a warm-up (--lr-warmup-iters) or a lower --lr"
+)
 _OTHERWISE = "see docs/metrics.md for what moves it"
 
 
@@ -40,6 +53,8 @@ class Guards:
 
     def __init__(self, config: RunConfig) -> None:
         self._met: dict[Condition, list[float]] = {Condition.parse(text): [] for text in config.guards.stop_if or ()}
+        # Whether each of the steps had a signal.
+        self._silent: dict[Condition, list[bool]] = {condition: [] for condition in self._met}
         self._unseen = {condition for condition in self._met if condition.metric not in _NOW_AND_THEN}
 
     def go_on(self, rows: Iterable[Mapping[str, float]], iteration: int) -> None:
@@ -83,19 +98,23 @@ class Guards:
         """One condition's verdict; where it is met its steps are counted anew: the run may be gone on from there."""
         if condition.metric not in row:
             return None
-        values = self._met[condition]
+        values, silent = self._met[condition], self._silent[condition]
         values.append(row[condition.metric])
+        silent.append(row.get("reward/nonzero_advantages") == 0)
         if condition.holds(values[-1]) and len(values) < condition.steps:
             return None
-        met = _met(condition, step, values) if condition.holds(values[-1]) else None
+        met = _met(condition, step, values, silent) if condition.holds(values[-1]) else None
         values.clear()
+        silent.clear()
         return met
 
 
-def _met(condition: Condition, step: int, values: Sequence[float]) -> AgreedError:
+def _met(condition: Condition, step: int, values: Sequence[float], silent: Sequence[bool]) -> AgreedError:
     side = condition.comparison[0]
     fitting = (words for (name, sides), words in _ADVICE.items() if condition.metric.endswith(name) and side in sides)
     advice = next(fitting, _OTHERWISE)
+    if condition.metric == "reward/mean" and side == "<" and 2 * sum(silent) >= len(silent):
+        advice = _COLLAPSED
     found = ", ".join(f"{value:.3g}" for value in values[-3:])
     words = f"stopped by --stop-if '{condition.text}' after step {step} ({condition.metric} was {found}): {advice}"
     return AgreedError(words, GUARD)

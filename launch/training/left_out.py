@@ -14,13 +14,15 @@ class LeftOut:
     """Numbers of steps, equal on all ranks.
 
     Attributes:
-        steps: that were not made: no token was accepted, none had a weight, or they were bad.
-        bad: those of the last kind.
+        steps: that were not made: no token was accepted, none had a weight, none had an advantage, or they were bad.
+        bad: the bad ones among them.
+        without_signal: those without an advantage among them (``--skip-steps-without-signal``).
         in_a_row: the last ones, made or not, that left the model as it was.
     """
 
     steps: int = 0
     bad: int = 0
+    without_signal: int = 0
     in_a_row: int = 0
 
     def state(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import AgreedError, agree, agree_and_share
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
@@ -162,6 +162,7 @@ class _Run:
         if prepared:
             estimated = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
             nonzero, common = estimated.nonzero, common | prepared.plan.metrics() | estimated.metrics
+            prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
             self.distributions = summary.distributions
@@ -172,6 +173,7 @@ class _Run:
             if nonzero:
                 metrics["reward/nonzero_advantages"] = nonzero[update % mini_batches]
             lap("update")
+            common |= trainer.batch_check.metrics
             if update == 0:
                 common["perf/tokens_per_second"] = common["rollout/tokens"] / lap.seconds_without("eval")
             yield common | metrics | lap.times
@@ -190,7 +192,9 @@ class _Run:
             self.reporter.step(step, reported, self.distributions)
             complaint = self.reporter.error or complaint or self.guards.step(step, reported)
         complaint = self.profiling(step) or complaint
-        self.is_stopped = agree(self.config, complaint, stop=self.request.signal is not None)
+        check, wants_stop = self.trainer.batch_check, self.request.signal is not None
+        self.is_stopped, shared = agree_and_share(self.config, check.numbers, complaint, stop=wants_stop)
+        check.hear(shared)
 
     def _say(self, words: str) -> None:
         if self.reporter is not None:

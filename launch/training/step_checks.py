@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.run_config import RunConfig
 
 # Megatron-Core's: what it compares with, and how much larger is too large.
@@ -46,8 +46,16 @@ class StepChecks:
                 f"{before:.3g} (--check-for-spiky-loss): {self.advice}"
             )
 
-    def gradient(self, step: int, norm: float) -> None:
+    def gradient(self, step: int, norm: float, numbers: Sequence[float] = ()) -> list[float]:
         """Before the step; ranks with other experts may have another norm.
+
+        Args:
+            step: its number.
+            norm: of this rank's gradient.
+            numbers: that the agreement of all ranks carries too, as many on each.
+
+        Returns:
+            The largest of each of the numbers over all ranks.
 
         Raises:
             BadStepError: on every rank, if the norm is not finite on any, or by flag much larger than those before.
@@ -62,7 +70,7 @@ class StepChecks:
                 f"was {before:.3g} (--check-for-large-grads): {self.advice}"
             )
         with telling_bad_steps():
-            agree(self.config, error)
+            return agree_and_share(self.config, numbers, error)[1]
 
 
 @contextmanager

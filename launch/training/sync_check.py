@@ -1,7 +1,8 @@
-"""A few tokens that engine and trainer both score after every weight sync, so that stale weights end the run.
+"""A few tokens that engine and trainer both score after a weight sync: a probe, if no rollout batch can tell.
 
-What it finds: weights that did not arrive (an output layer that an engine packed at its start and keeps), a cache of
-prompts that older weights computed, log-probs of another temperature or shifted ones.
+It finds weights that did not arrive (an output layer that an engine packed at its start and keeps), a cache of prompts
+that older weights computed, log-probs of another temperature or shifted ones.
+:mod:`megatron_rc.launch.training.batch_check` finds the same in the log-probs of the rollout batches.
 """
 
 from __future__ import annotations
@@ -9,16 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import torch
-
-from megatron_rc.launch.distributed import agree
-from megatron_rc.launch.rollouts.agreement import judge, lag_distances, tolerance
+from megatron_rc.launch.distributed import agree_and_share
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.engine_distance import EngineDistance
 from megatron_rc.launch.training.micro_batches import cut_batch
 from megatron_rc.launch.training.trainer import Trainer
-from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
-from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.groups import ParallelGroups
 
 SEQUENCES, TOKENS = 8, 16
 
@@ -56,35 +54,17 @@ class SyncCheck:
         """Compare a few log-probs of the engines with the trainer's.
 
         Returns:
-            ``rollout/sync_error``: mean |Δ log-prob| in nats, of the first replica on its ranks; equal in a replica.
+            ``rollout/sync_error``: mean |Δ log-prob| in nats of the replica that is furthest off; equal on all ranks.
 
-        Collectives: those of a small rollout and a forward-only pass, one SUM over CP, one broadcast over PP.
+        Collectives: those of a small rollout and a forward-only pass, and one agreement of all ranks.
 
         Raises:
             AgreedError: on every rank, if a replica's engine disagrees by more than rounding explains.
         """
         batch = self.collector.probe(self._rows, self._tokens, self._length)
-        cut = cut_batch(batch, self._cut_config, self.groups)
-        train, local = self.trainer.score(cut), cut.local
-        sums = torch.zeros(6, dtype=torch.float64, device=batch.tokens.device)
+        cut, distance = cut_batch(batch, self._cut_config, self.groups), EngineDistance(self.config, self.groups)
+        train = self.trainer.score(cut)
         if train is not None:
-            mask, rollout = local.response_mask, local.rollout_log_probs
-            distance = torch.where(mask, (train.double() - rollout.double()).abs(), 0.0).sum()
-            pairs = lag_distances(train, rollout, mask, local.positions)
-            sums = torch.cat([torch.stack([distance, mask.sum().double()]), pairs])
-        sums = broadcast(all_reduce_sum(sums, self.groups.cp), group_size(self.groups.pp) - 1, self.groups.pp)
-        total, tokens, *by_lag = sums.tolist()
-        mean = total / tokens
-        agree(self.config, None if mean <= tolerance(self.config) else self._words(mean, by_lag))
-        return {"rollout/sync_error": mean}
-
-    def _words(self, mean: float, pairs: list[float]) -> str:
-        configured, limit = self.config.rollouts.rl_default_temperature, tolerance(self.config)
-        shift = [finding for finding in judge({configured: pairs}, configured, limit) if finding.about == "shift"]
-        hint = "".join(f"; {finding.words}" for finding in shift if not finding.agrees)
-        return (
-            f"after the weight sync of step {self.trainer.iteration} the rollout engine and the trainer disagree by "
-            f"{mean:.4f} nats a token, up to {limit} is rounding{hint}: does the engine keep older weights, or a cache "
-            "that they filled? Compare the two with python -m megatron_rc.launch.check_engine; raise "
-            "--rollout-check-tolerance only if the engine rounds more than --rollout-dtype says"
-        )
+            distance.add(train, cut.local, cut.local.positions)
+        _, shared = agree_and_share(self.config, distance.numbers)
+        return distance.check(distance.replicas(shared), self.trainer.iteration)

@@ -19,6 +19,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.run_config.passes import is_one_pass
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
+from megatron_rc.launch.training.batch_check import BatchCheck
 from megatron_rc.launch.training.checkpoints.kept import Kept
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.reference import Reference
@@ -53,6 +54,7 @@ class PreparedBatch:
         scores: what the advantages were estimated from; None before the last stage, likewise the next.
         estimated: the advantages.
         values: for the critic's steps, where there is one.
+        without_signal: the mini-batches whose policy gradient is exactly 0, equal on all ranks.
     """
 
     batch: LocalBatch
@@ -60,6 +62,7 @@ class PreparedBatch:
     scores: Scores | None
     estimated: Estimated | None
     values: PreparedValues | None = None
+    without_signal: frozenset[int] = frozenset()
 
 
 class Trainer(TrainedModel):
@@ -73,6 +76,7 @@ class Trainer(TrainedModel):
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
         sampling_weights: those of the rollouts under way, kept for checkpoints.
         writer: of checkpoints.
+        batch_check: whether the engines sampled the newest rollout batch from the trainer's weights.
         critic: with ``--advantage-estimator gae``; else None.
         left_out: steps that were not made, those before a loaded checkpoint included.
         keeps_log_probs: whether steps keep what their losses computed.
@@ -91,6 +95,7 @@ class Trainer(TrainedModel):
             start_from(config.checkpoints.load_hf, "--load-hf", config, groups, chunks)
         super().__init__(config, ModelPasses(config, groups), chunks)
         self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
+        self.batch_check = BatchCheck(config, groups)
         # Megatron asks for it before it changes a weight.
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
@@ -186,6 +191,7 @@ class Trainer(TrainedModel):
         self._scored_at = self._steps
         in_loss = self.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
+        self.batch_check.begin(self.iteration, old, cut.local)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
@@ -226,7 +232,8 @@ class Trainer(TrainedModel):
         """One optimizer step on one mini-batch of a rollout batch.
 
         A mini-batch without an accepted token is skipped on all ranks alike: the optimizer is not touched. So is, with
-        --fp16, a step whose scaled gradients are out of range; Megatron lowers the scale for the next ones.
+        --fp16, a step whose scaled gradients are out of range; Megatron lowers the scale for the next ones. So is a
+        mini-batch without a signal, before the schedule; a critic's step is made.
 
         Returns:
             Metrics of the step, equal on all ranks.
@@ -247,6 +254,9 @@ class Trainer(TrainedModel):
         if self.config.critic is not None and self.iteration < self.config.critic.num_critic_only_steps:
             self.iteration, self.kept_log_probs = self.iteration + 1, []
             return {"lr": self.learning_rate} | self._left_out_metrics()
+        if mini_batch in prepared.without_signal and not prepared.plan.skips(mini_batch):
+            self.kept_log_probs = []
+            return self.skip(is_without_signal=True)
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if self.on_scored is not None and is_first and self.correction.corrects_in_loss:
@@ -273,11 +283,12 @@ class Trainer(TrainedModel):
         found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
         return found.distributions() if isinstance(found, CorrectionResult) else {}
 
-    def skip(self, *, is_bad: bool = False) -> dict[str, float]:
+    def skip(self, *, is_bad: bool = False, is_without_signal: bool = False) -> dict[str, float]:
         """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""
         self.iteration += 1
         self.left_out.steps += 1
         self.left_out.bad += is_bad
+        self.left_out.without_signal += is_without_signal
         return {"lr": self.learning_rate} | self._left_out_metrics()
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
@@ -323,11 +334,13 @@ class Trainer(TrainedModel):
         return self.iteration - self.left_out.steps
 
     def _left_out_metrics(self) -> dict[str, float]:
-        return {"skipped_steps": float(self.left_out.steps), "bad_steps": float(self.left_out.bad)}
+        left = self.left_out
+        counts = {"skipped_steps": left.steps, "bad_steps": left.bad, "steps_without_signal": left.without_signal}
+        return {name: float(count) for name, count in counts.items()}
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())
-        self.checks.gradient(self.iteration + 1, norm)
+        self.batch_check.hear(self.checks.gradient(self.iteration + 1, norm, self.batch_check.numbers))
         return norm
 
     def _score_reference(self, batch: LocalBatch) -> Tensor | None:
@@ -378,4 +391,6 @@ class Trainer(TrainedModel):
         log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
         if self.keeps_log_probs or self.on_scored is not None:
             self.kept_log_probs.append(log_probs.detach())
+        if self.batch_check.is_open and self._steps == self._scored_at:
+            self.batch_check.add(log_probs, local)
         return masked_loss(self.correction, local, log_probs, entropy, scale)

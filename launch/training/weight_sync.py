@@ -33,7 +33,9 @@ class WeightSync:
     ) -> None:
         self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
         self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
+        trainer.batch_check.is_on = self.check is not None and not config.rollouts.rollout_staleness
         self.metrics: dict[str, float] = {}
+        self._syncs = 0
         self.evaluated = self._last_evaluation()
 
     def _last_evaluation(self) -> int:
@@ -76,5 +78,17 @@ class WeightSync:
         self.collector.go_on(self.trainer.iteration, kept.version, send)
 
     def _send(self, version: int) -> None:
-        self.collector.sync_weights(self.trainer.chunks, version)
-        self.metrics = {} if self.check is None else self.check()
+        was_restarted = self.collector.sync_weights(self.trainer.chunks, version)
+        is_due = was_restarted or self._probe_is_due()
+        self._syncs += 1
+        self.metrics = self.check() if self.check is not None and is_due else {}
+
+    def _probe_is_due(self) -> bool:
+        """Whether a probe follows this sync: the first one, by interval, and if no rollout batch can tell.
+
+        The batches cannot if they are of older weights, or if none follows.
+        """
+        config, interval = self.config, self.config.engine.sync_probe_interval
+        if config.rollouts.rollout_staleness or self.trainer.iteration >= config.training.train_iters:
+            return True
+        return self._syncs % interval == 0 if interval else self._syncs == 0

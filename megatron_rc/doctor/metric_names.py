@@ -23,6 +23,7 @@ NAMES_OF = {
         "rollout/staleness_mean": "staleness_mean",
         "policy/entropy": "entropy",
         "reward/mean": "reward",
+        "reward/nonzero_advantages": "nonzero_advantages",
     },
     "slime": {
         "train_rollout_logprob_abs_diff": "abs_log_ratio",

@@ -11,7 +11,9 @@ from megatron_rc.settings.dialects import BY_NAME
 from megatron_rc.settings.dialects.writer import written
 
 OWN = "megatron_rc"
+_SIGNAL = "more prompts a step, other prompts for those whose rewards are alike, a warm-up or a lower learning rate"
 _VERL = {
+    "signal": _SIGNAL,
     "temperature": "actor_rollout_ref.rollout.temperature",
     "staleness": "async_training.staleness_threshold",
     "scale": "",
@@ -21,6 +23,8 @@ _VERL = {
 # Names that advice uses, for each dialect.
 WORDS: Mapping[str, Mapping[str, str]] = {
     OWN: {
+        "signal": "more prompts a step (--grpo-prompts-per-step), other prompts for those whose rewards are alike "
+        "(--dynamic-sampling), a warm-up (--lr-warmup-iters) or a lower --lr",
         "temperature": "--rl-default-temperature",
         "staleness": "--rollout-staleness",
         "scale": ", or widen the bounds by staleness with --rollout-staleness-scale",
@@ -31,6 +35,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "verl-2025-11": _VERL,
     "verl-2025-10": {**_VERL, "veto": "rollout_is_veto_threshold"},
     "slime": {
+        "signal": _SIGNAL,
         "temperature": "--rollout-temperature",
         "staleness": "--update-weights-interval",
         "scale": "",
@@ -38,6 +43,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "record": "log_probs beside rollout_log_probs",
     },
     "nemo-rl": {
+        "signal": _SIGNAL,
         "temperature": "policy.generation.temperature",
         "staleness": "grpo.async_grpo.max_trajectory_age_steps",
         "scale": "",

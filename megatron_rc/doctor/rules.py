@@ -142,6 +142,19 @@ RULES: tuple[Rule, ...] = (
         f"{LIU}; {OWN}",
     ),
     Rule(
+        "collapse",
+        "a reward that fell to nothing, and steps without a signal",
+        (("silent_share", "reward_now", "reward_peak"),),
+        signs.has_collapsed,
+        "over the last steps (ten, at most half of the run, at least 3) the mean reward is below 0.3 times the best "
+        "mean of as many earlier steps, and in at least half of them no response has an advantage",
+        "the mean reward of the last steps is {reward_now:.3g}, after a best of {reward_peak:.3g}; in "
+        "{silent_share:.0%} of the last steps no response has an advantage, because all rewards of each prompt are "
+        "equal, so nothing brings the policy back",
+        "go back to a checkpoint before the fall, or begin again, with {signal}",
+        OWN,
+    ),
+    Rule(
         "tails",
         "a few improbable tokens that are far off",
         (("k3_kl", "log_ratio_p05", "log_ratio_p95"),),

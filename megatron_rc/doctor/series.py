@@ -9,13 +9,13 @@ from contextlib import suppress
 from statistics import median
 
 from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.trends import Track, trends
+from megatron_rc.doctor.trends import Track, signal, trends
 
 WINDOW = 10  # the last steps, whose medians are the present
 GROWING = ("response_length", "chi2_seq")  # numbers whose growth is a fact
 MIN_STEPS = 9  # the fewest steps for a growth
 # Numbers that are kept for every step of the run.
-OVER_THE_RUN = (*GROWING, "entropy", "k3_kl", "rollout_is_eff_sample_size", "grad_norm", "reward")
+OVER_THE_RUN = (*GROWING, "entropy", "k3_kl", "rollout_is_eff_sample_size", "grad_norm", "reward", "nonzero_advantages")
 _STALENESS = re.compile(r"staleness_(\d+)_kl")
 
 
@@ -66,6 +66,7 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None)
         if len(values) >= MIN_STEPS and sum(values[:third]) > 0:
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
     facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | trends(history.tracks, WINDOW)
+    facts |= signal(history.tracks["reward"], history.tracks["nonzero_advantages"], WINDOW)
     if settings is not None:
         facts["gspo"] = float(settings.get("policy-loss") == "gspo")
         applied = settings.get("rollout-is-apply", "true") == "true"

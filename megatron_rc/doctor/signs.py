@@ -84,6 +84,12 @@ def is_drifting(facts: Facts) -> bool:
     return facts["k3_growth"] > 10 and facts["k3_kl"] > K3 / 10 and suffers
 
 
+def has_collapsed(facts: Facts) -> bool:
+    """Whether the reward fell to nothing and most steps have no advantages."""
+    has_fallen = facts["reward_peak"] > 0 and facts["reward_now"] < 0.3 * facts["reward_peak"]
+    return has_fallen and facts["silent_share"] >= 0.5
+
+
 def has_tails(facts: Facts) -> bool:
     """A few tokens carry most of k3."""
     width = facts["log_ratio_p95"] - facts["log_ratio_p05"]

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 LEAST_K3 = 1e-6  # nats; a smaller k3 counts as this, so that growth from 0 is no drift
 BEGUN = 2.0  # a drift begins when k3 stays above its lowest level times this
 _STRETCHES = 10
+_FEWEST = 3  # steps that a mean reward is taken over
 _DEVIATION = 1.048  # standard deviation of normal noise over the median distance of two values: 1 / (0.6745 √2)
 
 
@@ -55,6 +56,32 @@ def trends(tracks: Mapping[str, Track], window: int) -> dict[str, float]:
     if "grad_norm" in known and min(levels["grad_norm"]) > 0:
         found["grad_norm_growth"] = now["grad_norm"] / min(levels["grad_norm"])
     return found
+
+
+def signal(rewards: Track, nonzero: Track, window: int) -> dict[str, float]:
+    """How many of the last steps had no advantage at all, and their reward against the best one before them.
+
+    Args:
+        rewards: the mean reward of each step.
+        nonzero: the share of its responses that have an advantage.
+        window: the most steps that speak for the present; at most half of the run does.
+
+    Returns:
+        ``silent_share`` of the last steps; ``reward_now``, their mean reward, and ``reward_peak``, the highest mean of
+        as many steps in a row before them. Nothing for a run of less than six such steps.
+    """
+    shares = dict(zip(nonzero.steps, nonzero.values, strict=True))
+    steps = [(reward, shares[at]) for at, reward in zip(rewards.steps, rewards.values, strict=True) if at in shares]
+    width = min(window, len(steps) // 2)
+    if width < _FEWEST:
+        return {}
+    values = [reward for reward, _ in steps]
+    begins = range(len(values) - 2 * width + 1)
+    return {
+        "silent_share": fmean(share == 0 for _, share in steps[-width:]),
+        "reward_now": fmean(values[-width:]),
+        "reward_peak": max(fmean(values[begin : begin + width]) for begin in begins),
+    }
 
 
 def _levels(values: Sequence[float], window: int) -> list[float]:

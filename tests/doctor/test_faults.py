@@ -291,8 +291,36 @@ def test_an_entropy_bonus_beside_small_token_weights():
     assert from_rows(full, settings) == []
 
 
+def signals(rewards, shares):
+    for step, (reward, share) in enumerate(zip(rewards, shares, strict=True), start=1):
+        found = {"rollout_corr/kl": 0.0, "reward/mean": reward, "reward/nonzero_advantages": share}
+        yield {"step": step} | found
+
+
+# A run of six steps of 16 responses that ended far below its start.
+FALLEN, ALIKE = (0.375, 0.125, 0, 0.125, 0, 0), (0.5, 0.5, 0, 0.5, 0, 0)
+
+
+@pytest.mark.parametrize("factor", [1, 10])
+def test_a_reward_that_falls_to_nothing_in_steps_without_signal_is_a_collapse(factor):
+    rewards, shares = (tuple(value for value in values for _ in range(factor)) for values in (FALLEN, ALIKE))
+    (verdict,) = judge(facts_of_series(own_rows(signals(rewards, shares), "here")[0]))
+    assert verdict.rule.name == "collapse"
+    assert "of them no response has an advantage" in verdict.words
+    advice = verdict.rule.advice_in("megatron_rc")
+    assert all(
+        flag in advice for flag in ("--grpo-prompts-per-step", "--dynamic-sampling", "--lr-warmup-iters", "--lr")
+    )
+    # A fall with a signal, steps that are alike since all answers are right, tasks that were never solved, a short run.
+    assert from_rows(signals(rewards, [0.5] * len(shares))) == []
+    assert from_rows(signals([1 - reward for reward in rewards], shares)) == []
+    assert from_rows(signals([0.0] * len(rewards), shares)) == []
+    assert from_rows(list(signals(rewards, shares))[:5]) == []
+
+
 def test_every_rule_is_tested_here():
     own = {
+        "collapse",
         "drift",
         "entropy_bonus",
         "unusable",

@@ -10,7 +10,7 @@ from megatron_rc.launch.run_config.guards import Condition
 
 # Metrics of an optimizer step, as far as they are known before the first step: folders, and names without a folder.
 _FOLDERS = ("data", "loss", "perf", "policy", "reward", "rollout")
-_SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps")
+_SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps", "steps_without_signal")
 
 
 def check_guards(config: RunConfig) -> None:

@@ -94,7 +94,7 @@ PANELS = (
 )
 WANTED = (
     *(name for panel in PANELS for name in panel.curves if name != _PASS),
-    *("eval/", "skipped_steps", "bad_steps"),
+    *("eval/", "skipped_steps", "bad_steps", "reward/nonzero_advantages"),
 )
 
 

@@ -26,6 +26,7 @@ FULL_NAMES = {
     "rollout_is_eff_sample_size": f"{_RC}rollout_is_eff_sample_size",
     "grad_norm": "grad_norm",
     "reward": "reward/mean",
+    "nonzero_advantages": "reward/nonzero_advantages",
 }
 _LAST = f"mean of the last {AVERAGED} steps"
 # Metric, label and format of tiles with a mean.

@@ -185,3 +185,30 @@ def test_greedy_and_truncated_sampling(tmp_path):
     assert found == pytest.approx(want, rel=1e-5)
     with pytest.raises(ValueError, match=r"top_p is 0\.9: the transformers engine samples with 1"):
         engine.sample(prompts, SamplingParams(top_p=0.9), 6, seed=0)
+
+
+def test_a_prompt_of_several_responses_is_read_once(engine):
+    """The samples are the same to the last digit as where each response reads its own prompt."""
+    generator = torch.Generator().manual_seed(3)
+    different = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in (40, 33)]
+    prompts = [prompt for prompt in different for _ in range(4)]
+    read, model = [], engine.model
+
+    def watched(**given):
+        read.append(tuple(given["input_ids"].shape))
+        return model(**given)
+
+    engine.model = watched
+    found = {}
+    for shares in (True, False):
+        engine._shares_prompts = shares
+        found[shares] = engine.sample(prompts, SamplingParams(), 8, 11), read.copy()
+        read.clear()
+    assert found[True][0] == found[False][0]
+    assert found[True][1][:2] == [(2, 40), (8, 1)]
+    assert found[False][1][:2] == [(8, 40), (8, 1)]
+    # One response each, or so few tokens that other kernels compute them.
+    engine._shares_prompts = True
+    engine.sample(different, SamplingParams(), 1, 11)
+    engine.sample([[3, 4, 5]] * 4, SamplingParams(), 1, 11)
+    assert read == [(2, 40), (4, 3)]

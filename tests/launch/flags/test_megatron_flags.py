@@ -88,9 +88,11 @@ apply-chat-template eval-problems eval-samples eval-temperature eval-answers pro
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts save-log-probs load-rollouts rollout-staleness
 allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance
+sync-probe-interval
 keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if doctor-interval
+skip-steps-without-signal
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda gpg-f-norm advantage-scope kl-in-reward
 kl-in-reward-estimator
 reward-scaling reward-clip critic-lr critic-min-lr critic-lr-decay-style critic-lr-warmup-iters num-critic-only-steps

@@ -152,7 +152,7 @@ def test_what_was_replaced_is_counted_over_all_replicas(ranks):
 def test_a_run_with_both(ranks, tmp_path, layout):
     """Baselines reach the last stage of each replica, and what was replaced is counted over all."""
     words = [*LIVE, "--advantage-estimator=remax", "--dynamic-sampling=1", "--train-iters=2", "--grpo-kl-beta=0"]
-    words += ["--micro-batch-size=4", *layout.flags()]
+    words += ["--micro-batch-size=4", *layout.flags(), "--no-skip-steps-without-signal"]
     assert ranks.run(run_training, layout, flags(tmp_path, *words)) == [None] * layout.world
     for row in rows(tmp_path):
         assert 0 <= row["reward/greedy"] <= 1

@@ -3,6 +3,7 @@
 import re
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -149,10 +150,11 @@ class CountingEngine:
 def run_with(words, engine, watch=None):
     """The loop with an engine of ours on the ranks that have one: (error, versions that sampled, threads left)."""
     from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.engine_distance import EngineDistance
     from megatron_rc.launch.training.sync_check import SyncCheck
     from megatron_rc.launch.training.trainer import Trainer
 
-    made, default, update, check = [], RolloutCollector._default_engine, Trainer.update, SyncCheck.__call__
+    made, default, update = [], RolloutCollector._default_engine, Trainer.update
 
     def watched(trainer, prepared, mini_batch):
         watch(made, trainer.iteration)
@@ -160,11 +162,13 @@ def run_with(words, engine, watch=None):
 
     RolloutCollector._default_engine = lambda self: made.append(engine()) or made[-1]
     Trainer.update = watched if watch else update
-    SyncCheck.__call__ = lambda self: {}  # the engine has no model that could agree
+    # The engine has no model that could agree.
+    no_probe = mock.patch.object(SyncCheck, "__call__", return_value={})
     try:
-        error = run_training(words)
+        with no_probe, mock.patch.object(EngineDistance, "check", return_value={}):
+            error = run_training(words)
     finally:
-        RolloutCollector._default_engine, Trainer.update, SyncCheck.__call__ = default, update, check
+        RolloutCollector._default_engine, Trainer.update = default, update
     return error, [one.calls for one in made], [one.threads for one in made], sampling_threads()
 
 

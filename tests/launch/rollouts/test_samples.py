@@ -222,6 +222,8 @@ def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
 def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     layout = Layout(dp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--bad-log-probs={policy}")
+    # The other log-probs of these responses are made up.
+    words.insert(0, "--rollout-check-tolerance=10")
     save = f"--save-rollouts={tmp_path}/records"
     assert ranks.run(train_with_bad_samples, layout, [*words, save], 0.5, LOG_PROBS["nan"][0]) == [None] * 2
     (row,) = rows(tmp_path)

@@ -20,8 +20,8 @@ from tests.support.training_runs import LIVE, rows, run_training, without_times
 
 LAYOUT = Layout(dp=2)
 FOREVER = 300
-# Before each rollout the engine is asked for the check of its weights.
-ROLLOUT_0, ROLLOUT_1 = 2, 4
+# Before the first rollout the engine is asked for the check of its weights.
+ROLLOUT_0, ROLLOUT_1 = 2, 3
 
 
 class SlowEngine:

@@ -31,6 +31,10 @@ ONE_PROCESS = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size
 ONE_PROCESS += ["--grpo-prompts-per-step=8", "--global-batch-size=64", "--micro-batch-size=64"]
 
 
+# Steps whose gradient is 0 are made.
+MADE = ["--no-skip-steps-without-signal"]
+
+
 @contextlib.contextmanager
 def faults(steps=(), batches=()):
     """A gradient that is infinite on the last rank alone, and log-probs that are no numbers, before some steps.
@@ -206,9 +210,70 @@ def test_a_mini_batch_whose_rewards_are_alike_changes_nothing_by_right(ranks, tm
     words = ["--run-name=run", f"--load-rollouts={tmp_path}/records", "--max-skipped-steps=2", "--train-iters=4"]
     words += ["--grpo-iterations=1", "--global-batch-size=4", "--rollout-rs-threshold=0.01_100,10", "--grpo-kl-beta=0"]
     words += ["--grpo-entropy-term-weight=0"]
-    assert ranks.run(run_training, Layout(), flags(tmp_path, *words)) == [None]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *MADE)) == [None]
     assert [row["grad_norm"] > 0 for row in rows(tmp_path)] == [True, False, False, False]
     assert [row["reward/nonzero_advantages"] for row in rows(tmp_path)] == [1, 0, 0, 0]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words)) == [None]
+    assert ["grad_norm" in row for row in rows(tmp_path)] == [True, False, False, False]
+    assert [row["steps_without_signal"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+
+def run_flat(words, flat, alone):
+    """A run whose rewards are all alike in some batches, and in others on the first replica alone.
+
+    Returns:
+        (error, by step whether it left weights, optimizer and learning rate as they were).
+    """
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.trainer import Trainer
+
+    collect, update, left = RolloutCollector.collect, Trainer.update, {}
+
+    def collected(self, step):
+        batch = collect(self, step)
+        rewards = torch.arange(len(batch.rewards)).remainder(2).float()
+        is_flat = step in flat or (step in alone and self.replica == 0)
+        return dataclasses.replace(batch, rewards=torch.ones_like(rewards) if is_flat else rewards)
+
+    def watched(self, prepared, mini_batch):
+        before, step = state_of(self), self.iteration
+        metrics = update(self, prepared, mini_batch)
+        left[step] = all(map(torch.equal, before, state_of(self)))
+        return metrics
+
+    with mock.patch.object(RolloutCollector, "collect", collected), mock.patch.object(Trainer, "update", watched):
+        return run_training(words), left
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(Layout(pp=2, dp=2), []), (Layout(cp=2, dp=2), ["--bypass-mode"])],
+    ids=["decoupled", "bypass"],
+)
+def test_a_step_without_an_advantage_on_any_rank_leaves_the_optimizer_alone(ranks, tmp_path, layout, more):
+    """It is counted over a resume, and is no step that may end the run."""
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--lr-decay-style=linear", "--max-skipped-steps=1", *more)
+    words += ["--grpo-kl-beta=0", "--grpo-entropy-term-weight=0", "--micro-batch-size=4", f"--save={tmp_path}/save"]
+    # One replica of two has rewards that differ in batch 2.
+    for end, steps in ((2, (0, 1)), (5, (2, 3, 4))):
+        found = ranks.run(run_flat, layout, [*words, f"--load={tmp_path}/save", f"--train-iters={end}"], {1, 3}, {2})
+        assert found == [(None, {step: step in (1, 3) for step in steps})] * 4
+    written = rows(tmp_path)
+    assert [row["steps_without_signal"] for row in written] == [0, 1, 1, 2, 2]
+    assert [row["skipped_steps"] for row in written] == [0, 1, 1, 2, 2]
+    assert [row["bad_steps"] for row in written] == [0] * 5
+    assert ["grad_norm" in row for row in written] == [True, False, True, False, True]
+    assert [row["reward/nonzero_advantages"] for row in written] == [1, 0, 0.5, 0, 1]
+    assert written[1]["lr"] == written[2]["lr"] > written[3]["lr"] == written[4]["lr"]
+
+
+@pytest.mark.parametrize("more", [MADE, ["--grpo-entropy-term-weight=0.01"], ["--grpo-kl-beta=0.01"]], ids=str)
+def test_a_step_that_another_term_moves_is_made(ranks, tmp_path, more):
+    words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--grpo-entropy-term-weight=0", "--train-iters=3", *more)
+    # Adam's momentum moves the weights even if the gradient is 0.
+    assert ranks.run(run_flat, Layout(), words, {1, 2}, ()) == [(None, {0: False, 1: False, 2: False})]
+    assert ["grad_norm" in row for row in rows(tmp_path)] == [True] * 3
+    assert rows(tmp_path)[-1]["steps_without_signal"] == 0
 
 
 def test_steps_of_the_critic_alone_are_none_that_change_nothing(tmp_path):

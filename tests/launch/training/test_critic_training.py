@@ -1,5 +1,6 @@
 """A run with a critic: what its steps change, what a checkpoint keeps of it, and what a bad step leaves alone."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -269,6 +270,23 @@ def test_another_learning_rate_of_the_critic_is_refused(ranks, tmp_path):
     ranks.run(train, Layout(), words, 0, 1, 1)
     (said,) = ranks.run(load_from, Layout(), [*words, f"--load={tmp_path}/save", "--critic-lr=5e-3"])
     assert "checkpoint 1 was written with --critic-lr 0.002, this run has 0.005: give the same, or" in said
+
+
+def step_without_signal(words):
+    """Which of the two models a step changes whose policy gradient is 0, and the metrics of that step."""
+    trainer = make_trainer(words)
+    prepared = dataclasses.replace(trainer.prepare(share(trainer, 0)), without_signal=frozenset({0}))
+    before = both(trainer)
+    metrics = trainer.update(prepared, 0)
+    return [not equal(one, other) for one, other in zip(before, both(trainer), strict=True)], metrics
+
+
+def test_a_step_without_signal_trains_the_critic_alone(ranks, tmp_path):
+    for changed, metrics in ranks.run(step_without_signal, Layout(pp=2), flags(tmp_path, *PPO, *Layout(pp=2).flags())):
+        assert changed == [False, True]
+        assert metrics["steps_without_signal"] == 1
+        assert "critic/grad_norm" in metrics
+        assert "grad_norm" not in metrics
 
 
 def spoil(words):

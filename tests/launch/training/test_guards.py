@@ -99,6 +99,18 @@ def test_a_condition_that_is_given_twice_counts_its_steps_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("shares", "collapsed"), [((0.0, 0.0), True), ((0.5, 0.0), True), ((0.5, 0.25), False)], ids=str
+)
+def test_a_reward_that_falls_in_steps_without_signal_is_a_collapse(tmp_path, shares, collapsed):
+    """Steps that were left out for that have no gradient, but rewards."""
+    guards = Guards(run_config(flags(tmp_path, "--stop-if", "reward/mean < 0.05 for 2")))
+    for step, share in enumerate(shares, start=1):
+        error = guards.step(step, {"reward/mean": 0.0, "reward/nonzero_advantages": share})
+    assert ("more prompts a step (--grpo-prompts-per-step)" in str(error)) == collapsed
+    assert ("the policy gets worse: go on from an older checkpoint" in str(error)) != collapsed
+
+
+@pytest.mark.parametrize(
     ("metric", "advice"),
     [
         (KL, "engine and trainer drift apart: look at stale weights"),
@@ -109,6 +121,7 @@ def test_a_condition_that_is_given_twice_counts_its_steps_once(tmp_path):
         ("grad_norm", "see docs/metrics.md"),
         ("rollout_corr/rollout_rs_masked_fraction", "see docs/metrics.md"),
         ("reward/mean", "the policy gets worse: go on from an older checkpoint"),
+        ("reward/nonzero_advantages", "few responses say what is better: give more prompts a step"),
         ("policy/entropy", "the policy collapses or dissolves"),
         ("perf/tokens_per_second", "see docs/metrics.md"),
     ],

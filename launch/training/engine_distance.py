@@ -1,0 +1,130 @@
+"""Distances between the log-probs of the engines and of the trainer, replica by replica, and the verdict on them.
+
+Each last-stage rank adds up its own tokens. The sums of all of them reach every rank in an agreement that is made
+anyway: each rank has a place of its own there, so that the element-wise maximum brings them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.rollouts.agreement import judge, lag_distances, tolerance
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.numerics import is_log_prob
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.training.micro_batch import MicroBatch
+
+# Of each rank: Σ|Δ log-prob| and tokens, then the numbers of lag_distances.
+_NUMBERS = 6
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The distance of one replica's engine.
+
+    Attributes:
+        number: data-parallel rank.
+        mean: mean |Δ log-prob| in nats, over its tokens.
+        by_lag: the sums of ``lag_distances``.
+    """
+
+    number: int
+    mean: float
+    by_lag: Sequence[float]
+
+
+class EngineDistance:
+    """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with the same weights.
+
+    Args:
+        config: of the run.
+        groups: of this rank.
+    """
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups = config, groups
+        self._cp = group_size(groups.cp)
+        self._ranks = group_size(groups.dp) * self._cp
+        self._place = group_rank(groups.dp) * self._cp + group_rank(groups.cp)
+        self._sums: Tensor | None = None
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self._sums = None
+
+    def add(self, train: Tensor, local: MicroBatch, positions: Tensor) -> None:
+        """Add the tokens of a micro-batch, on the last stage. Collectives: none.
+
+        Args:
+            train: log-probs of the trainer, like the tokens.
+            local: the tokens.
+            positions: of the tokens in their whole sequences.
+        """
+        train, rollout = train.detach(), local.rollout_log_probs
+        usable = local.response_mask & is_log_prob(train) & is_log_prob(rollout)
+        distance = torch.where(usable, (train.double() - rollout.double()).abs(), 0).sum()
+        pairs = lag_distances(train, rollout, usable, positions)
+        sums = torch.cat([torch.stack([distance, usable.sum().double()]), pairs])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers that this rank adds to an agreement: 0 but for its own. One host synchronisation."""
+        found = [0.0] * (self._ranks * _NUMBERS)
+        if self._sums is not None:
+            found[self._place * _NUMBERS : (self._place + 1) * _NUMBERS] = self._sums.tolist()
+        return found
+
+    def replicas(self, shared: Sequence[float]) -> list[Replica]:
+        """The replicas that have tokens, from the numbers of all ranks."""
+        found = torch.tensor(shared, dtype=torch.float64).view(-1, self._cp, _NUMBERS).sum(dim=1).tolist()
+        return [
+            Replica(number, total / tokens, by_lag)
+            for number, (total, tokens, *by_lag) in enumerate(found)
+            if tokens > 0
+        ]
+
+    def check(self, replicas: Sequence[Replica], step: int) -> dict[str, float]:
+        """``rollout/sync_error``, the largest mean of a replica; nothing without a replica.
+
+        Args:
+            replicas: those that have tokens.
+            step: optimizer steps that the weights have behind them.
+
+        Raises:
+            AgreedError: on every rank alike, if an engine is further off than rounding explains.
+        """
+        limit = tolerance(self.config)
+        far = [one for one in replicas if not one.mean <= limit]
+        if far:
+            raise AgreedError(self._words(far, step, limit))
+        return {"rollout/sync_error": max(one.mean for one in replicas)} if replicas else {}
+
+    def _words(self, far: Sequence[Replica], step: int, limit: float) -> str:
+        worst = max(far, key=lambda one: one.mean)
+        configured = self.config.rollouts.rl_default_temperature
+        shift = [found for found in judge({configured: worst.by_lag}, configured, limit) if found.about == "shift"]
+        hint = "".join(f"; {found.words}" for found in shift if not found.agrees)
+        return (
+            f"after the weight sync of step {step} the rollout engine and the trainer disagree by "
+            f"{worst.mean:.4f} nats a token{self._named(far)}, up to {limit} is rounding{hint}: does the engine keep "
+            "older weights, or a cache that they filled? Compare the two with "
+            "python -m megatron_rc.launch.check_engine; raise --rollout-check-tolerance only if the engine rounds more "
+            "than --rollout-dtype says"
+        )
+
+    def _named(self, far: Sequence[Replica]) -> str:
+        """Which replicas, with the addresses of their servers; nothing where there is one."""
+        if self._ranks == self._cp:
+            return ""
+        urls = (self.config.engine.rollout_url or "").split(",")
+        names = [f"{one.number} ({urls[one.number]})" if urls[0] else str(one.number) for one in far[:_MOST_NAMED]]
+        more = ", ..." if len(far) > _MOST_NAMED else ""
+        return f" on {len(far)} of {self._ranks // self._cp} data-parallel replicas ({', '.join(names)}{more})"
