@@ -306,7 +306,7 @@ def test_a_reward_that_falls_to_nothing_in_steps_without_signal_is_a_collapse(fa
     rewards, shares = (tuple(value for value in values for _ in range(factor)) for values in (FALLEN, ALIKE))
     (verdict,) = judge(facts_of_series(own_rows(signals(rewards, shares), "here")[0]))
     assert verdict.rule.name == "collapse"
-    assert "of them no response has an advantage" in verdict.words
+    assert "% of the last steps no response has an advantage" in verdict.words
     advice = verdict.rule.advice_in("megatron_rc")
     assert all(
         flag in advice for flag in ("--grpo-prompts-per-step", "--dynamic-sampling", "--lr-warmup-iters", "--lr")
