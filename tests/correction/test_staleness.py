@@ -145,7 +145,7 @@ def test_the_launcher_asks_for_rollouts_of_that_age(tmp_path):
     scale = "--rollout-staleness-scale=2:1.5,4:2"
     assert validated(tmp_path, scale, "--rollout-staleness=4").correction.staleness_scale.steps == (2, 4)
     for limit in ([], ["--rollout-staleness=2"]):
-        with pytest.raises(ConfigurationError, match=r"bounds for a staleness of 4, --rollout-staleness allows [02]:"):
+        with pytest.raises(ConfigurationError, match=r"a staleness of 4, .*--rollout-staleness allows [02]:"):
             validated(tmp_path, scale, *limit)
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
     recorded = [f"--load-rollouts={tmp_path}", "--train-iters=2"]

@@ -72,8 +72,8 @@ def _check_positions(config: RunConfig) -> None:
         )
     if model.sliding_window is not None and length > model.sliding_window:
         raise ConfigurationError(
-            f"--seq-length {length} is longer than --sliding-window {model.sliding_window}, over which the published "
-            "model attends and this one does not limit itself: use shorter sequences"
+            f"--seq-length {length} is longer than --sliding-window {model.sliding_window}, the reach of the published "
+            "model's attention, which is not limited here: use shorter sequences"
         )
 
 

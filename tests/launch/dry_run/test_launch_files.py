@@ -84,7 +84,7 @@ def test_the_file_that_such_a_run_leaves_makes_the_same_run(name, tmp_path):
 def test_a_launch_file_fits(name, capsys):
     """By the command that it names itself."""
     text = (CONFIGS / "launch" / f"{name}.yaml").read_text()
-    (words,) = re.findall(r"^# What each rank needs: python -m megatron_rc\.launch (.*)$", text, re.MULTILINE)
+    (words,) = re.findall(r"^# .*: python -m megatron_rc\.launch (--dry-run .*)$", text, re.MULTILINE)
     with pytest.raises(SystemExit) as end:
         main([*words.split(), "--device-memory-gib", "72"])
     output, errors = capsys.readouterr()

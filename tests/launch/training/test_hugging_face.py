@@ -84,10 +84,10 @@ def test_a_directory_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--save-hf-interval=2"], "--save-hf-interval 2 does nothing without --save-hf DIR"),
+        (["--save-hf-interval=2"], "--save-hf-interval 2 does nothing without --save-hf"),
         (
             ["--save-hf=hf", "--save-hf-interval=7", "--train-iters=6"],
-            "--save-hf-interval 7 does nothing in a run of 6 optimizer steps, .*: give 6 or less, or drop it",
+            "--save-hf-interval 7 must be at most --train-iters 6",
         ),
         (["--save-hf=hf", "--save-hf-interval=0"], "--save-hf-interval 0 must be positive"),
         (["--save-hf={folder}/full"], "full is not empty, and this run begins: name another folder"),
