@@ -178,7 +178,8 @@ def test_steps_that_were_left_out_are_counted_over_a_resume(ranks, tmp_path):
     ids=["limit", "end"],
 )
 def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, more, steps, message):
-    (error,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--grpo-kl-beta=0", *more))
+    words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--no-skip-steps-without-signal", *more)
+    (error,) = ranks.run(run_training, Layout(), words)
     assert error.startswith("AgreedError: ")
     assert message in error
     assert len(rows(tmp_path)) == steps
