@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 ADAPTORS_VENV ?= .venv-adaptors
+PEERS_VENV ?= .venv-peers
 NPROC ?= 4
 CONFIG ?= count_up
 # Minutes of `make fuzz`.
@@ -27,13 +28,15 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
 ADAPTORS_PIP = $(ADAPTORS_VENV)/bin/python -m pip --disable-pip-version-check
 ADAPTORS_INSTALLED = $(ADAPTORS_VENV)/.installed
+PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check
+PEERS_INSTALLED = $(PEERS_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 # A folder for each run, so that no run replaces another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
-	coverage fuzz lint docs docs-links study study-entropy study-hard study-smollm2 format clean
+	bench-peers peers coverage fuzz lint docs docs-links study study-entropy study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -110,6 +113,13 @@ test-adaptors: $(ADAPTORS_INSTALLED)
 	@echo "== the adaptors against verl"
 	$(ADAPTORS_VENV)/bin/python -m pytest tests/adaptors/verl
 
+# Whole training steps of SmolLM2, beside TRL's GRPOTrainer.
+bench-peers: $(PEERS_INSTALLED)
+	$(MAKE) peers ENGINE=transformers
+
+peers: $(SMOLLM2)/config.json sums/train.jsonl
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.peers $(SMOLLM2) --trl $(PEERS_VENV)/bin/python
+
 # Every CUDA path on the GPUs of this machine, with its PyTorch: 8 minutes at most. Exit 77: no GPU.
 test-gpu:
 	@$(PYTHON) -m tests.gpu --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
@@ -143,7 +153,7 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf sums $(VENV) $(VLLM_VENV) $(ADAPTORS_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
+	rm -rf sums $(VENV) $(VLLM_VENV) $(ADAPTORS_VENV) $(PEERS_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and pinned: its other users would install another build.
 $(INSTALLED): setup.py constraints.txt
@@ -182,6 +192,14 @@ $(ADAPTORS_INSTALLED): setup.py constraints.txt tests/adaptors/verl/requirements
 	$(ADAPTORS_PIP) install -c constraints.txt -e . transformers numpy python-dateutil protobuf psutil pillow \
 		charset-normalizer pytest pytest-timeout
 	$(ADAPTORS_PIP) install --no-deps -r tests/adaptors/verl/requirements.txt
+	@touch $@
+
+# TRL, in a separate environment.
+$(PEERS_INSTALLED): constraints.txt
+	@echo "== virtual environment in $(PEERS_VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PEERS_PIP) install -c constraints.txt trl==1.16.0 transformers datasets accelerate
 	@touch $@
 
 sums/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed

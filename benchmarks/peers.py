@@ -56,8 +56,10 @@ def table(steps: dict[str, list[dict[str, float]]]) -> str:
     whole = {name: statistics.median(sum(step.values()) for step in found) for name, found in steps.items()}
     lines = ["| | step | / TRL | sync | rollout | plan | update |", "|---|---|---|---|---|---|---|"]
     for name, found in steps.items():
-        phases = (f"{statistics.median(step[phase] for step in found):.1f}" if phase in found[0] else "" for phase in PHASES)
-        lines.append(f"| {name} | {whole[name]:.1f} | {whole[name] / whole[TRL]:.2f} | {' | '.join(phases)} |")
+        medians = [statistics.median(step[phase] for step in found) for phase in PHASES if phase in found[0]]
+        cells = [f"{value:.1f}" for value in (whole[name], *medians)]
+        cells.insert(1, f"{whole[name] / whole[TRL]:.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |" + " |" * (len(PHASES) - len(medians)))
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
 """TRL's ``GRPOTrainer`` on a file of sums, timed step by step; ``benchmarks/peers.py`` runs it in TRL's environment.
 
-    python benchmarks/peers_trl.py MODEL PROMPTS STEPS FOLDER      # writes FOLDER/trl.json
+Called as ``peers_trl.py MODEL PROMPTS STEPS FOLDER``; writes ``FOLDER/trl.json``.
 """
 
 import json
