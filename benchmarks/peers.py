@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("sync", "rollout", "plan", "update")
 PROCESSES = {"megatron_rc, 1 process": 1, "megatron_rc, 2 processes": 2}
 TRL = "TRL"
-# Responses sampled from the weights that train, so that both programs do the same work.
-OURS = """--config smollm2_sums --rollout-engine transformers --rollout-dtype fp32 --eval-interval 1000
---lr-decay-style constant""".split()
+# Both programs do the same work: no rounded weights, one problem in the evaluations, no skipped step.
+OURS = """--config smollm2_sums --rollout-engine transformers --rollout-dtype fp32
+--eval-interval 1000 --eval-problems 1 --no-skip-steps-without-signal --lr-decay-style constant""".split()
 
 
 def our_steps(model: Path, processes: int, steps: int, folder: Path) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import correction, step
+from benchmarks import correction, peers, step
 from tests.support.paths import ROOT
 
 
@@ -37,8 +37,9 @@ def test_a_step_in_which_nothing_was_timed_has_no_share():
     [
         (("scaling.py", "--ranks", "8", "7"), "--ranks 8 7: take some of 8, 64, 512, 4096, 16384"),
         (("alignment.py", "--batches", "0"), "--batches 0: take 1 or more"),
+        (("peers.py", "model", "--trl", "python", "--steps", "1"), "--steps 1 --rounds 2: take at least 2 steps"),
     ],
-    ids=["scaling", "alignment"],
+    ids=["scaling", "alignment", "peers"],
 )
 def test_numbers_that_would_measure_nothing(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", list(words))
@@ -49,3 +50,9 @@ def test_numbers_that_would_measure_nothing(words, message, monkeypatch, capsys)
     said = capsys.readouterr()
     assert message in said.err
     assert not said.out
+
+
+def test_a_step_beside_trl_is_the_sum_of_its_phases():
+    ours = [{"sync": 1.0, "rollout": 2.0, "plan": 3.0, "update": part} for part in (4.0, 6.0, 14.0)]
+    rows = peers.table({peers.TRL: [{"step": 24.0}, {"step": 8.0}, {"step": 40.0}], "ours": ours}).splitlines()[2:]
+    assert rows == ["| TRL | 24.0 | 1.00 | | | | |", "| ours | 12.0 | 0.50 | 1.0 | 2.0 | 3.0 | 6.0 |"]
