@@ -107,29 +107,14 @@ def dry_run(
     as_json: bool = False,
     device_memory_gib: float | None = None,
 ) -> None:
-    """Print the findings about a run on standard output.
-
-    Args:
-        flags: the run's flags.
-        world_size: number of processes.
-        machines: number of machines.
-        as_json: print one JSON object instead of text.
-        device_memory_gib: memory of a rank's device; None does not check whether the run fits.
-
-    Raises:
-        ConfigurationError: the run would not start, or would not fit.
-    """
+    """Print the findings about a run; refuse it if a rank needs more than ``device_memory_gib``."""
     found = replace(examine(flags, world_size, device_memory_gib), machines=machines)
     text = json.dumps(found.as_mapping(), indent=2) if as_json else "\n".join(found.in_words())
     sys.stdout.write(text + "\n")
 
 
 def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | None = None) -> DryRun:
-    """Check the settings, then measure the memory of each stage and trace the collectives.
-
-    Raises:
-        ConfigurationError: the run would not start, or would not fit.
-    """
+    """Check the settings, then measure the memory of each stage and trace the collectives."""
     ignore_megatron_warnings()
     with missing_packages_noted() as missing:
         config, _ = configure(flags, world_size, folders=False, elsewhere=True)

@@ -89,11 +89,7 @@ def of_gpus(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def fake_tensors(config: RunConfig) -> Iterator[None]:
-    """Inside this block tensors have a shape and no memory, and local layers keep the bytes of the run's own layers.
-
-    Args:
-        config: the run's settings; its layers may be Transformer Engine's.
-    """
+    """Inside this block tensors have a shape and no memory, and local layers keep the bytes of the run's own layers."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 

@@ -335,9 +335,7 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
 def dynamic_bytes(chunks: Sequence[_Chunk], order: Sequence[int]) -> int:
     """Peak bytes of activations and logits: one micro-batch at work while the others wait.
 
-    Args:
-        chunks: the chunks of a rank.
-        order: for each micro-batch in flight the index of its chunk, in the order of their forwards.
+    ``order`` has the chunk's index for each micro-batch in flight, in the order of their forwards.
     """
     waiting = sum(chunks[index].held for index in order[:-1])
     staying = sum(chunk.kept for chunk in chunks) + max(chunk.shared for chunk in chunks)

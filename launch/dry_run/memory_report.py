@@ -45,11 +45,7 @@ def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None, theor
 
 
 def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:
-    """Refuse a run of which some rank needs more than ``device_gib`` GiB.
-
-    Raises:
-        ConfigurationError: names the stage, its largest part and the remedy.
-    """
+    """Refuse a run of which some rank needs more than ``device_gib`` GiB."""
     for memory in memories:
         here = (engine or 0) if memory.stage == 0 else 0
         needed = memory.peak + here

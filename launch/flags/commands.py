@@ -52,11 +52,7 @@ class ReplayRequest:
 
 
 def parse_export(argv: Sequence[str]) -> ExportRequest:
-    """Read the words of the export command.
-
-    Raises:
-        ConfigurationError: a flag is unknown or missing, there are no checkpoints, or the directory is not empty.
-    """
+    """Read the words of the export command."""
     parser = _parser("export", "Write a checkpoint as a Hugging Face directory, on one process without a GPU.")
     _add_checkpoint(parser)
     parser.add_argument("--save-hf", required=True, metavar="DIR", help="directory to write; must be new or empty")
@@ -77,11 +73,7 @@ def parse_export(argv: Sequence[str]) -> ExportRequest:
 
 
 def parse_replay(argv: Sequence[str]) -> ReplayRequest:
-    """Read the words of the replay command.
-
-    Raises:
-        ConfigurationError: there are no checkpoints, or the number of sequences is not positive.
-    """
+    """Read the words of the replay command."""
     about = "A replay whose cosine and length are those of the gradient of a checkpoint's weights."
     parser = _parser("replay", about)
     parser.usage = "%(prog)s BATCHES --load DIR [--ckpt-step N] [--micro-batch-size N] <flags of megatron_rc.replay>"
@@ -97,11 +89,7 @@ def parse_replay(argv: Sequence[str]) -> ReplayRequest:
 
 
 def parse_report(argv: Sequence[str]) -> Path:
-    """Read the words of the report command: the run's folder.
-
-    Raises:
-        ConfigurationError: the folder has no metrics that can be read.
-    """
+    """Read the words of the report command: the run's folder."""
     parser = _parser("report", "Write report.html, a page of a run for a browser, into the run's folder.")
     parser.add_argument("folder", metavar="RUN", type=Path, help="the run's folder, such as runs/NAME")
     folder: Path = parser.parse_args(list(argv)).folder

@@ -55,11 +55,7 @@ def configure(
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Read flags and the launch file that they name into one namespace of typed values.
-
-    Raises:
-        ConfigurationError: an unknown flag or key, a value of the wrong type, or a launch file that cannot be read.
-    """
+    """Read flags and the launch file that they name into one namespace of typed values."""
     parser = build_parser()
     _check_repeated(argv, parser)
     known, _ = _sources().parse_known_args(argv)
@@ -85,11 +81,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def processes_meant(argv: Sequence[str]) -> int | None:
-    """Number of processes in the launch file that these words name; None without a file or a number.
-
-    Raises:
-        ConfigurationError: the launch file cannot be read.
-    """
+    """Number of processes in the launch file that these words name; None without a file or a number."""
     known, _ = _sources().parse_known_args(argv)
     return processes_of_file(known.config) if known.config else None
 

@@ -21,9 +21,6 @@ def drop_idle(args: argparse.Namespace) -> None:
     """Refuse given flags whose conditions are not met, and list the idle ones in ``args.idle``.
 
     A key of the launch file whose condition fails by a typed flag gets its default: it may serve another choice.
-
-    Raises:
-        ConfigurationError: names the flag, the one that makes it idle, and the remedy.
     """
     for _, option in flag_options().values():
         need = next((need for need in option.needs if not is_met(need, args)), None)
@@ -44,11 +41,7 @@ def drop_idle(args: argparse.Namespace) -> None:
 
 
 def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
-    """Refuse given flags of the objective and of the reference policy that this objective does not use.
-
-    Raises:
-        ConfigurationError: names the flag, the reason, and the remedy.
-    """
+    """Refuse given flags of the objective and of the reference policy that this objective does not use."""
     loss = config.loss
     if loss.kl_coef == 0:
         because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)

@@ -42,16 +42,7 @@ _COMPANIONS = {
 
 
 def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
-    """Make the settings and the task that the flags describe.
-
-    Args:
-        args: namespace from ``parse_args``; changed.
-        world_size: number of processes.
-        engine: an engine of this run samples, unless rollouts are read.
-
-    Raises:
-        ConfigurationError: a value is missing or out of its range, or a flag does nothing beside the others.
-    """
+    """Make the settings and the task that the flags of ``parse_args`` describe; ``args`` is changed."""
     choose_prompts(args)
     absent = _fill_optional_sections(args)
     resolve_samples(args)

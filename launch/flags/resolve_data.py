@@ -18,11 +18,7 @@ DEFAULT_TASK, DEFAULT_LABEL = "count_up", "label"
 
 
 def choose_prompts(args: argparse.Namespace) -> None:
-    """Choose the task or the files; a typed one takes the place of the launch file's.
-
-    Raises:
-        ConfigurationError: both are typed, or both are in the launch file.
-    """
+    """Choose the task or the files; a typed one takes the place of the launch file's."""
     if args.task and args.prompt_data:
         typed = {"task", "prompt_data"} & args.typed
         if len(typed) != 1:
@@ -44,11 +40,7 @@ def choose_prompts(args: argparse.Namespace) -> None:
 
 
 def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
-    """Open the files and check every row.
-
-    Raises:
-        ConfigurationError: a file or a row is unusable, or a flag is missing.
-    """
+    """Open the files and check every row."""
     if args.max_response_length is None:
         raise ConfigurationError(
             f"--prompt-data {' '.join(args.prompt_data)} needs --max-response-length: files do not say how long "

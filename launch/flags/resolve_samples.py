@@ -8,11 +8,7 @@ from megatron_rc.launch.errors import ConfigurationError, flag
 
 
 def resolve_samples(args: argparse.Namespace) -> None:
-    """Fill in the numbers of steps; the last step may be a fraction.
-
-    Raises:
-        ConfigurationError: steps and sequences are mixed, or do not fit ``--global-batch-size``.
-    """
+    """Fill in the numbers of steps; the last step may be a fraction."""
     total, size = args.train_samples, args.global_batch_size
     if total is None:
         return

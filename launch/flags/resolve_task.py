@@ -15,11 +15,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 def resolve_task(args: argparse.Namespace) -> Task:
-    """Make the task, and fill in the settings that follow from it.
-
-    Raises:
-        ConfigurationError: no such task or tokenizer, or a vocabulary that is too small for it.
-    """
+    """Make the task, and fill in the settings that follow from it."""
     text, most = _text(args), EVAL_PROBLEMS
     if args.prompt_data:
         data = prompt_data(args, text or printable_text())

@@ -19,12 +19,7 @@ _ALWAYS = "run_name"
 
 
 def resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[ResolvedFlag]:
-    """Yield the flags in the order of ``--help``, without idle ones and without Megatron's fields that were not given.
-
-    Args:
-        args: namespace after ``resolve``.
-        config: settings made of it.
-    """
+    """Yield flags in the order of ``--help``, without idle ones and Megatron's fields that were not given."""
     left_out = (set(passed_through()) - set(config.megatron.given)) | args.idle
     given = {*args.typed, *args.in_launch_file, _ALWAYS}
     values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}

@@ -24,12 +24,7 @@ _OF_THE_MODEL = ("transformer", "latent", "experts", "model")
 def stored_config(sections: Sections, where: str) -> RunConfig:
     """Settings of the run that wrote a checkpoint, for one process on a CPU with the whole model.
 
-    Args:
-        sections: the stored sections, field by field.
-        where: name of the file, for messages.
-
-    Raises:
-        ConfigurationError: a section or a field is missing, unknown or of the wrong type.
+    ``sections`` has the stored fields of each section; ``where`` is the name of the file, for errors.
     """
     found: dict[str, Any] = {}
     for name, kind, is_optional in sections_of(RunConfig):

@@ -79,11 +79,7 @@ def typed_of(words: Sequence[str]) -> set[str]:
 
 
 def machines_of(mine: argparse.Namespace) -> Machines:
-    """Read the numbers of processes and machines, and check them.
-
-    Raises:
-        ConfigurationError: an impossible number, or a flag that does nothing beside the others.
-    """
+    """Read the numbers of processes and machines, and check them."""
     machines = Machines(_processes(mine.nproc_per_node), *_range(mine.nnodes))
     if machines.processes * machines.most > _MOST_PROCESSES:
         raise ConfigurationError(
@@ -176,11 +172,7 @@ def _check_dry_run(mine: argparse.Namespace) -> None:
 
 
 def _check_handed_on(words: Sequence[str]) -> argparse.Namespace:
-    """Let torchrun read these words.
-
-    Raises:
-        ConfigurationError: torchrun refuses them.
-    """
+    """Let torchrun read these words."""
     from torch.distributed.run import config_from_args
 
     def refuse(message: str) -> NoReturn:

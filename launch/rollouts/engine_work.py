@@ -16,16 +16,9 @@ T = TypeVar("T")
 
 
 class EngineWork:
-    """Runs work on the rank with the replica's engine, while all other ranks wait.
+    """Runs work on the rank with the replica's engine, while all other ranks wait in ``waits``.
 
-    Args:
-        config: settings of the run.
-        replica: data-parallel rank.
-        is_engine_rank: whether this rank has the replica's engine.
-        request: request to stop the run; it interrupts the work.
-
-    Attributes:
-        waits: meetings of all ranks after each work.
+    A ``request`` to stop the run interrupts the work.
     """
 
     def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool, request: StopRequest) -> None:
@@ -35,9 +28,8 @@ class EngineWork:
     def run(self, work: Callable[[], T], what: str) -> T | None:
         """Return the result of ``work`` on the engine's rank, None on others.
 
-        Raises:
-            AgreedError: on every rank, if the work failed on any or exceeded ``--rollout-wait-minutes``.
-            Stopped: on every rank, if any rank was told to stop.
+        Raises, on every rank, AgreedError if the work failed on any or exceeded ``--rollout-wait-minutes``, and Stopped
+        if any rank was told to stop.
         """
         result, error = None, None
         if self.is_engine_rank:

@@ -103,12 +103,9 @@ def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str
 
 
 def write_answers(lines: str, config: RunConfig, step: int) -> None:
-    """Write the answers of all replicas to ``eval/step-<step>.jsonl`` in the run's folder.
+    """Write the answers of all replicas to ``eval/step-<step>.jsonl`` in the run's folder, or raise ValueError.
 
     The evaluation before step 0 starts a new folder, and renames the folder of an older run.
-
-    Raises:
-        ValueError: the file cannot be written.
     """
     if not config.evaluation.eval_answers:
         return

@@ -52,14 +52,7 @@ class SampledBatch:
 
 
 class RolloutSampler:
-    """Samples for one data-parallel replica, on its first rank. Makes no collective.
-
-    Args:
-        config: settings of the run.
-        task: source of prompts and rewards.
-        engine: the replica's engine.
-        replica: data-parallel rank; chooses the share of the prompts.
-    """
+    """Samples for one data-parallel replica, on its first rank. Makes no collective."""
 
     def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica

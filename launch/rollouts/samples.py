@@ -27,11 +27,6 @@ _TRIES_FROM = 1 << 32
 class GoodSamples:
     """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective.
 
-    Args:
-        config: settings of the run.
-        engine: the replica's engine.
-        replica: data-parallel rank.
-
     Attributes:
         bad: bad responses of the last call, retries included.
     """
@@ -48,8 +43,7 @@ class GoodSamples:
     ) -> list[Sample]:
         """One response for each prompt, in their order; a dropped one has no token and the finish reason "abort".
 
-        Raises:
-            EngineError: a response is bad, with ``--bad-samples stop``.
+        Raises EngineError if a response is bad, with ``--bad-samples stop``.
         """
         samples = self.engine.sample(prompts, params, longest, seed)
         self.bad, tries = 0, self.config.guards.bad_sample_attempts if self.policy == "resample" else 0

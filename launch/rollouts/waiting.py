@@ -19,11 +19,6 @@ _GRACE_SECONDS = 60
 class EngineWaits:
     """Meetings of all ranks after each piece of engine work, through torch's default store.
 
-    Args:
-        config: settings of the run.
-        replica: data-parallel rank.
-        is_engine_rank: whether this rank has the replica's engine.
-
     Attributes:
         meetings: number of meetings so far.
     """
@@ -40,11 +35,7 @@ class EngineWaits:
             self._store = PrefixStore(f"rollouts of collector {before}", store)
 
     def meet(self, what: str) -> None:
-        """Wait until the engines of all replicas have ended their work.
-
-        Raises:
-            RuntimeError: an engine neither ended nor gave up in time.
-        """
+        """Wait until the engines of all replicas have ended their work; RuntimeError if one does not in time."""
         if self._store is None:
             return
         self.meetings += 1

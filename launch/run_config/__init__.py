@@ -130,11 +130,7 @@ class RunConfig:
         return self.experts is not None and self.experts.has_auxiliary_losses
 
     def value_of(self, flag: str) -> Any:
-        """Value of a flag, named without dashes; None if its section is absent.
-
-        Raises:
-            KeyError: no field has this flag.
-        """
+        """Value of a flag, named without dashes; None if its section is absent."""
         name, option = flag_options()[flag]
         section = getattr(self, name)
         if section is None:

@@ -78,11 +78,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Read a condition.
-
-        Raises:
-            ValueError: the text is no condition.
-        """
+        """Read a condition, or raise ValueError."""
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError("expected 'METRIC < NUMBER for STEPS', with <, <=, > or >=")

@@ -91,13 +91,7 @@ def _read_options(section: type) -> tuple[Option, ...]:
 
 
 def out_of_range(option: Option, value: Any, settings: Any = None) -> str:
-    """Words that say which range a value misses; empty if it lies in the range.
-
-    Args:
-        option: declaration of the flag.
-        value: its value.
-        settings: values of the flags that bound it, by name as attributes; None: such bounds are not checked.
-    """
+    """Words that say which range a value misses, or nothing; bounds by other flags are looked up in ``settings``."""
     if not isinstance(value, int | float):
         return ""
     if option.positive and not 0 < value < float("inf"):

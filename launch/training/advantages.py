@@ -63,22 +63,13 @@ class Estimated:
 
 
 class Advantages:
-    """The estimator of advantages. All ranks of the last stage call it together, and no others.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-    """
+    """The estimator of advantages. All ranks of the last stage call it together, and no others."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.wanted, self.groups = config.advantages, groups
 
     def of(self, scores: Scores, accepted: Tensor | None = None) -> Estimated:
-        """Estimate the advantages.
-
-        Args:
-            scores: the rollout batch.
-            accepted: bool, like the tokens: accepted tokens, whose responses alone form baselines; None: all tokens.
+        """Estimate the advantages; responses without an ``accepted`` token (None: all are) are in no baseline.
 
         Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to three SUMs of [n]
         over ``cp``: for estimators per token, for ``accepted``, and for a KL in the rewards.
@@ -167,13 +158,7 @@ class AdvantageSummary:
 def summarize(
     scores: Scores | None, estimated: Estimated | None, mini_batches: int, groups: ParallelGroups
 ) -> AdvantageSummary:
-    """Summarize the advantages on the last stage, and broadcast the result to all stages.
-
-    Args:
-        scores: the rollout batch; None before the last stage.
-        estimated: its advantages; None before the last stage.
-        mini_batches: number of mini-batches.
-        groups: process groups of this rank.
+    """Summarize the advantages on the last stage (the others give None), and broadcast the result to all stages.
 
     Collectives: one SUM of 2 · mini_batches + 2 doubles over ``dp_cp``, one broadcast of them over ``pp``.
     """

@@ -49,14 +49,9 @@ class PreparedValues:
 
 
 class Critic(TrainedModel):
-    """A GPTModel of the policy's shape with a scalar head, sharded as the policy.
+    """A GPTModel of the policy's shape with a scalar head, sharded as the policy; the policy's timers measure it too.
 
     With ``--critic-offload`` its tensors are empty outside :meth:`here`.
-
-    Args:
-        config: settings of the run, with ``config.critic``.
-        groups: process groups of this rank.
-        passes: the policy's passes, whose timers also measure the critic.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, passes: ModelPasses) -> None:
@@ -93,11 +88,7 @@ class Critic(TrainedModel):
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
         """Load the layers from ``--critic-load-hf``, or copy the policy's; the head keeps its initial weight.
 
-        Args:
-            policy: this rank's chunks of the policy, unwrapped.
-
-        Raises:
-            AgreedError: on every rank, if the directory does not hold a fitting model.
+        Raises AgreedError on every rank if the directory does not hold a fitting model.
         """
         own = [_without_head(chunk) for chunk in self.chunks]
         folder, error = self.settings.critic_load_hf, None
@@ -130,12 +121,9 @@ class Critic(TrainedModel):
         return torch.cat(outputs) if outputs else None
 
     def prepare(self, batch: LocalBatch, values: Tensor | None, returns: Tensor | None) -> PreparedValues:
-        """Prepare a rollout batch for the critic's steps; the correction's plan must be made.
+        """Prepare a rollout batch for the critic's steps, after the correction's plan.
 
-        Args:
-            batch: the tokens, with the plan's mask and weights.
-            values: result of :meth:`score`.
-            returns: targets of the values, like the tokens; on the last stage.
+        ``values`` come from :meth:`score`; ``returns``, on the last stage, are their targets, like the tokens.
 
         Collectives: one SUM of [n] over ``cp``; for three numbers per mini-batch, one SUM over ``dp_cp`` and one
         broadcast over ``pp``.
@@ -149,18 +137,10 @@ class Critic(TrainedModel):
         return PreparedValues(dataclasses.replace(batch, local=local), found)
 
     def accumulate(self, prepared: PreparedValues, mini_batch: int, step: int) -> dict[str, float] | None:
-        """Compute the gradients of one mini-batch into the critic's gradient buffers.
+        """Compute the gradients of one mini-batch into the critic's buffers; ``step`` is named in errors.
 
-        Args:
-            prepared: the rollout batch.
-            mini_batch: number of the mini-batch.
-            step: number of the optimizer step, for messages.
-
-        Returns:
-            Metrics of the loss, equal on all ranks; None if no token has a loss, so that no step must be made.
-
-        Raises:
-            BadStepError: on every rank, if the loss or the gradient norm is not finite, or is refused by a guard.
+        Returns the metrics of the loss, equal on all ranks; None if no token has a loss, so that no step must be made.
+        Raises BadStepError on every rank if the loss or the gradient norm is not finite, or is refused by a guard.
         """
         tokens, sequences, having_loss = prepared.counted[mini_batch]
         if not having_loss:

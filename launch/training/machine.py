@@ -16,11 +16,7 @@ _PHASE = "_seconds"
 
 
 class Machine:
-    """Computes the metrics of the machines.
-
-    Args:
-        config: settings of the run.
-    """
+    """Computes the metrics of the machines."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

@@ -18,16 +18,9 @@ _BLOCK = 1 << 20
 class MetricsFile:
     """Appends rows; keeps none of them in memory.
 
-    A new run renames an older file. A resumed run continues the file: its first row overwrites the rows of steps that
-    it repeats. Until then they stay, so that a killed run loses no row and doubles none. Only the file's end is read,
-    back to the last row that stays.
-
-    Args:
-        path: path of the file.
-        iteration: optimizer steps made before this run.
-
-    Raises:
-        ValueError: a resumed run cannot read the file.
+    A new run renames an older file. A resumed run continues the file, or raises ValueError if it cannot be read. Its
+    first row overwrites the rows of steps that it repeats. Until then they stay, so that a killed run loses no row and
+    doubles none. Only the file's end is read, back to the last row that stays.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:

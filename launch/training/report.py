@@ -26,11 +26,7 @@ from megatron_rc.launch.training.shown import IN_TABLE, table, usual_names
 
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
-    """Make the reporter of a run on rank 0; None on other ranks.
-
-    Raises:
-        AgreedError: on every rank, if rank 0 cannot make it.
-    """
+    """Make the reporter on rank 0; None on other ranks. Raises AgreedError on every rank if rank 0 cannot make it."""
     reporter, error = None, None
     if dist.get_rank() == 0:
         try:

@@ -51,23 +51,13 @@ class RewardStatistics:
 
 
 class RewardScaler:
-    """Scales and clips rewards as the flags say; checkpoints keep the statistics.
-
-    Args:
-        wanted: settings of the advantages.
-        dp: group of the ranks with other responses.
-    """
+    """Scales and clips rewards as the flags say; checkpoints keep the statistics."""
 
     def __init__(self, wanted: AdvantageSection, dp: Group | None) -> None:
         self.wanted, self.dp, self.statistics = wanted, dp, RewardStatistics()
 
     def __call__(self, rewards: Tensor, kept: Tensor) -> Tensor:
-        """Add a rollout batch to the statistics, and return its scaled and clipped rewards [n].
-
-        Args:
-            rewards: [n], rewards of this replica's responses.
-            kept: [n] bool, responses that count in the statistics.
-        """
+        """Add the ``kept`` rewards to the statistics; return all rewards [n] scaled and clipped."""
         if self.wanted.reward_scaling != "none":
             self.statistics = self.statistics.joined(rewards, kept, self.dp)
         return self.scaled(rewards)

@@ -78,15 +78,9 @@ def header(total: int, columns: int) -> str:
 
 
 def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float, left: float, columns: int) -> str:
-    """One line about an optimizer step, with fixed widths of its columns.
+    """One line about an optimizer step, with fixed widths of its columns; ``-`` is shown for a missing metric.
 
-    Args:
-        step: number of the step.
-        total: steps of the run.
-        metrics: metrics of the step; ``-`` is shown for a missing one.
-        seconds: duration of the step.
-        left: seconds until the end of the run.
-        columns: maximum width of the line.
+    ``left`` is the number of seconds until the end of the run, ``columns`` the largest width of the line.
     """
     cells = [f"{f'{step}/{total}':>{_step_width(total)}}", *(_cell(column, metrics) for column in COLUMNS)]
     cells += [narrow(seconds, _SECONDS), *(_cell(column, metrics) for column in MACHINE)]

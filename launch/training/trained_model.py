@@ -14,11 +14,6 @@ from megatron_rc.launch.training.passes import ModelPasses
 class TrainedModel:
     """This rank's shard of a model, under Megatron's DDP, with Megatron's optimizer.
 
-    Args:
-        config: settings of the run, with the optimizer's and the schedule's.
-        passes: passes whose timers measure the optimizer.
-        chunks: this rank's GPTModels with their initial weights.
-
     Attributes:
         model: the chunks under Megatron's DDP.
         optimizer: Megatron's optimizer of the chunks.

@@ -25,12 +25,7 @@ class Row:
     """Base of all rows; it reads and writes nothing, and every run fits it."""
 
     def read(self, file: File) -> Flags:
-        """Flags from a ``config.json``.
-
-        Raises:
-            KeyError: an entry without a default is missing.
-            UnknownFeatureError: GPTModel cannot reproduce the entry.
-        """
+        """Flags from a ``config.json``; KeyError for a missing entry, UnknownFeatureError for one GPTModel lacks."""
         return {}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
@@ -190,11 +185,7 @@ class Written(Row):
 
 
 def as_word(name: str, flag: str, value: Any) -> str:
-    """Value of an entry as typed after the flag.
-
-    Raises:
-        UnknownFeatureError: the value has another type than the flag.
-    """
+    """Value of an entry as typed after the flag; UnknownFeatureError if it has another type than the flag."""
     option = flag_options().get(flag)
     kind = bool if option is None else option[1].kind
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

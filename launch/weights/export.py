@@ -53,11 +53,7 @@ def export_weights(
 
 
 def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed.
-
-    Raises:
-        RuntimeError: before the first tensor: no rule names a parameter.
-    """
+    """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed."""
     units = units_of(config)
     check_complete([parameters], units)
     return _stream([parameters], units, config, ParallelGroups(), None)

@@ -89,12 +89,7 @@ class Family:
             raise ValueError(f"family {self.name}: expert and expert_names go together, give both or neither")
 
     def read(self, file: File) -> Flags:
-        """Flags of the model that a ``config.json`` describes.
-
-        Raises:
-            KeyError: an entry is missing.
-            UnknownFeatureError: GPTModel cannot compute the same function.
-        """
+        """Flags of the model that a ``config.json`` describes; raises the errors of :meth:`Row.read`."""
         flags: Flags = {"hf-model-type": self.name}
         for row in (*_OF_EVERY_FAMILY, *self.fields):
             flags |= row.read(file)
@@ -116,11 +111,7 @@ class Family:
 
 
 def check_transformers() -> None:
-    """Refuse transformers 4, whose configs would silently keep their own rotary base.
-
-    Raises:
-        ConfigurationError: transformers is missing or older than 5.
-    """
+    """Refuse transformers 4, whose configs would silently keep their own rotary base."""
     require("transformers", "the conversion of weights", "launch")
     installed = metadata.version("transformers")
     if int(installed.partition(".")[0]) < 5:

@@ -26,11 +26,7 @@ class WeightFiles:
         self.folder, self.files = folder, files
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor of the directory.
-
-        Raises:
-            ValueError: the directory has no such tensor.
-        """
+        """Read one tensor; ValueError if the directory has none of this name."""
         stored = self._find(name)
         tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
@@ -52,11 +48,7 @@ class WeightFiles:
 
 @contextmanager
 def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
-    """Open a directory with ``model.safetensors``, or with several files and their index.
-
-    Raises:
-        ValueError: both are missing, or a file cannot be read.
-    """
+    """Open a directory with ``model.safetensors``, or with several files and their index; ValueError if it fails."""
     from safetensors import SafetensorError, safe_open
 
     folder = Path(folder)

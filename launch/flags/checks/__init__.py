@@ -21,16 +21,7 @@ from megatron_rc.launch.tasks import Task
 
 
 def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
-    """Check that the settings go together.
-
-    Args:
-        config: settings.
-        task: source of prompts.
-        engine: an engine of this run samples, unless rollouts are read; False: rollouts come from elsewhere.
-
-    Raises:
-        ConfigurationError: one sentence with the flag, its value and the remedy.
-    """
+    """Check that the settings go together; ``engine`` is False if rollouts come from outside of this program."""
     samples = engine and not config.rollouts.load_rollouts
     check_parallelism(config)
     check_model(config)

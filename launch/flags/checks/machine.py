@@ -35,11 +35,7 @@ def check_machine(config: RunConfig) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise a low limit of open files to what the user may have.
-
-    Raises:
-        ConfigurationError: the user may not open enough files.
-    """
+    """Raise a low limit of open files to what the user may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         return

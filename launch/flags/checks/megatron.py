@@ -69,11 +69,7 @@ MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def check_megatron(config: RunConfig) -> None:
-    """Check the given fields, and let Megatron build its configs with them.
-
-    Raises:
-        ConfigurationError: names the flag, the reason and the remedy.
-    """
+    """Check the given fields, and let Megatron build its configs with them."""
     chosen = list(_chosen(config))
     for field, value in chosen:
         if field.name in _REASONS:

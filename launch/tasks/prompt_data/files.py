@@ -50,16 +50,7 @@ class Rows(Protocol):
 
 
 def open_rows(name: str, path: str, visit: Visit) -> Rows:
-    """Open a prompt file, and check each of its rows.
-
-    Args:
-        name: name of the flag.
-        path: a file of JSON lines, or a folder that ``datasets`` saved.
-        visit: called with the number of every row and the row; raises ValueError with the fault of a bad row.
-
-    Raises:
-        ConfigurationError: the file cannot be read, has no row, or has a bad one.
-    """
+    """Open a prompt file of the flag ``name``, and check each of its rows with ``visit``, which raises ValueError."""
     # Path.exists() raises OSError for a name that is too long; open() below reports it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ConfigurationError(f"{name} {path} is no regular file, and every rank must read it: write it to one")
@@ -97,11 +88,7 @@ class JsonLines:
         return len(self._starts) - 1
 
     def row(self, index: int) -> Row:
-        """Read one line.
-
-        Raises:
-            ConfigurationError: the file has changed since the run began, or cannot be read any more.
-        """
+        """Read one line."""
         begin, end = self._starts[index : index + 2]
         try:
             with open(self.path, "rb") as file:

@@ -14,11 +14,7 @@ Row = dict[str, Any]
 
 
 def parse_line(line: bytes) -> Row:
-    """Parse one line of a JSON-lines file.
-
-    Raises:
-        ValueError: the line is no JSON object; the message says why.
-    """
+    """Parse one line of a JSON-lines file, or raise ValueError with the reason."""
     try:
         # The parser would count columns from 1 again after a newline.
         text = line.decode("utf-8").rstrip("\r\n")
@@ -60,11 +56,7 @@ class RowFormat:
     plain_label: bool = False
 
     def problem(self, row: Row) -> Problem:
-        """Make a problem from a row.
-
-        Raises:
-            ValueError: the row is bad; the message says why.
-        """
+        """Make a problem from a row, or raise ValueError with the row's fault."""
         if self.input_key not in row:
             raise ValueError(f"has no {self.input_key!r}{_among(row)}: name the prompt's key with --input-key")
         label = row.get(self.label_key)

@@ -23,15 +23,6 @@ _log = logging.getLogger("megatron_rc")
 class PromptData:
     """Task whose problems come from files; its reward is ``--reward``.
 
-    Args:
-        train: words of ``--prompt-data``.
-        held_out: words of ``--eval-data``; may be empty.
-        row_format: format of the rows.
-        text: the tokenizer.
-        seed: seed of the order.
-        room: check of the prompts' lengths.
-        max_response_length: maximum tokens of a response.
-
     Attributes:
         digest: hash of all rows.
         order_digest: hash of the order of training prompts.

@@ -137,12 +137,7 @@ def _left_out(series: Mapping[str, Series], labels: Mapping[str, str]) -> str:
 def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str, Any]]:
     """Histograms of the last step's ratios and weights, with the quantiles among its metrics as edges of the bins.
 
-    Args:
-        row: metrics of the step under their usual names.
-        level: ``token``, ``sequence`` or ``geometric``; None: there are no weights.
-
-    Returns:
-        Histograms with ``edges`` (logarithms) and ``shares`` (one fewer).
+    ``level`` is the level of the weights, None without weights. A histogram has ``edges`` (logarithms) and ``shares``.
     """
     logs = [row.get(f"{_RC}log_ratio_p{percent}", math.nan) for percent in _PERCENTS]
     shares = [(int(high) - int(low)) / 100 for low, high in itertools.pairwise(_PERCENTS)]

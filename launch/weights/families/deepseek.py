@@ -80,14 +80,7 @@ _LATENT_ATTENTION = (
 
 
 def latent_family(name: str, config_class: str, experts: tuple[Row, ...], default_q_lora_rank: int) -> Family:
-    """Make a family with DeepSeek-V3's layers.
-
-    Args:
-        name: see :class:`Family`.
-        config_class: see :class:`Family`.
-        experts: rows of the experts.
-        default_q_lora_rank: rank if the file lacks the entry; null in a file means no latent for queries.
-    """
+    """Make a family with DeepSeek-V3's layers; ``default_q_lora_rank`` is used if the file lacks the entry."""
     return Family(
         name=name,
         config_class=config_class,

@@ -159,18 +159,9 @@ def gated_family(
 ) -> Family:
     """Make a family with Llama's layers.
 
-    Args:
-        name: see :class:`Family`, also for the arguments that are not described here.
-        config_class: see :class:`Family`.
-        fields: rows of the MLP or the experts, and other rows of this family.
-        rotary: row of the rotary embeddings.
-        attention: rows for the bias of queries, keys and values, and for the norms of queries and keys.
-        default_groups: key heads if the file has no number; None: as many as attention heads.
-        default_head_dim: width of a head if the file has none; None: hidden size / attention heads.
-        expert_layer: see :class:`Family`.
-        expert: see :class:`Family`.
-        expert_names: see :class:`Family`.
-        in_bridge: see :class:`Family`.
+    ``fields`` are the rows of the MLP or the experts, and further rows; ``attention`` has the rows for the bias of
+    queries, keys and values, and for the norms of queries and keys. If a file has no number of key heads or no width of
+    a head, the defaults hold; None: as many as attention heads, and hidden size / attention heads.
     """
     return Family(
         name=name,

@@ -138,14 +138,7 @@ class _Groups(Row):
 
 
 def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: int) -> tuple[Row, ...]:
-    """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry.
-
-    Args:
-        dense_first: row for the dense layers at the start.
-        scaling: factor on the weights of a token's experts.
-        groups: number of groups of experts.
-        chosen: number of groups that a token's experts come from.
-    """
+    """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry."""
     return (
         Only("norm_topk_prob", True),
         Only("scoring_func", "sigmoid"),
