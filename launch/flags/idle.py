@@ -30,7 +30,11 @@ def drop_idle(args: argparse.Namespace) -> None:
             _refuse(args, option.flag, why_unmet(need, args), because_of, default=option.default)
             if option.flag in args.in_launch_file:
                 setattr(args, option.flag, option.default)
-    _drop_engines_settings(args)
+    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
+        if name not in ENGINES[args.rollout_engine].settings:
+            users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
+            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
+            _refuse(args, name, why, ("rollout_engine",))
     source = Source(args.task, args.seed, args.reward)
     if source.is_harmless and not args.load_rollouts:
         for name in ("reward_workers", "reward_timeout"):
@@ -55,14 +59,6 @@ def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
         because_of = ("grpo_kl_beta", "kl_in_reward", *_OBJECTIVE)
         for name in ("ref_load", "ref_load_hf", "ref_update_interval"):
             _refuse(args, name, "without --grpo-kl-beta or --kl-in-reward: give one of them, or drop it", because_of)
-
-
-def _drop_engines_settings(args: argparse.Namespace) -> None:
-    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
-        if name not in ENGINES[args.rollout_engine].settings:
-            users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
-            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
-            _refuse(args, name, why, ("rollout_engine",))
 
 
 def _refuse(args: argparse.Namespace, name: str, why: str, because_of: tuple[str, ...], default: object = None) -> None:

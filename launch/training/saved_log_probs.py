@@ -35,8 +35,8 @@ class SavedLogProbs:
     def after_update(self, prepared: PreparedBatch | None, update: int, mini_batch: int) -> None:
         """Keep the step's log-probs; after the batch's last step, write them. ``prepared`` is None if left out.
 
-        ``update`` counts earlier steps on the batch. Collectives, after the last step: one SUM over CP and one broadcast
-        over PP of all tokens of the batch, and the agreement of all ranks, an AgreedError if a record was not written.
+        ``update`` counts earlier steps on the batch. Collectives, after the last step: one SUM over CP and one
+        broadcast over PP of all tokens of the batch, and the agreement of all ranks; AgreedError if a write failed.
         """
         if prepared is None or not self.config.rollouts.save_log_probs:
             return

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.training import CheckpointSection
 
 
 def check_checkpoints(config: RunConfig) -> None:
@@ -51,7 +50,13 @@ def check_folders(config: RunConfig) -> None:
     folders += [(f"{flag(name)} {path}", Path(path)) for name, path in written.items() if path]
     if files.save_hf and not files.load and Path(files.save_hf).is_dir() and any(Path(files.save_hf).iterdir()):
         raise ConfigurationError(f"--save-hf {files.save_hf} is not empty, and this run begins: name another folder")
-    _check_begun_anew(files)
+    # A folder with another run's checkpoints, which would later pass for this run's; an unfinished one has a suffix.
+    others = files.save and not files.is_save(files.load) and Path(files.save).glob("iter_*/metadata.json")
+    if any(path.parent.suffix == "" for path in others or ()):
+        raise ConfigurationError(
+            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
+            f"{files.save} to go on from there"
+        )
     for given, folder in folders:
         try:
             there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -61,15 +66,3 @@ def check_folders(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"{given} cannot be written to ({error.strerror}): choose another folder"
             ) from error
-
-
-def _check_begun_anew(files: CheckpointSection) -> None:
-    """Refuse a folder with another run's checkpoints, which would later pass for this run's."""
-    if not files.save or files.is_save(files.load):
-        return
-    # A checkpoint that a killed run left unfinished has a suffix.
-    if any(path.parent.suffix == "" for path in Path(files.save).glob("iter_*/metadata.json")):
-        raise ConfigurationError(
-            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
-            f"{files.save} to go on from there"
-        )
