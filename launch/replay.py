@@ -24,7 +24,7 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.commands import parse_replay
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.train_ppo import USAGE_ERROR, cpu_backend, ignore_megatron_warnings

@@ -98,11 +98,11 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
     caches = (local_layers._zigzag_mask, local_layers._packed_mask)
     with contextlib.ExitStack() as stack:
         # No random numbers are drawn, so Megatron need not save the generator's state.
-        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", _nothing_drawn))
+        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()))
         stack.enter_context(even_experts())
         if config.model.transformer_impl == TRANSFORMER_ENGINE:
             # Its attention passes keys around the context-parallel ranks and keeps no mask.
-            stack.enter_context(mock.patch.object(local_layers, "group_size", _alone))
+            stack.enter_context(mock.patch.object(local_layers, "group_size", return_value=1))
         elif config.training.rl_use_sequence_packing:
             functional = torch.nn.functional
             masked = _with_mask(functional.scaled_dot_product_attention)
@@ -123,14 +123,6 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
             for cache in caches:
                 cache.cache_clear()
             get_moe_layer_wise_logging_tracker().clear()
-
-
-def _nothing_drawn(*_: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _alone(_: Any) -> int:
-    return 1
 
 
 def _evenly_chosen(share: float) -> Any:

@@ -25,17 +25,11 @@ _MOST_PROCESSES = 2**18
 
 @dataclass(frozen=True)
 class Machines:
-    """Numbers of machines and processes that torchrun starts.
+    """Numbers of machines and processes that torchrun starts."""
 
-    Attributes:
-        processes: processes on each machine.
-        fewest: machines with which the run starts.
-        most: machines that may take part; equal to ``fewest`` unless machines come and go.
-    """
-
-    processes: int
-    fewest: int
-    most: int
+    processes: int  # processes on each machine
+    fewest: int  # machines with which the run starts
+    most: int  # machines that may take part; equal to ``fewest`` unless machines come and go
 
     def world_sizes(self) -> list[int]:
         """Total numbers of processes, with the fewest and with the most machines."""

@@ -26,19 +26,12 @@ _PASS = "eval/pass@"
 
 @dataclass(frozen=True)
 class Graded:
-    """A problem and its graded responses.
+    """A problem and its graded responses."""
 
-    Attributes:
-        problem: the problem.
-        responses: texts without the end-of-text token.
-        rewards: one for each response.
-        outcomes: the reward rule's result for each response.
-    """
-
-    problem: Problem
-    responses: Sequence[str]
-    rewards: Sequence[float]
-    outcomes: Sequence[Outcome]
+    problem: Problem  # the problem
+    responses: Sequence[str]  # texts without the end-of-text token
+    rewards: Sequence[float]  # one for each response
+    outcomes: Sequence[Outcome]  # the reward rule's result for each response
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:

@@ -29,25 +29,15 @@ _REPLACED_FROM, _APART = 1 << 33, 1 << 32
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A replica's share of a rollout batch, with counts for the metrics.
+    """A replica's share of a rollout batch, with counts for the metrics."""
 
-    Attributes:
-        batch: the records.
-        rewards: rewards with their components; None if the batch was read from records.
-        bad: bad answers that the engine gave.
-        dropped: responses left out because they were bad.
-        replaced: number of times a prompt was replaced because its responses had equal rewards.
-        flat: prompts of the batch whose responses have equal rewards.
-        baselines: [responses], reward of the greedy response to each response's prompt; None unless the estimator
-            needs it.
-    """
-
-    batch: RolloutBatch
-    rewards: Rewards | None
-    bad: int = 0
-    dropped: int = 0
-    replaced: int = 0
-    flat: int = 0
+    batch: RolloutBatch  # the records
+    rewards: Rewards | None  # rewards with their components; None if the batch was read from records
+    bad: int = 0  # bad answers that the engine gave
+    dropped: int = 0  # responses left out because they were bad
+    replaced: int = 0  # number of times a prompt was replaced because its responses had equal rewards
+    flat: int = 0  # prompts of the batch whose responses have equal rewards
+    # [responses], reward of the greedy response to each response's prompt; None unless the estimator needs it.
     baselines: Tensor | None = None
 
 

@@ -14,11 +14,10 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from megatron_rc.launch.resolved_file import ResolvedFlag
-from megatron_rc.launch.run_config.advantages import AdvantageSection
-from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
+from megatron_rc.launch.run_config.learning import AdvantageSection, CriticSection, ReferenceSection, RewardSection
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
@@ -30,8 +29,6 @@ from megatron_rc.launch.run_config.megatron import (
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
 from megatron_rc.launch.run_config.options import Option, options_of
-from megatron_rc.launch.run_config.reference import ReferenceSection
-from megatron_rc.launch.run_config.rewards import RewardSection
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
 from megatron_rc.launch.run_config.training import (
     CheckpointSection,
@@ -47,29 +44,20 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All settings of a run; ``flags.configure`` makes and checks it.
-
-    Attributes:
-        latent: multi-latent attention; None: plain attention.
-        experts: mixture of experts; None: a dense model.
-        critic: value model; None: advantages come from rewards alone.
-        correction: Rollout Correction.
-        loss: objective.
-        flags: every resolved flag, from which the other attributes follow.
-    """
+    """All settings of a run; ``flags.configure`` makes and checks it."""
 
     launch: LaunchSection
     parallel: ParallelSection
     transformer: TransformerSection
-    latent: LatentSection | None
-    experts: ExpertSection | None
+    latent: LatentSection | None  # multi-latent attention; None: plain attention
+    experts: ExpertSection | None  # mixture of experts; None: a dense model
     compute: ComputeSection
     megatron: MegatronSection
     model: ModelSection
     training: TrainingSection
     optimizer: OptimizerSection
     schedule: ScheduleSection
-    critic: CriticSection | None
+    critic: CriticSection | None  # value model; None: advantages come from rewards alone
     guards: GuardSection
     checkpoints: CheckpointSection
     logging: LoggingSection
@@ -81,8 +69,9 @@ class RunConfig:
     evaluation: EvaluationSection
     rollouts: RolloutSection
     engine: EngineSection
-    correction: RolloutCorrectionConfig
-    loss: PolicyLossConfig
+    correction: RolloutCorrectionConfig  # Rollout Correction
+    loss: PolicyLossConfig  # objective
+    # Every resolved flag, from which the other attributes follow.
     flags: tuple[ResolvedFlag, ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -24,42 +24,26 @@ from megatron_rc.records.rollout import RolloutBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Inputs of the estimator on a rank of the last stage.
+    """Inputs of the estimator on a rank of the last stage."""
 
-    Attributes:
-        batch: the records.
-        rewards: [rows of the batch], scaled and clipped.
-        cut: this rank's tokens.
-        old: log π_old, like the tokens; None: the engine's log-probs are used.
-        ref: log π_ref, like the tokens; needed if the rewards have a KL penalty.
-        values: a critic's values, like the tokens; needed by ``gae``.
-        baselines: [rows], scaled and clipped reward of each prompt's greedy response; needed by ``remax``.
-    """
-
-    batch: RolloutBatch
-    rewards: Tensor
-    cut: LocalBatch
-    old: Tensor | None = None
-    ref: Tensor | None = None
-    values: Tensor | None = None
+    batch: RolloutBatch  # the records
+    rewards: Tensor  # [rows of the batch], scaled and clipped
+    cut: LocalBatch  # this rank's tokens
+    old: Tensor | None = None  # log π_old, like the tokens; None: the engine's log-probs are used
+    ref: Tensor | None = None  # log π_ref, like the tokens; needed if the rewards have a KL penalty
+    values: Tensor | None = None  # a critic's values, like the tokens; needed by ``gae``
+    # [rows], scaled and clipped reward of each prompt's greedy response; needed by ``remax``.
     baselines: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """Advantages of this rank's tokens.
+    """Advantages of this rank's tokens."""
 
-    Attributes:
-        advantages: [n], or like the tokens; float32.
-        decided: [rows of the batch] bool: responses with an advantage other than 0.
-        returns: targets of a critic's values, like the tokens; None without a critic.
-        kl: KL penalty in the rewards, like the tokens; None if there is none.
-    """
-
-    advantages: Tensor
-    decided: Tensor
-    returns: Tensor | None = None
-    kl: Tensor | None = None
+    advantages: Tensor  # [n], or like the tokens; float32
+    decided: Tensor  # [rows of the batch] bool: responses with an advantage other than 0
+    returns: Tensor | None = None  # targets of a critic's values, like the tokens; None without a critic
+    kl: Tensor | None = None  # KL penalty in the rewards, like the tokens; None if there is none
 
 
 class Advantages:
@@ -144,15 +128,10 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageSummary:
-    """Summary of a rollout batch's advantages, equal on all ranks.
+    """Summary of a rollout batch's advantages, equal on all ranks."""
 
-    Attributes:
-        nonzero: for each mini-batch, the share of its responses with an advantage other than 0.
-        metrics: metrics of the whole batch.
-    """
-
-    nonzero: tuple[float, ...]
-    metrics: dict[str, float]
+    nonzero: tuple[float, ...]  # for each mini-batch, the share of its responses with an advantage other than 0
+    metrics: dict[str, float]  # metrics of the whole batch
 
 
 def summarize(

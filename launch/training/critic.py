@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.critic import CriticSection
+from megatron_rc.launch.run_config.learning import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
 from megatron_rc.launch.training.model import build_chunks
@@ -36,15 +36,10 @@ from megatron_rc.training.schedule import Returned, schedule_return
 
 @dataclass(frozen=True)
 class PreparedValues:
-    """A rollout batch that is ready for the critic's steps.
+    """A rollout batch that is ready for the critic's steps."""
 
-    Attributes:
-        batch: the tokens; on the last stage with values, returns, and the critic's mask, weights and n_i.
-        counted: [mini-batches][3] on every rank: the tokens and sequences in the loss's denominator, and the tokens
-            with a loss.
-    """
-
-    batch: LocalBatch
+    batch: LocalBatch  # the tokens; on the last stage with values, returns, and the critic's mask, weights and n_i
+    # [mini-batches][3] on every rank: the tokens and sequences in the loss's denominator, and the tokens with a loss.
     counted: list[list[float]]
 
 

@@ -17,19 +17,12 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True)
 class Packing:
-    """Micro-batches of one data-parallel rank.
+    """Micro-batches of one data-parallel rank."""
 
-    Attributes:
-        bins: micro-batches of each mini-batch.
-        num_micro_batches: number of micro-batches of each mini-batch; equal on all ranks.
-        width: tokens of each micro-batch on this rank, padding included.
-        width_of_ranks: sum of ``width`` over the ranks.
-    """
-
-    bins: list[Bins]
-    num_micro_batches: list[int]
-    width: int
-    width_of_ranks: int
+    bins: list[Bins]  # micro-batches of each mini-batch
+    num_micro_batches: list[int]  # number of micro-batches of each mini-batch; equal on all ranks
+    width: int  # tokens of each micro-batch on this rank, padding included
+    width_of_ranks: int  # sum of ``width`` over the ranks
 
 
 def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -> Packing:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import Group
 
@@ -16,17 +16,11 @@ STATE = "reward_statistics"
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """Statistics of all rewards of a run so far.
+    """Statistics of all rewards of a run so far."""
 
-    Attributes:
-        count: number of rewards.
-        mean: mean of the rewards.
-        squares: sum of the squared distances from the mean.
-    """
-
-    count: float = 0.0
-    mean: float = 0.0
-    squares: float = 0.0
+    count: float = 0.0  # number of rewards
+    mean: float = 0.0  # mean of the rewards
+    squares: float = 0.0  # sum of the squared distances from the mean
 
     @property
     def std(self) -> float:

@@ -16,15 +16,10 @@ from megatron_rc.records.rollout import RolloutBatch
 
 
 class RolloutSummary(NamedTuple):
-    """Summary of a rollout batch over all replicas.
+    """Summary of a rollout batch over all replicas."""
 
-    Attributes:
-        metrics: means, extremes and sums.
-        distributions: histograms of the responses' rewards and lengths.
-    """
-
-    metrics: dict[str, float]
-    distributions: dict[str, Distribution]
+    metrics: dict[str, float]  # means, extremes and sums
+    distributions: dict[str, Distribution]  # histograms of the responses' rewards and lengths
 
 
 def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> RolloutSummary:

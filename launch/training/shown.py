@@ -11,19 +11,12 @@ from megatron_rc.launch.training.series import Series
 
 
 class Column(NamedTuple):
-    """Column of a metric in the line of a step.
+    """Column of a metric in the line of a step."""
 
-    Attributes:
-        title: title in the header.
-        metric: usual name of the metric.
-        width: characters of the column.
-        digits: decimal places, for values between 0 and 1; None: three significant digits.
-    """
-
-    title: str
-    metric: str
-    width: int
-    digits: int | None = None
+    title: str  # title in the header
+    metric: str  # usual name of the metric
+    width: int  # characters of the column
+    digits: int | None = None  # decimal places, for values between 0 and 1; None: three significant digits
 
 
 # In order of importance: a narrow terminal shows the first ones only.

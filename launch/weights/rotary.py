@@ -25,14 +25,10 @@ _YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale":
 
 @dataclass(frozen=True)
 class Rotary(Row):
-    """Row for ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``.
+    """Row for ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``."""
 
-    Attributes:
-        default_theta: base if the file has none.
-        default_part: share of a head's width that is rotated, if the file has none; None: always the whole head.
-    """
-
-    default_theta: float = 10000.0
+    default_theta: float = 10000.0  # base if the file has none
+    # Share of a head's width that is rotated, if the file has none; None: always the whole head.
     default_part: float | None = None
 
     def read(self, file: File) -> Flags:

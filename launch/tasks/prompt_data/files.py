@@ -28,13 +28,9 @@ Visit = Callable[[int, Row], None]
 
 
 class Rows(Protocol):
-    """The rows of a file, by number.
+    """The rows of a file, by number."""
 
-    Attributes:
-        digest: hash of all rows.
-    """
-
-    digest: bytes
+    digest: bytes  # hash of all rows
 
     def __len__(self) -> int:
         """Number of rows."""

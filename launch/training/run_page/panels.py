@@ -17,21 +17,13 @@ _PHASES = ("sync", "eval", "rollout", "plan", "update", "save")
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one drawing.
+    """Curves in one drawing."""
 
-    Attributes:
-        title: title with the unit.
-        note: explanation below the title.
-        curves: label of each metric; metrics without a value are left out.
-        stacked: draw the curves on top of each other.
-        wide: use a logarithmic axis if the values differ by orders of magnitude.
-    """
-
-    title: str
-    note: str
-    curves: Mapping[str, str]
-    stacked: bool = False
-    wide: bool = False
+    title: str  # title with the unit
+    note: str  # explanation below the title
+    curves: Mapping[str, str]  # label of each metric; metrics without a value are left out
+    stacked: bool = False  # draw the curves on top of each other
+    wide: bool = False  # use a logarithmic axis if the values differ by orders of magnitude
 
 
 PANELS = (
