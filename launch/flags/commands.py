@@ -43,6 +43,7 @@ def parse_replay(argv: Sequence[str]) -> argparse.Namespace:
     _add_checkpoint(parser)
     text = "sequences in one forward-backward pass (default 8)"
     parser.add_argument("--micro-batch-size", dest="rows", type=int, default=8, metavar="N", help=text)
+    args: argparse.Namespace
     args, args.rest = parser.parse_known_args(list(argv))
     _check_folder(args.load)
     if args.rows < 1:

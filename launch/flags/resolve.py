@@ -49,7 +49,6 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     args.world_size = world_size
     args.knows_versions = (engine and not args.load_rollouts) or args.rollout_staleness is not None
     _resolve_launch(args)
-    _resolve_layers(args)
     _resolve_stages(args)
     args.given = {}
     for name, field in passed_through().items():
@@ -147,9 +146,6 @@ def _resolve_launch(args: argparse.Namespace) -> None:
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     size = args.micro_batch_size * args.seq_length
     args.rl_sequence_packing_bin_size = args.rl_sequence_packing_bin_size or size
-
-
-def _resolve_layers(args: argparse.Namespace) -> None:
     args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if not args.group_query_attention:

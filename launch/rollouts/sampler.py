@@ -112,13 +112,7 @@ class RolloutSampler:
         return Answered(list(problems), encoded, samples, values, outcomes, self.good_samples.bad)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
-        """Sample responses to the replica's first prompts, the same at each call, without rewards.
-
-        Args:
-            rows: number of responses.
-            longest: maximum tokens of a response.
-            length: columns of the batch.
-        """
+        """Sample responses to the replica's first prompts, the same at each call, without rewards."""
         problems = self.task.problems(self.replica * rows, rows)
         seed = self.config.training.seed + self.replica
         encoded, samples = self._answers(problems, self.sampling, longest, seed)

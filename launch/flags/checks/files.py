@@ -1,12 +1,18 @@
-"""Checks of checkpoints, and of folders that are written to."""
+"""Checks of checkpoints, of folders that are written to, and of this machine's shared memory and open files."""
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.run_config import RunConfig
+
+SHARED_MEMORY = Path("/dev/shm")
+_PROBED_BYTES = 2**20
+# A rank of a small run opens about 100 files and sockets, and more for each process group and peer.
+FEWEST_FILES, ENOUGH_FILES = 256, 4096
 
 
 def check_checkpoints(config: RunConfig) -> None:
@@ -66,3 +72,36 @@ def check_folders(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"{given} cannot be written to ({error.strerror}): choose another folder"
             ) from error
+
+
+def check_machine(config: RunConfig) -> None:
+    """Raise ConfigurationError if needed shared memory cannot be used, or too few files can be opened.
+
+    The limit of open files is first raised as far as this user may, for this process and its children.
+    """
+    raise_open_files()
+    is_used = config.engine.rollout_engine == "vllm" or not config.launch.on_cpu
+    if is_used and SHARED_MEMORY.exists():
+        try:
+            with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+                file.write(bytes(_PROBED_BYTES))
+                file.flush()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{SHARED_MEMORY} cannot be written to ({error.strerror}), and vLLM and NCCL need it: "
+                "make room there, or start the container with more (docker run --shm-size 1g)"
+            ) from error
+
+
+def raise_open_files() -> None:
+    """Raise a low limit of open files to what the user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+        return
+    enough = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
+    if enough < FEWEST_FILES:
+        raise ConfigurationError(
+            f"ulimit -n {hard}: a process may open {hard} files and sockets, and a rank needs {FEWEST_FILES}: raise "
+            "the limit (ulimit -Hn; docker run --ulimit nofile=4096)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))

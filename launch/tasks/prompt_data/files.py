@@ -138,7 +138,12 @@ class SavedDataset:
                 visit(index, row)
             except ValueError as error:
                 raise ConfigurationError(f"{self.where(index)} {error}") from error
-        self.digest = self._digest()
+        # The stored rows, because decoded objects such as images would differ between processes.
+        digest = hashlib.blake2b(digest_size=8)
+        for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
+            for row in rows.to_pylist():
+                digest.update(repr(row).encode("utf-8", "surrogatepass"))
+        self.digest = digest.digest()
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -152,14 +157,6 @@ class SavedDataset:
     def where(self, index: int) -> str:
         """See :class:`Rows`."""
         return f"{self.name} {self.path}, row {index}"
-
-    def _digest(self) -> bytes:
-        """Hash of the stored rows; decoded objects such as images would differ between processes."""
-        digest = hashlib.blake2b(digest_size=8)
-        for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
-            for row in rows.to_pylist():
-                digest.update(repr(row).encode("utf-8", "surrogatepass"))
-        return digest.digest()
 
     def _load(self, path: str) -> Any:
         from datasets import DatasetDict, load_from_disk

@@ -98,7 +98,9 @@ def panels_of(series: Mapping[str, Series]) -> list[dict[str, Any]]:
         held = aligned(series, list(labels)) if panel.stacked else series
         curves = [{"label": label, **drawn(held[name])} for name, label in labels.items()]
         if curves:
-            words = {"title": panel.title, "note": panel.note + _left_out(series, labels)}
+            lost = sum(len(series[name].values) - len(series[name].finite()) for name in labels)
+            note = panel.note + f" Not drawn, because NaN or infinite: {lost}." * bool(lost)
+            words = {"title": panel.title, "note": note}
             found.append(words | {"stacked": panel.stacked, "wide": panel.wide, "curves": curves})
     return found
 
@@ -109,21 +111,13 @@ def labels_of(panel: Panel, series: Mapping[str, Series]) -> dict[str, str]:
     tries = [int(name.removeprefix(_PASS)) for name in series if name.startswith(_PASS)]
     if _PASS in panel.curves and max(tries, default=1) > 1:
         labels[f"{_PASS}{max(tries)}"] = panel.curves[_PASS].format(k=max(tries))
-    if _HELD_OUT in labels and _is_share_of_right(series):
-        del labels[_HELD_OUT]
-    return labels
-
-
-def _is_share_of_right(series: Mapping[str, Series]) -> bool:
-    """Whether the mean rewards of evaluations equal their shares of right answers."""
+    if _HELD_OUT not in labels:
+        return labels
     rewards, right = (series[name].values if name in series else () for name in (_HELD_OUT, "eval/exact_match"))
     pairs = zip(rewards, right, strict=False)
-    return len(rewards) == len(right) and all(math.isclose(one, other, abs_tol=1e-9) for one, other in pairs)
-
-
-def _left_out(series: Mapping[str, Series], labels: Mapping[str, str]) -> str:
-    lost = sum(len(series[name].values) - len(series[name].finite()) for name in labels)
-    return f" Not drawn, because NaN or infinite: {lost}." if lost else ""
+    if len(rewards) == len(right) and all(math.isclose(one, other, abs_tol=1e-9) for one, other in pairs):
+        del labels[_HELD_OUT]
+    return labels
 
 
 def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str, Any]]:
