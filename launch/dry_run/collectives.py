@@ -32,11 +32,7 @@ def correction_calls(config: RunConfig) -> list[Call]:
     piece = dataclasses.replace(common, micro_size=sequences_of_micro_batch(config), micro_batches=1, mini_batches=1)
     # At most two data-parallel ranks (one alone would send nothing), and no expert parallelism.
     ranks = config.parallel.model_size * min(2, config.data_parallel_size)
-    small = dataclasses.replace(
-        config,
-        launch=dataclasses.replace(config.launch, on_cpu=True, world_size=ranks),
-        parallel=dataclasses.replace(config.parallel, expert_model_parallel_size=1),
-    )
+    small = config.changed(launch={"on_cpu": True, "world_size": ranks}, parallel={"expert_model_parallel_size": 1})
     one_pass = is_one_pass(config)
     with megatron_here(), fake_groups(small, first_rank_of_stage(small, layout.pp - 1)):
         groups = ParallelGroups.from_megatron()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from megatron_rc.launch.dry_run.many_experts import even_experts
 from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.flags.checks.megatron import MODULES_OF_ENGINE
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron import MegatronSection
 from megatron_rc.launch.train_ppo import cpu_backend
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -39,7 +37,7 @@ def fake_groups(config: RunConfig, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.launch.world_size)
     try:
-        initialize(dataclasses.replace(config, megatron=_known_here(config)))
+        initialize(config.changed(megatron={"given": _known_here(config)}))
         yield
     finally:
         shut_down()
@@ -57,24 +55,20 @@ def on_this_machine(config: RunConfig) -> RunConfig:
         parallel.tensor_model_parallel_size * parallel.context_parallel_size,
         expert_tp(config) * parallel.expert_model_parallel_size,
     )
-    if experts is not None and experts.moe_token_dispatcher_type == "flex":
-        experts = dataclasses.replace(experts, moe_token_dispatcher_type="alltoall")
-    return dataclasses.replace(
-        config,
-        launch=dataclasses.replace(
-            config.launch, on_cpu=True, world_size=stage * parallel.pipeline_model_parallel_size
-        ),
-        model=dataclasses.replace(config.model, transformer_impl="local"),
-        experts=experts,
-        megatron=_known_here(config),
+    local = config.changed(
+        launch={"on_cpu": True, "world_size": stage * parallel.pipeline_model_parallel_size},
+        model={"transformer_impl": "local"},
+        megatron={"given": _known_here(config)},
     )
+    is_flex = experts is not None and experts.moe_token_dispatcher_type == "flex"
+    return local.changed(experts={"moe_token_dispatcher_type": "alltoall"}) if is_flex else local
 
 
-def _known_here(config: RunConfig) -> MegatronSection:
+def _known_here(config: RunConfig) -> dict[str, Any]:
     given = {name: value for name, value in config.megatron.given.items() if name not in of_gpus(config)}
     if "recompute_modules" in given:
         given["recompute_modules"] = [name for name in given["recompute_modules"] if name not in MODULES_OF_ENGINE]
-    return dataclasses.replace(config.megatron, given=given)
+    return given
 
 
 def modules_of_gpus(config: RunConfig) -> list[str]:

@@ -107,11 +107,7 @@ def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chu
     if layers <= _FEW_LAYERS + 1 or not _layers_are_alike(config):
         return _measure(config, local, stage)
     few, more = (
-        _measure(
-            config,
-            dataclasses.replace(local, transformer=dataclasses.replace(local.transformer, num_layers=number * chunks)),
-            stage,
-        )
+        _measure(config, local.changed(transformer={"num_layers": number * chunks}), stage)
         for number in (_FEW_LAYERS, _FEW_LAYERS + 1)
     )
     return [one.plus(other, layers - _FEW_LAYERS) for one, other in zip(few, more, strict=True)]

@@ -11,10 +11,7 @@ from megatron_rc.launch.run_config import RunConfig, flag_options
 from megatron_rc.launch.run_config.needs import is_met, name_of, why_unmet
 from megatron_rc.loss.objectives import OBJECTIVES
 
-_OBJECTIVE = (
-    *("policy_loss", "loss_type", "bypass_mode"),
-    *("rollout_correction_preset", "rollout_correction_config"),
-)
+_OBJECTIVE = (*("policy_loss", "loss_type", "bypass_mode"), *("rollout_correction_preset", "rollout_correction_config"))
 
 
 def drop_idle(args: argparse.Namespace) -> None:

@@ -48,17 +48,13 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
 
 
 def _alone(config: RunConfig) -> RunConfig:
-    change = dataclasses.replace
-    return change(
-        config,
-        megatron=MegatronSection(given={}),
-        launch=change(config.launch, on_cpu=True, world_size=1),
-        parallel=ParallelSection(
-            virtual_pipeline_model_parallel_size=None,
-            **{option.field: option.default for option in options_of(ParallelSection)},
-        ),
-        model=change(config.model, transformer_impl="local"),
-        checkpoints=change(config.checkpoints, weights_bridge=NO_BRIDGE),
+    parallel = {option.field: option.default for option in options_of(ParallelSection)}
+    return config.changed(
+        megatron={"given": {}},
+        launch={"on_cpu": True, "world_size": 1},
+        parallel=parallel | {"virtual_pipeline_model_parallel_size": None},
+        model={"transformer_impl": "local"},
+        checkpoints={"weights_bridge": NO_BRIDGE},
     )
 
 

@@ -159,11 +159,7 @@ class RolloutSampler:
         return encoded, self.good_samples(encoded, sampling, longest, seed)
 
     def _batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        first_prompt: int,
+        self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample], rewards: Sequence[float], first_prompt: int
     ) -> RolloutBatch:
         rows, length = len(samples), self.config.training.seq_length
         tokens = torch.full((rows, length), self.task.text.pad)

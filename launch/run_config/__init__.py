@@ -6,7 +6,9 @@ RunConfig of flags; other modules take a RunConfig or one of its sections.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -117,6 +119,11 @@ class RunConfig:
     def has_auxiliary_losses(self) -> bool:
         """Whether the model adds losses of its own to the gradients."""
         return self.experts is not None and self.experts.has_auxiliary_losses
+
+    def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """These settings with other values in fields of these sections."""
+        made = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in sections.items()}
+        return dataclasses.replace(self, **made)
 
     def value_of(self, flag: str) -> Any:
         """Value of a flag, named without dashes; None if its section is absent."""

@@ -91,10 +91,10 @@ class Critic(TrainedModel):
             for body, chunk in zip(own, policy, strict=True):
                 body.load_state_dict(_without_head(chunk).state_dict())
         else:
-            tied = dataclasses.replace(self.config.model, untie_embeddings_and_output_weights=False)
+            tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
             try:
                 experts = parallel_state.get_expert_model_parallel_group()
-                load_weights(own, dataclasses.replace(self.config, model=tied), self.groups, folder, experts)
+                load_weights(own, tied, self.groups, folder, experts)
             except ValueError as problem:
                 error = f"--critic-load-hf: {problem}"
         agree(self.config, error)
@@ -132,10 +132,10 @@ class Critic(TrainedModel):
         return PreparedValues(dataclasses.replace(batch, local=local), found)
 
     def accumulate(self, prepared: PreparedValues, mini_batch: int, step: int) -> dict[str, float] | None:
-        """Compute the gradients of one mini-batch into the critic's buffers; ``step`` is named in errors.
+        """Compute the gradients of one mini-batch into the critic's buffers; return metrics equal on all ranks.
 
-        Returns the metrics of the loss, equal on all ranks; None if no token has a loss, so that no step must be made.
-        Raises BadStepError on every rank if the loss or the gradient norm is not finite, or is refused by a guard.
+        They are None if no token has a loss, so that no step must be made. Raises BadStepError on every rank if the
+        loss or the gradient norm is not finite, or is refused by a guard; ``step`` is named in that error.
         """
         tokens, sequences, having_loss = prepared.counted[mini_batch]
         if not having_loss:
@@ -240,16 +240,14 @@ def _as_of_the_critic(config: RunConfig) -> RunConfig:
     if critic is None:
         raise ValueError("this run has no critic")
     given = {name: value for name, value in config.megatron.given.items() if not name.startswith("decoupled_")}
-    return dataclasses.replace(
-        config,
-        optimizer=dataclasses.replace(config.optimizer, lr=critic.critic_lr, min_lr=critic.critic_min_lr),
-        schedule=dataclasses.replace(
-            config.schedule,
-            lr_decay_style=critic.critic_lr_decay_style,
-            lr_warmup_iters=critic.critic_lr_warmup_iters,
-            lr_warmup_fraction=None,
-            lr_warmup_init=0.0,
-            lr_wsd_decay_iters=None,
-        ),
-        megatron=dataclasses.replace(config.megatron, given=given),
+    return config.changed(
+        optimizer={"lr": critic.critic_lr, "min_lr": critic.critic_min_lr},
+        schedule={
+            "lr_decay_style": critic.critic_lr_decay_style,
+            "lr_warmup_iters": critic.critic_lr_warmup_iters,
+            "lr_warmup_fraction": None,
+            "lr_warmup_init": 0.0,
+            "lr_wsd_decay_iters": None,
+        },
+        megatron={"given": given},
     )

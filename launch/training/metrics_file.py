@@ -69,7 +69,8 @@ class MetricsFile:
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
     """Yield the rows of a file; skips broken lines, and values that are no numbers."""
-    yield from map(_numbers, filter(None, map(_parsed, _lines(path))))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from map(_numbers, filter(None, map(_parsed, file)))
 
 
 def read_rows_backwards(path: Path, having: bytes = b"") -> Iterator[dict[str, float]]:
@@ -101,11 +102,6 @@ def _require_readable(path: Path) -> None:
             f"{path}, which the resumed run continues, cannot be read ({error.strerror}): make it readable, or choose "
             "another --run-name"
         ) from error
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from file
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

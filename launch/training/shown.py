@@ -28,10 +28,7 @@ COLUMNS = (
     Column("grad norm", "grad_norm", 9),
 )
 # These columns follow the seconds.
-MACHINE = (
-    Column("tok/s", "perf/tokens_per_second", 6),
-    Column("GiB", "perf/peak_memory_gib", 6),
-)
+MACHINE = (Column("tok/s", "perf/tokens_per_second", 6), Column("GiB", "perf/peak_memory_gib", 6))
 _SECONDS, _LEFT, _GAP = 6, 8, "  "
 _ROWS = (
     "reward/mean",

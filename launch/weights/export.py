@@ -22,10 +22,7 @@ from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group
 
 
 def export_weights(
-    chunks: Sequence[torch.nn.Module],
-    config: RunConfig,
-    groups: ParallelGroups,
-    ep_group: Group | None = None,
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, ep_group: Group | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
 

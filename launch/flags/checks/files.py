@@ -94,7 +94,7 @@ def check_machine(config: RunConfig) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise a low limit of open files to what the user may have."""
+    """Raise a low limit of open files as far as the user may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         return

@@ -159,7 +159,7 @@ def _check_kernels(config: RunConfig) -> None:
 
 
 def _build(config: RunConfig, flags: list[str]) -> None:
-    """Let Megatron check what was given; its configs are built again with the model."""
+    """Let Megatron check the given fields; its configs are built again with the model."""
     allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     try:
         for build in (build_transformer_config, build_ddp_config, build_optimizer_config):

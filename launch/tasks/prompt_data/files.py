@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks.prompt_data.rows import Row, parse_line
@@ -27,30 +27,13 @@ _OTHER_FORMATS = {
 Visit = Callable[[int, Row], None]
 
 
-class Rows(Protocol):
-    """The rows of a file, by number."""
-
-    digest: bytes  # hash of all rows
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
-
-    def row(self, index: int) -> Row:
-        """Read one row."""
-        ...
-
-    def where(self, index: int) -> str:
-        """Name of a row for errors: flag, file and place in it."""
-        ...
-
-
-def open_rows(name: str, path: str, visit: Visit) -> Rows:
+def open_rows(name: str, path: str, visit: Visit) -> JsonLines | SavedDataset:
     """Open a prompt file of the flag ``name``, and check each of its rows with ``visit``, which raises ValueError."""
     # Path.exists() raises OSError for a name that is too long; open() below reports it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ConfigurationError(f"{name} {path} is no regular file, and every rank must read it: write it to one")
-    rows: Rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
+    rows: JsonLines | SavedDataset
+    rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
     return rows
@@ -98,7 +81,7 @@ class JsonLines:
             raise ConfigurationError(f"{self.name} {self.path} cannot be read any more: {error.strerror}") from error
 
     def where(self, index: int) -> str:
-        """See :class:`Rows`."""
+        """Name of a row for errors: flag, file and place in it."""
         return f"{self.name} {self.path}, line {index + 1}"
 
     def _read(self, number: int, line: bytes, visit: Visit | None = None) -> Row:
@@ -150,12 +133,12 @@ class SavedDataset:
         return len(self._dataset)
 
     def row(self, index: int) -> Row:
-        """See :class:`Rows`."""
+        """Read one row."""
         row: Row = self._dataset[index]
         return row
 
     def where(self, index: int) -> str:
-        """See :class:`Rows`."""
+        """Name of a row for errors: flag, file and place in it."""
         return f"{self.name} {self.path}, row {index}"
 
     def _load(self, path: str) -> Any:
