@@ -8,6 +8,7 @@ file of the directory (4 GiB) and the largest parameter.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.flags.commands import ExportRequest, parse_export
+from megatron_rc.launch.flags.commands import parse_export
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{request.save_hf}: {size / 1e6:.1f} MB of weights, for transformers and vLLM\n")
 
 
-def export(request: ExportRequest) -> int:
+def export(request: argparse.Namespace) -> int:
     """Export it, with Megatron-Core on the CPU; the size of the weights in bytes.
 
     Raises:

@@ -9,6 +9,7 @@ process on a CPU, in float32, with a copy of the weights for every correction.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import sys
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.flags.commands import ReplayRequest, parse_replay
+from megatron_rc.launch.flags.commands import parse_replay
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.train_ppo import USAGE_ERROR, cpu_backend, ignore_megatron_warnings
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
-def with_model(request: ReplayRequest, data: Recorded, base: Uncorrected, outcomes: list[Outcome]) -> list[Outcome]:
+def with_model(
+    request: argparse.Namespace, data: Recorded, base: Uncorrected, outcomes: list[Outcome]
+) -> list[Outcome]:
     """Add the angle and the length of the gradient of the checkpoint's weights to the outcomes.
 
     Raises:

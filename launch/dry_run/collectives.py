@@ -30,7 +30,10 @@ def correction_calls(config: RunConfig) -> list[Call]:
     # The plan sees the same sequences however they are cut into micro-batches.
     whole = dataclasses.replace(common, micro_size=each, micro_batches=1)
     piece = dataclasses.replace(common, micro_size=sequences_of_micro_batch(config), micro_batches=1, mini_batches=1)
-    small, one_pass = _small(config), is_one_pass(config)
+    # At most two data-parallel ranks (one alone would send nothing), and no expert parallelism.
+    ranks = config.parallel.model_size * min(2, config.data_parallel_size)
+    small = config.changed(launch={"on_cpu": True, "world_size": ranks}, parallel={"expert_model_parallel_size": 1})
+    one_pass = is_one_pass(config)
     with megatron_here(), fake_groups(small, first_rank_of_stage(small, layout.pp - 1)):
         groups = ParallelGroups.from_megatron()
         calls, micro = (
@@ -79,14 +82,4 @@ def _layout(config: RunConfig) -> Layout:
         cp=parallel.context_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         dp=config.data_parallel_size,
-    )
-
-
-def _small(config: RunConfig) -> RunConfig:
-    """The run with at most two data-parallel ranks (one alone would send nothing) and without expert parallelism."""
-    ranks = config.parallel.model_size * min(2, config.data_parallel_size)
-    return dataclasses.replace(
-        config,
-        launch=dataclasses.replace(config.launch, on_cpu=True, world_size=ranks),
-        parallel=dataclasses.replace(config.parallel, expert_model_parallel_size=1),
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers, numbers_in_words, vocabulary_numbers
 from megatron_rc.launch.dry_run.engine_share import engine_bytes
-from megatron_rc.launch.dry_run.places import as_mappings, places, places_in_words
+from megatron_rc.launch.dry_run.places import places, places_in_words
 from megatron_rc.launch.errors import ConfigurationError, flag, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
@@ -29,25 +29,15 @@ _OPEN = (
 
 @dataclass(frozen=True)
 class DryRun:
-    """Findings about a run whose settings work.
+    """Findings about a run whose settings work."""
 
-    Attributes:
-        config: the run's settings.
-        missing: a sentence for each package that the run needs and this machine lacks.
-        memories: memory of each pipeline stage.
-        engine: bytes of the engine on the first rank of each replica; None if unknown.
-        theory: memory by Megatron-LM's formulas; None if the installed Megatron-Core has none.
-        calls: collectives of the correction.
-        machines: number of machines.
-    """
-
-    config: RunConfig
-    missing: Sequence[str]
-    memories: Sequence[StageMemory]
-    engine: int | None
-    theory: Theory | None
-    calls: Sequence[Call]
-    machines: int = 1
+    config: RunConfig  # the run's settings
+    missing: Sequence[str]  # a sentence for each package that the run needs and this machine lacks
+    memories: Sequence[StageMemory]  # memory of each pipeline stage
+    engine: int | None  # bytes of the engine on the first rank of each replica; None if unknown
+    theory: Theory | None  # memory by Megatron-LM's formulas; None if the installed Megatron-Core has none
+    calls: Sequence[Call]  # collectives of the correction
+    machines: int = 1  # number of machines
 
     def as_mapping(self) -> dict[str, Any]:
         """The findings as plain values, for JSON."""
@@ -69,7 +59,7 @@ class DryRun:
             "memory": memory_as_mapping(self.memories, self.engine, self.theory),
             "collectives": collectives.as_mapping(self.config, self.calls),
             "notes": self.notes,
-            "ranks": as_mappings(places(self.config)),
+            "ranks": [asdict(place) for place in places(self.config)],
         }
 
     def in_words(self) -> list[str]:
@@ -107,29 +97,14 @@ def dry_run(
     as_json: bool = False,
     device_memory_gib: float | None = None,
 ) -> None:
-    """Print the findings about a run on standard output.
-
-    Args:
-        flags: the run's flags.
-        world_size: number of processes.
-        machines: number of machines.
-        as_json: print one JSON object instead of text.
-        device_memory_gib: memory of a rank's device; None does not check whether the run fits.
-
-    Raises:
-        ConfigurationError: the run would not start, or would not fit.
-    """
+    """Print the findings about a run; refuse it if a rank needs more than ``device_memory_gib``."""
     found = replace(examine(flags, world_size, device_memory_gib), machines=machines)
     text = json.dumps(found.as_mapping(), indent=2) if as_json else "\n".join(found.in_words())
     sys.stdout.write(text + "\n")
 
 
 def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | None = None) -> DryRun:
-    """Check the settings, then measure the memory of each stage and trace the collectives.
-
-    Raises:
-        ConfigurationError: the run would not start, or would not fit.
-    """
+    """Check the settings, then measure the memory of each stage and trace the collectives."""
     ignore_megatron_warnings()
     with missing_packages_noted() as missing:
         config, _ = configure(flags, world_size, folders=False, elsewhere=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from megatron_rc.launch.dry_run.many_experts import even_experts
 from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.flags.checks.megatron import MODULES_OF_ENGINE
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron import MegatronSection
 from megatron_rc.launch.train_ppo import cpu_backend
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -39,7 +37,7 @@ def fake_groups(config: RunConfig, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.launch.world_size)
     try:
-        initialize(dataclasses.replace(config, megatron=_known_here(config)))
+        initialize(config.changed(megatron={"given": _known_here(config)}))
         yield
     finally:
         shut_down()
@@ -57,24 +55,20 @@ def on_this_machine(config: RunConfig) -> RunConfig:
         parallel.tensor_model_parallel_size * parallel.context_parallel_size,
         expert_tp(config) * parallel.expert_model_parallel_size,
     )
-    if experts is not None and experts.moe_token_dispatcher_type == "flex":
-        experts = dataclasses.replace(experts, moe_token_dispatcher_type="alltoall")
-    return dataclasses.replace(
-        config,
-        launch=dataclasses.replace(
-            config.launch, on_cpu=True, world_size=stage * parallel.pipeline_model_parallel_size
-        ),
-        model=dataclasses.replace(config.model, transformer_impl="local"),
-        experts=experts,
-        megatron=_known_here(config),
+    local = config.changed(
+        launch={"on_cpu": True, "world_size": stage * parallel.pipeline_model_parallel_size},
+        model={"transformer_impl": "local"},
+        megatron={"given": _known_here(config)},
     )
+    is_flex = experts is not None and experts.moe_token_dispatcher_type == "flex"
+    return local.changed(experts={"moe_token_dispatcher_type": "alltoall"}) if is_flex else local
 
 
-def _known_here(config: RunConfig) -> MegatronSection:
+def _known_here(config: RunConfig) -> dict[str, Any]:
     given = {name: value for name, value in config.megatron.given.items() if name not in of_gpus(config)}
     if "recompute_modules" in given:
         given["recompute_modules"] = [name for name in given["recompute_modules"] if name not in MODULES_OF_ENGINE]
-    return dataclasses.replace(config.megatron, given=given)
+    return given
 
 
 def modules_of_gpus(config: RunConfig) -> list[str]:
@@ -89,11 +83,7 @@ def of_gpus(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def fake_tensors(config: RunConfig) -> Iterator[None]:
-    """Inside this block tensors have a shape and no memory, and local layers keep the bytes of the run's own layers.
-
-    Args:
-        config: the run's settings; its layers may be Transformer Engine's.
-    """
+    """Inside this block tensors have a shape and no memory, and local layers keep the bytes of the run's own layers."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
@@ -102,11 +92,11 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
     caches = (local_layers._zigzag_mask, local_layers._packed_mask)
     with contextlib.ExitStack() as stack:
         # No random numbers are drawn, so Megatron need not save the generator's state.
-        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", _nothing_drawn))
+        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()))
         stack.enter_context(even_experts())
         if config.model.transformer_impl == TRANSFORMER_ENGINE:
             # Its attention passes keys around the context-parallel ranks and keeps no mask.
-            stack.enter_context(mock.patch.object(local_layers, "group_size", _alone))
+            stack.enter_context(mock.patch.object(local_layers, "group_size", return_value=1))
         elif config.training.rl_use_sequence_packing:
             functional = torch.nn.functional
             masked = _with_mask(functional.scaled_dot_product_attention)
@@ -127,14 +117,6 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
             for cache in caches:
                 cache.cache_clear()
             get_moe_layer_wise_logging_tracker().clear()
-
-
-def _nothing_drawn(*_: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _alone(_: Any) -> int:
-    return 1
 
 
 def _evenly_chosen(share: float) -> Any:

@@ -34,16 +34,13 @@ class LiveBytes(TorchDispatchMode):
         older = {storage._cdata for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in _storages(found):
-            self._add(storage, older)
+            key = storage._cdata
+            if key not in self._sizes and key not in older:
+                weakref.finalize(storage, self._remove, key)
+                self._sizes[key] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
         return found
-
-    def _add(self, storage: torch.UntypedStorage, older: set[int]) -> None:
-        key = storage._cdata
-        if key not in self._sizes and key not in older:
-            weakref.finalize(storage, self._remove, key)
-            self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
 
     def _remove(self, key: int) -> None:
         self.live -= self._sizes.pop(key)

@@ -41,34 +41,21 @@ _SAMPLED_BYTES, _LOCAL_BYTES = 17, 46
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a rank of one pipeline stage.
+    """Bytes of a rank of one pipeline stage."""
 
-    Attributes:
-        stage: number of the stage.
-        parameters: number of parameters on this rank.
-        weights: the policy's weights.
-        gradients: Megatron's gradient buffer.
-        optimizer: the optimizer's state, and float32 copies of lower-precision weights.
-        reference: the reference policy's weights on a CPU; on GPUs they wait in host memory, so 0.
-        critic: weights, gradients and optimizer of the critic; its activations are freed before the policy's are
-            made. With --critic-offload only the bytes beyond the policy's activations and logits.
-        batch: the rollout batch.
-        activations: the most at once, of waiting micro-batches and the one at work.
-        logits: logits with their gradients, or the chunks that replace them.
-        in_flight: the most micro-batches at once between forward and backward.
-    """
-
-    stage: int
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
+    stage: int  # number of the stage
+    parameters: int  # number of parameters on this rank
+    weights: int  # the policy's weights
+    gradients: int  # Megatron's gradient buffer
+    optimizer: int  # the optimizer's state, and float32 copies of lower-precision weights
+    reference: int  # the reference policy's weights on a CPU; on GPUs they wait in host memory, so 0
+    # Weights, gradients and optimizer of the critic; its activations are freed before the policy's are made. With
+    # --critic-offload only the bytes beyond the policy's activations and logits.
     critic: int
-    batch: int
-    activations: int
-    logits: int
-    in_flight: int
+    batch: int  # the rollout batch
+    activations: int  # the most at once, of waiting micro-batches and the one at work
+    logits: int  # logits with their gradients, or the chunks that replace them
+    in_flight: int  # the most micro-batches at once between forward and backward
 
     @property
     def peak(self) -> int:
@@ -95,27 +82,16 @@ def stage_memories(config: RunConfig) -> list[StageMemory]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One virtual stage of a rank.
+    """One virtual stage of a rank."""
 
-    Attributes:
-        dense: number of parameters outside of experts.
-        experts: number of parameters of experts.
-        of_critic: ``dense`` of a critic, whose value head replaces the output layer.
-        shared: bytes of Megatron's buffers for gathered tensors; all chunks of a rank share them.
-        kept: bytes that stay after a micro-batch: rotary angles, and the newest routing that experts keep.
-        held: bytes that a micro-batch keeps from its forward to its backward.
-        peak: the most bytes that one micro-batch needs at once.
-        logits: the part of ``peak`` that is logits.
-    """
-
-    dense: int
-    experts: int
-    of_critic: int
-    shared: int
-    kept: int
-    held: int
-    peak: int
-    logits: int
+    dense: int  # number of parameters outside of experts
+    experts: int  # number of parameters of experts
+    of_critic: int  # ``dense`` of a critic, whose value head replaces the output layer
+    shared: int  # bytes of Megatron's buffers for gathered tensors; all chunks of a rank share them
+    kept: int  # bytes that stay after a micro-batch: rotary angles, and the newest routing that experts keep
+    held: int  # bytes that a micro-batch keeps from its forward to its backward
+    peak: int  # the most bytes that one micro-batch needs at once
+    logits: int  # the part of ``peak`` that is logits
 
     def plus(self, other: _Chunk, layers: int) -> _Chunk:
         """This chunk with ``layers`` more layers; ``other`` is the same chunk with one more."""
@@ -131,11 +107,7 @@ def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chu
     if layers <= _FEW_LAYERS + 1 or not _layers_are_alike(config):
         return _measure(config, local, stage)
     few, more = (
-        _measure(
-            config,
-            dataclasses.replace(local, transformer=dataclasses.replace(local.transformer, num_layers=number * chunks)),
-            stage,
-        )
+        _measure(config, local.changed(transformer={"num_layers": number * chunks}), stage)
         for number in (_FEW_LAYERS, _FEW_LAYERS + 1)
     )
     return [one.plus(other, layers - _FEW_LAYERS) for one, other in zip(few, more, strict=True)]
@@ -168,16 +140,13 @@ def _measure(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
             # Every expert gets the same number of tokens, so that all shapes are known.
             transformer.moe_pad_expert_input_to_capacity, transformer.moe_expert_capacity_factor = True, 1.0
         chunks, measured = build_chunks(local, transformer), dict[Any, _Chunk]()
-        kinds = [_kind(config, chunk, index) for index, chunk in enumerate(chunks)]
-        for kind, chunk in zip(kinds, chunks, strict=True):
-            if kind not in measured:
-                measured[kind] = _measure_chunk(config, chunk)
-        return [measured[kind] for kind in kinds]
-
-
-def _kind(config: RunConfig, chunk: GPTModel, index: int) -> Any:
-    """Key that is equal for chunks with equal memory."""
-    return (chunk.pre_process, chunk.post_process) if _layers_are_alike(config) else index
+        # Chunks with equal keys have equal memory.
+        alike = _layers_are_alike(config)
+        keys = [(chunk.pre_process, chunk.post_process) if alike else index for index, chunk in enumerate(chunks)]
+        for key, chunk in zip(keys, chunks, strict=True):
+            if key not in measured:
+                measured[key] = _measure_chunk(config, chunk)
+        return [measured[key] for key in keys]
 
 
 def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
@@ -195,12 +164,19 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
         chunk.set_input_tensor(None)
     shared = _bytes_of_buffers() - buffers
     if config.training.fused_linear_log_probs and chunk.post_process:
-        logits = _fused_bytes(chunk)
+        # The gradient of the output layer in float32 and in the weights' dtype, and a chunk of logits.
+        rows = chunk.vocab_size // chunk.config.tensor_model_parallel_size
+        weight = rows * chunk.config.hidden_size
+        logits = int(weight * (4 + chunk.config.params_dtype.itemsize) + 4 * CHUNK_TOKENS * rows)
     sizes = [(number_of(parameter), getattr(parameter, "allreduce", True)) for parameter in chunk.parameters()]
+    dense = of_critic = sum(size for size, is_dense in sizes if is_dense)
+    if chunk.post_process:
+        head = sum(parameter.numel() for parameter in chunk.output_layer.parameters())
+        of_critic += int(chunk.config.hidden_size) - head
     return _Chunk(
-        dense=sum(size for size, is_dense in sizes if is_dense),
+        dense=dense,
         experts=sum(size for size, is_dense in sizes if not is_dense),
-        of_critic=sum(size for size, is_dense in sizes if is_dense) + _more_of_critic(chunk),
+        of_critic=of_critic,
         shared=shared,
         kept=one - held - shared,
         held=held,
@@ -288,21 +264,6 @@ def _work(rows: int, width: int, on_cpu: bool) -> None:
         torch.empty(2, min(rows, max(LEAST_ROWS, EAGER_ELEMENTS // width)), width, dtype=torch.float32)
 
 
-def _fused_bytes(chunk: GPTModel) -> int:
-    """The gradient of the output layer in float32 and in the weights' dtype, and a chunk of logits."""
-    rows = chunk.vocab_size // chunk.config.tensor_model_parallel_size
-    weight = rows * chunk.config.hidden_size
-    return int(weight * (4 + chunk.config.params_dtype.itemsize) + 4 * CHUNK_TOKENS * rows)
-
-
-def _more_of_critic(chunk: GPTModel) -> int:
-    """Parameters of a critic's value head minus parameters of a policy's output layer."""
-    if not chunk.post_process:
-        return 0
-    less: int = sum(parameter.numel() for parameter in chunk.output_layer.parameters())
-    return int(chunk.config.hidden_size) - less
-
-
 def _forget_gradient(parameter: Tensor) -> None:
     """Drop the gradient, as Megatron's DDP does after adding it to its buffer."""
     parameter.grad = None
@@ -314,14 +275,16 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
     order = _in_flight(config, stage, len(chunks))
     dynamic = dynamic_bytes(chunks, order)
     logits = min(_at_work(chunks).logits, dynamic)
-    numbers = batch_numbers(config)
-    tokens = numbers["sequences_of_a_replica"] * config.training.seq_length
+    tokens = batch_numbers(config)["sequences_of_a_replica"] * config.training.seq_length
+    optimizer = _optimizer_bytes(config, chunks)
+    if config.training.optimizer_offload and not config.launch.on_cpu:
+        optimizer = max(0, optimizer - dynamic)  # it comes after the activations are gone
     return StageMemory(
         stage=stage,
         parameters=parameters,
         weights=weights,
         gradients=parameters * _gradient_bytes(config),
-        optimizer=_policy_optimizer_bytes(config, chunks, dynamic),
+        optimizer=optimizer,
         # On GPUs it waits in host memory, and takes the place of the policy to score.
         reference=weights if config.needs_reference and config.launch.on_cpu else 0,
         critic=_critic_bytes(config, chunks, dynamic, logits),
@@ -335,9 +298,7 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
 def dynamic_bytes(chunks: Sequence[_Chunk], order: Sequence[int]) -> int:
     """Peak bytes of activations and logits: one micro-batch at work while the others wait.
 
-    Args:
-        chunks: the chunks of a rank.
-        order: for each micro-batch in flight the index of its chunk, in the order of their forwards.
+    ``order`` has the chunk's index for each micro-batch in flight, in the order of their forwards.
     """
     waiting = sum(chunks[index].held for index in order[:-1])
     staying = sum(chunk.kept for chunk in chunks) + max(chunk.shared for chunk in chunks)
@@ -350,12 +311,6 @@ def _at_work(chunks: Sequence[_Chunk]) -> _Chunk:
 
 def _gradient_bytes(config: RunConfig) -> int:
     return 4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize
-
-
-def _policy_optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int) -> int:
-    """Bytes that the optimizer adds to the peak; with ``--optimizer-offload`` it comes after the activations."""
-    found, is_away = _optimizer_bytes(config, chunks), config.training.optimizer_offload and not config.launch.on_cpu
-    return max(0, found - dynamic) if is_away else found
 
 
 def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int, logits: int) -> int:
@@ -401,8 +356,3 @@ def _state_bytes(config: RunConfig) -> float:
     each = sum(_ITEM_BYTES[kinds.get(name, "fp32")] for name in names)
     offloaded = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
     return float(each * (1 - offloaded))
-
-
-def as_mapping(memory: StageMemory) -> dict[str, int]:
-    """The memory as plain values, for JSON."""
-    return dataclasses.asdict(memory) | {"peak": memory.peak}

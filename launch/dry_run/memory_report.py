@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rc.launch.dry_run.engine_share import VLLM_FRACTION
-from megatron_rc.launch.dry_run.memory import KINDS, StageMemory, as_mapping
+from megatron_rc.launch.dry_run.memory import KINDS, StageMemory
 from megatron_rc.launch.dry_run.places import aligned
 from megatron_rc.launch.dry_run.theoretical import Theory
 from megatron_rc.launch.errors import ConfigurationError
@@ -41,15 +41,12 @@ def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory:
 def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> dict[str, Any]:
     """The memory as plain values, for JSON."""
     by_formula = None if theory is None else dataclasses.asdict(theory)
-    return {"stages": [as_mapping(memory) for memory in memories], "engine": engine, "megatron_lm": by_formula}
+    stages = [dataclasses.asdict(memory) | {"peak": memory.peak} for memory in memories]
+    return {"stages": stages, "engine": engine, "megatron_lm": by_formula}
 
 
 def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:
-    """Refuse a run of which some rank needs more than ``device_gib`` GiB.
-
-    Raises:
-        ConfigurationError: names the stage, its largest part and the remedy.
-    """
+    """Refuse a run of which some rank needs more than ``device_gib`` GiB."""
     for memory in memories:
         here = (engine or 0) if memory.stage == 0 else 0
         needed = memory.peak + here

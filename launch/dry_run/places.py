@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 
 from megatron_rc.launch.run_config import RunConfig
@@ -60,17 +60,16 @@ def expert_tp(config: RunConfig) -> int:
 def places_in_words(ranks: Sequence[Place]) -> list[str]:
     """A table with a row for each stage and replica, cut in the middle if it is long."""
     blocks = [list(block) for _, block in groupby(ranks, key=lambda place: (place.pp, place.dp))]
-    rows = [_row(block) for block in blocks]
+    rows = []
+    for block in blocks:
+        ends = ((min(numbers), max(numbers)) for numbers in zip(*(_numbers(place) for place in block), strict=True))
+        engine = next((f"{place.engine} on {place.rank}" for place in block if place.engine), "")
+        rows.append([*(str(low) if low == high else f"{low}-{high}" for low, high in ends), engine])
     if len(rows) > _MOST_ROWS:
         left_out = len(rows) - _MOST_ROWS
         half = _MOST_ROWS // 2
         rows = [*rows[:half], [f"… {left_out} more"], *rows[-half:]]
     return aligned([["ranks", "pp", "dp", "cp", "tp", "ep", "engine"], *rows])
-
-
-def as_mappings(ranks: Sequence[Place]) -> list[dict[str, int | str]]:
-    """The places as plain values, for JSON."""
-    return [asdict(place) for place in ranks]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -83,12 +82,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _row(block: list[Place]) -> list[str]:
-    engine = next((f"{place.engine} on {place.rank}" for place in block if place.engine), "")
-    numbers = [_span([getattr(place, name) for place in block]) for name in ("rank", "pp", "dp", "cp", "tp", "ep")]
-    return [*numbers, engine]
-
-
-def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low}-{high}"
+def _numbers(place: Place) -> tuple[int, ...]:
+    return place.rank, place.pp, place.dp, place.cp, place.tp, place.ep

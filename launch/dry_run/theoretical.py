@@ -18,14 +18,10 @@ class Theory:
     """Bytes of a rank of the largest stage, by Megatron-LM's formulas.
 
     They assume bfloat16 weights and Adam. They ignore context parallelism, packing, recomputed layers and log-probs.
-
-    Attributes:
-        weights_and_optimizer: weights, gradients and optimizer.
-        activations: activations of all micro-batches in flight.
     """
 
-    weights_and_optimizer: int
-    activations: int
+    weights_and_optimizer: int  # weights, gradients and optimizer
+    activations: int  # activations of all micro-batches in flight
 
 
 def theoretical_memory(config: RunConfig) -> Theory | None:

@@ -68,25 +68,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes of one replica's part of a rollout batch.
+    """Sizes of one replica's part of a rollout batch."""
 
-    Attributes:
-        length: tokens of each sequence; in a packed batch of the longest.
-        micro_size: sequences of a micro-batch.
-        micro_batches: micro-batches of an optimizer step.
-        mini_batches: optimizer steps.
-        prompts: prompts of the whole batch, over all replicas.
-        max_staleness: the last bucket of staleness.
-        packed: sequences of different lengths in one row, instead of padded rows.
-    """
-
-    length: int = 64
-    micro_size: int = 2
-    micro_batches: int = 2
-    mini_batches: int = 2
-    prompts: int = 4
-    max_staleness: int = 0
-    packed: bool = False
+    length: int = 64  # tokens of each sequence; in a packed batch of the longest
+    micro_size: int = 2  # sequences of a micro-batch
+    micro_batches: int = 2  # micro-batches of an optimizer step
+    mini_batches: int = 2  # optimizer steps
+    prompts: int = 4  # prompts of the whole batch, over all replicas
+    max_staleness: int = 0  # the last bucket of staleness
+    packed: bool = False  # sequences of different lengths in one row, instead of padded rows
 
     def counts(self) -> dict[str, int]:
         """Value of each symbol in ``COUNTS``."""

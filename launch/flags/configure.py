@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks import check
-from megatron_rc.launch.flags.checks.files import check_folders
-from megatron_rc.launch.flags.checks.machine import check_machine
+from megatron_rc.launch.flags.checks.files import check_folders, check_machine
 from megatron_rc.launch.flags.checks.weights import choose_bridge
 from megatron_rc.launch.flags.hints import unknown
 from megatron_rc.launch.flags.launch_file import (
@@ -18,12 +17,18 @@ from megatron_rc.launch.flags.launch_file import (
     words_of_architecture,
     words_of_file,
 )
-from megatron_rc.launch.flags.own_objects import define_own_objects
+from megatron_rc.launch.flags.own_objects import as_given, define_own_objects
 from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
 from megatron_rc.launch.flags.resolve import resolve
-from megatron_rc.launch.flags.resolved import resolved_flags
-from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.resolved_file import ResolvedFlag
+from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.launch.tasks import Task
+from megatron_rc.settings.fields import DEFAULTS
+from megatron_rc.settings.flags import LOSS_FLAGS, is_correction_flag
+
+_NO_SETTINGS = {"help", "config"}
+# Without it a run from the written file would have the file's name.
+_ALWAYS = "run_name"
 
 
 def configure(
@@ -51,17 +56,17 @@ def configure(
     if folders:
         check_folders(config)
         check_machine(config)
-    return dataclasses.replace(config, flags=tuple(resolved_flags(args, config))), task
+    return dataclasses.replace(config, flags=tuple(_resolved_flags(args, config))), task
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Read flags and the launch file that they name into one namespace of typed values.
-
-    Raises:
-        ConfigurationError: an unknown flag or key, a value of the wrong type, or a launch file that cannot be read.
-    """
+    """Read flags and the launch file that they name into one namespace of typed values."""
     parser = build_parser()
-    _check_repeated(argv, parser)
+    options, typed = long_options(parser), [word.partition("=")[0][2:] for word in argv if word.startswith("--")]
+    for name in typed:
+        # The first values would be lost.
+        if name in options and options[name].nargs == "+" and typed.count(name) > 1:
+            raise ConfigurationError(f"--{name} is given twice: give all its values after one")
     known, _ = _sources().parse_known_args(argv)
     base = words_of_file(parser, known.config) if known.config else []
     try:
@@ -85,22 +90,30 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def processes_meant(argv: Sequence[str]) -> int | None:
-    """Number of processes in the launch file that these words name; None without a file or a number.
-
-    Raises:
-        ConfigurationError: the launch file cannot be read.
-    """
+    """Number of processes in the launch file that these words name; None without a file or a number."""
     known, _ = _sources().parse_known_args(argv)
     return processes_of_file(known.config) if known.config else None
 
 
-def _check_repeated(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise ConfigurationError if a flag of several values is typed twice, because the first values would be lost."""
-    options = long_options(parser)
-    typed = [word.partition("=")[0][2:] for word in argv if word.startswith("--")]
-    for name in typed:
-        if name in options and options[name].nargs == "+" and typed.count(name) > 1:
-            raise ConfigurationError(f"--{name} is given twice: give all its values after one")
+def _resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[ResolvedFlag]:
+    """Yield flags in the order of ``--help``, without idle ones and Megatron's fields that were not given."""
+    left_out = (set(passed_through()) - set(config.megatron.given)) | args.idle | _NO_SETTINGS
+    given = {*args.typed, *args.in_launch_file, _ALWAYS}
+    values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}
+    values |= {name: value for name, value in vars(args).items() if value is not None or name not in values}
+    for group in build_parser()._action_groups:
+        for action in group._group_actions:
+            dest, name = action.dest, action.option_strings[0].removeprefix("--")
+            if dest not in left_out and not is_correction_flag(dest):
+                shown = as_given(dest, values[dest], args.own_objects)
+                yield ResolvedFlag(group.title or "", name, shown, dest in given)
+    # The correction by its fields, whichever preset or file they came from. Without any flag it is weights of
+    # sequences, so a chosen correction without weights has to say so.
+    is_chosen = any(map(is_correction_flag, given))
+    for name, value in config.correction.to_dict().items():
+        is_given = is_chosen and (value != DEFAULTS[name] or name == "rollout_is")
+        shown = as_given(name, value, args.own_objects)
+        yield ResolvedFlag("rollout correction", name.replace("_", "-"), shown, is_given)
 
 
 def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:

@@ -49,11 +49,7 @@ _NEEDED: dict[str, dict[str, str | None]] = {
         "max-response-length": "most tokens of a response",
         "rollout-correction-preset": "a published correction (docs/presets.md)",
     },
-    "optimizer": {
-        "lr": None,
-        "global-batch-size": "sequences of one optimizer step",
-        "micro-batch-size": None,
-    },
+    "optimizer": {"lr": None, "global-batch-size": "sequences of one optimizer step", "micro-batch-size": None},
 }
 
 

@@ -11,19 +11,13 @@ from megatron_rc.launch.run_config import RunConfig, flag_options
 from megatron_rc.launch.run_config.needs import is_met, name_of, why_unmet
 from megatron_rc.loss.objectives import OBJECTIVES
 
-_OBJECTIVE = (
-    *("policy_loss", "loss_type", "bypass_mode"),
-    *("rollout_correction_preset", "rollout_correction_config"),
-)
+_OBJECTIVE = (*("policy_loss", "loss_type", "bypass_mode"), *("rollout_correction_preset", "rollout_correction_config"))
 
 
 def drop_idle(args: argparse.Namespace) -> None:
     """Refuse given flags whose conditions are not met, and list the idle ones in ``args.idle``.
 
     A key of the launch file whose condition fails by a typed flag gets its default: it may serve another choice.
-
-    Raises:
-        ConfigurationError: names the flag, the one that makes it idle, and the remedy.
     """
     for _, option in flag_options().values():
         need = next((need for need in option.needs if not is_met(need, args)), None)
@@ -33,7 +27,11 @@ def drop_idle(args: argparse.Namespace) -> None:
             _refuse(args, option.flag, why_unmet(need, args), because_of, default=option.default)
             if option.flag in args.in_launch_file:
                 setattr(args, option.flag, option.default)
-    _drop_engines_settings(args)
+    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
+        if name not in ENGINES[args.rollout_engine].settings:
+            users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
+            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
+            _refuse(args, name, why, ("rollout_engine",))
     source = Source(args.task, args.seed, args.reward)
     if source.is_harmless and not args.load_rollouts:
         for name in ("reward_workers", "reward_timeout"):
@@ -44,11 +42,7 @@ def drop_idle(args: argparse.Namespace) -> None:
 
 
 def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
-    """Refuse given flags of the objective and of the reference policy that this objective does not use.
-
-    Raises:
-        ConfigurationError: names the flag, the reason, and the remedy.
-    """
+    """Refuse given flags of the objective and of the reference policy that this objective does not use."""
     loss = config.loss
     if loss.kl_coef == 0:
         because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)
@@ -62,14 +56,6 @@ def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
         because_of = ("grpo_kl_beta", "kl_in_reward", *_OBJECTIVE)
         for name in ("ref_load", "ref_load_hf", "ref_update_interval"):
             _refuse(args, name, "without --grpo-kl-beta or --kl-in-reward: give one of them, or drop it", because_of)
-
-
-def _drop_engines_settings(args: argparse.Namespace) -> None:
-    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
-        if name not in ENGINES[args.rollout_engine].settings:
-            users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
-            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
-            _refuse(args, name, why, ("rollout_engine",))
 
 
 def _refuse(args: argparse.Namespace, name: str, why: str, because_of: tuple[str, ...], default: object = None) -> None:

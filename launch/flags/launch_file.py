@@ -24,11 +24,7 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """Path of a launch file, from a path or the name of a file in the package (``count_up``).
-
-    Raises:
-        ConfigurationError: there is no such file.
-    """
+    """Path of a launch file, from a path or the name of a file in the package (``count_up``)."""
     for path in (Path(name), CONFIGS / "launch" / f"{name}.yaml"):
         if path.is_file():
             return path
@@ -39,11 +35,7 @@ def find_config(name: str) -> Path:
 
 
 def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
-    """Read a launch file as flags.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or has an unknown key or a value of the wrong type.
-    """
+    """Read a launch file as flags."""
     path = find_config(name)
     options = long_options(parser)
     words: list[str] = []
@@ -63,11 +55,7 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
 
 
 def processes_of_file(name: str) -> int | None:
-    """Number of processes of a launch file's run; None if the file does not say.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or its number is not a positive integer.
-    """
+    """Number of processes of a launch file's run; None if the file does not say."""
     path = find_config(name)
     given = _read_mapping(path).get(_PROCESSES)
     if given is None:
@@ -82,11 +70,7 @@ _ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", 
 
 
 def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[str]:
-    """Read the model of a Hugging Face directory as flags.
-
-    Raises:
-        ConfigurationError: there is no ``config.json``, or its model is unknown.
-    """
+    """Read the model of a Hugging Face directory as flags."""
     options, path = long_options(parser), Path(folder) / "config.json"
     found = read_architecture(folder).items()
     return [word for name, value in found for word in _as_flag(path, name, value, options[name])]

@@ -23,14 +23,7 @@ _KINDS: dict[str, type[Any]] = {"policy_loss": Objective, "loss_type": Objective
 
 
 def define_own_objects(args: argparse.Namespace) -> dict[str, str]:
-    """Define the object of each ``python:pkg.module:OBJECT``, and put its name in the flag's place.
-
-    Returns:
-        The ``python:`` texts by the names that replaced them.
-
-    Raises:
-        ConfigurationError: an object cannot be loaded, has a wrong type, or a name that is taken.
-    """
+    """Define the object of each ``python:pkg.module:OBJECT``, put its name in the flag's place, and return both."""
     specs = {}
     for name, kind in _KINDS.items():
         parts = [part.strip() for part in (getattr(args, name) or "").split(",")]

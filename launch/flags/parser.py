@@ -52,11 +52,7 @@ class Parser(argparse.ArgumentParser):
     listing = "--help"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but refuse the value ``--``, which argparse drops before Python 3.13.
-
-        Raises:
-            ConfigurationError: a word is wrong.
-        """
+        """Parse as argparse does, but refuse the value ``--``, which argparse drops before Python 3.13."""
         for word in args or ():
             name, _, value = word.partition("=")
             if value == "--":
@@ -64,11 +60,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the parser's message as a ConfigurationError.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raise the parser's message as a ConfigurationError."""
         raise ConfigurationError(f"{message[0].lower()}{message[1:]}; {self.listing} lists the flags")
 
 

@@ -18,9 +18,7 @@ import torch
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.flags.idle import drop_idle, drop_idle_in_loss
 from megatron_rc.launch.flags.parser import PENALTIES
-from megatron_rc.launch.flags.resolve_data import choose_prompts
-from megatron_rc.launch.flags.resolve_samples import resolve_samples
-from megatron_rc.launch.flags.resolve_task import resolve_task
+from megatron_rc.launch.flags.resolve_task import choose_prompts, resolve_task
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.run_config.needs import is_met
@@ -42,27 +40,21 @@ _COMPANIONS = {
 
 
 def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
-    """Make the settings and the task that the flags describe.
-
-    Args:
-        args: namespace from ``parse_args``; changed.
-        world_size: number of processes.
-        engine: an engine of this run samples, unless rollouts are read.
-
-    Raises:
-        ConfigurationError: a value is missing or out of its range, or a flag does nothing beside the others.
-    """
+    """Make the settings and the task that the flags of ``parse_args`` describe; ``args`` is changed."""
     choose_prompts(args)
     absent = _fill_optional_sections(args)
-    resolve_samples(args)
+    _resolve_samples(args)
     _check_values(args)
     drop_idle(args)
     args.world_size = world_size
     args.knows_versions = (engine and not args.load_rollouts) or args.rollout_staleness is not None
     _resolve_launch(args)
-    _resolve_layers(args)
     _resolve_stages(args)
-    args.given = {name: _single(args, name) for name in passed_through() if getattr(args, name) is not None}
+    args.given = {}
+    for name, field in passed_through().items():
+        value = getattr(args, name)
+        if value is not None:
+            args.given[name] = value[0] if field.single and len(value) == 1 else value
     experts = None if "experts" in absent else _section(ExpertSection, args)
     correction, loss = _resolve_correction(args, experts)
     if "critic" not in absent:
@@ -105,6 +97,24 @@ def _fill_optional_sections(args: argparse.Namespace) -> set[str]:
     return absent
 
 
+def _resolve_samples(args: argparse.Namespace) -> None:
+    """Fill in numbers of steps from numbers of sequences (``--train-samples``); the last may be a fraction."""
+    total, size = args.train_samples, args.global_batch_size
+    if total is None:
+        return
+    if not size or total < size:
+        raise ConfigurationError(f"--train-samples {total} must be at least one --global-batch-size, got {size}")
+    for steps in ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
+        samples = steps.replace("iters", "samples")
+        if getattr(args, steps):
+            raise ConfigurationError(
+                f"{flag(steps)} {getattr(args, steps)} counts steps beside --train-samples: give {flag(samples)}"
+            )
+        number = getattr(args, samples)
+        if number:
+            setattr(args, steps, number // size if steps == "train_iters" or number % size == 0 else number / size)
+
+
 def _check_values(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for a value that is missing or out of its range, and a flag without its companions."""
     options = [option for _, option in flag_options().values()]
@@ -136,9 +146,6 @@ def _resolve_launch(args: argparse.Namespace) -> None:
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     size = args.micro_batch_size * args.seq_length
     args.rl_sequence_packing_bin_size = args.rl_sequence_packing_bin_size or size
-
-
-def _resolve_layers(args: argparse.Namespace) -> None:
     args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if not args.group_query_attention:
@@ -165,12 +172,6 @@ def _resolve_stages(args: argparse.Namespace) -> None:
     chunks = args.num_layers // pp // layers
     # One chunk a stage is the plain schedule.
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-
-
-def _single(args: argparse.Namespace, name: str) -> Any:
-    """Value of a given Megatron field; for some fields a list of one word stands for the word."""
-    value = getattr(args, name)
-    return value[0] if passed_through()[name].single and len(value) == 1 else value
 
 
 def _resolve_correction(

@@ -1,4 +1,4 @@
-"""Task, its tokenizer, and the model's vocabulary."""
+"""Task, prompts, tokenizer, vocabulary and evaluations of a run."""
 
 from __future__ import annotations
 
@@ -6,29 +6,91 @@ import argparse
 import logging
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.resolve_data import prompt_data, resolve_evaluation
-from megatron_rc.launch.run_config.data import EVAL_PROBLEMS
+from megatron_rc.launch.flags.checks.task import check_room
+from megatron_rc.launch.python_specs import is_python_spec
+from megatron_rc.launch.rewards.rules import EXACT
+from megatron_rc.launch.run_config.data import EVAL_ANSWERS, EVAL_PROBLEMS, EVAL_SAMPLES
 from megatron_rc.launch.tasks import Task, Text, make_task
-from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, HuggingFaceText, printable_text
+from megatron_rc.launch.tasks.prompt_data.room import Room
+from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, CharacterText, HuggingFaceText, printable_text
 
 _log = logging.getLogger("megatron_rc")
+DEFAULT_TASK, DEFAULT_LABEL = "count_up", "label"
+
+
+def choose_prompts(args: argparse.Namespace) -> None:
+    """Choose the task or the files; a typed one takes the place of the launch file's."""
+    if args.task and args.prompt_data:
+        typed = {"task", "prompt_data"} & args.typed
+        if len(typed) != 1:
+            raise ConfigurationError(
+                f"--task {args.task} and --prompt-data {' '.join(args.prompt_data)} each bring prompts: drop one of "
+                "them"
+            )
+        if typed == {"task"}:
+            args.prompt_data = args.eval_data = None
+        else:
+            args.task = None
+    if not args.prompt_data:
+        args.task = args.task or DEFAULT_TASK
+        args.idle.add("prompt_data")
+    args.rows_digest = args.order_digest = None
+    for name in ("prompt_data", "eval_data"):
+        words = getattr(args, name)
+        setattr(args, name, None if words is None else tuple(words))
+
+
+def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
+    """Open the files and check every row."""
+    if args.max_response_length is None:
+        raise ConfigurationError(
+            f"--prompt-data {' '.join(args.prompt_data)} needs --max-response-length: files do not say how long "
+            "responses get"
+        )
+    check_room(args.seq_length, args.max_response_length)
+    if args.eval_interval is not None and not args.eval_data:
+        raise ConfigurationError(f"--eval-interval {args.eval_interval} needs held-out prompts: give --eval-data")
+    row_format = RowFormat(
+        input_key=args.input_key,
+        label_key=args.label_key or DEFAULT_LABEL,
+        # Recorded rollouts have their rewards already.
+        needs_label=args.label_key is not None or not (args.load_rollouts or is_python_spec(args.reward)),
+        chat=text.chat,
+        alphabet=text.alphabet if isinstance(text, CharacterText) else None,
+        plain_label=args.reward == EXACT and not args.load_rollouts,
+    )
+    drops = args.overlong_prompts == "drop"
+    room = Room(text, args.seq_length, args.max_response_length, drops)
+    data = PromptData(
+        args.prompt_data, args.eval_data or (), row_format, text, args.seed, room, args.max_response_length
+    )
+    args.label_key, args.rows_digest, args.order_digest = row_format.label_key, data.digest, data.order_digest
+    return data
+
+
+def _resolve_evaluation(args: argparse.Namespace, held_out: int) -> None:
+    """Fill in the settings of evaluations that were not given; ``held_out``: number of problems to try."""
+    args.eval_problems = args.eval_problems or held_out
+    args.eval_samples = args.eval_samples or EVAL_SAMPLES
+    if args.eval_temperature is None and args.eval_samples > 1:
+        args.eval_temperature = args.rl_default_temperature
+    if args.eval_answers is None:
+        args.eval_answers = EVAL_ANSWERS
 
 
 def resolve_task(args: argparse.Namespace) -> Task:
-    """Make the task, and fill in the settings that follow from it.
-
-    Raises:
-        ConfigurationError: no such task or tokenizer, or a vocabulary that is too small for it.
-    """
+    """Make the task, and fill in the settings that follow from it."""
     text, most = _text(args), EVAL_PROBLEMS
     if args.prompt_data:
-        data = prompt_data(args, text or printable_text())
+        data = _prompt_data(args, text or printable_text())
         task: Task = data
         most = data.num_held_out
     else:
         task = make_task(args.task, args.seed, text, args.seq_length, args.max_response_length)
         args.max_response_length = args.max_response_length or task.max_response_length
-    resolve_evaluation(args, most)
+    _resolve_evaluation(args, most)
     args.vocab_size = args.vocab_size or task.text.size
     if args.vocab_size < task.text.size:
         raise ConfigurationError(
@@ -47,7 +109,12 @@ def _text(args: argparse.Namespace) -> Text | None:
     if kind == HUGGING_FACE:
         if not folder:
             raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model DIR or --load-hf DIR")
-        return _hugging_face_text(args, folder)
+        typed = "apply_chat_template" in args.typed
+        text = HuggingFaceText(folder, args.apply_chat_template and typed)
+        if args.apply_chat_template and not text.has_template:
+            _drop_template(args, f"the tokenizer in {folder}")
+        text.chat = args.apply_chat_template
+        return text
     if args.tokenizer_model:
         raise ConfigurationError(
             f"--tokenizer-model {args.tokenizer_model} does nothing with --tokenizer-type {kind}: drop one of them"
@@ -57,15 +124,6 @@ def _text(args: argparse.Namespace) -> Text | None:
     if args.apply_chat_template:
         _drop_template(args, kind)
     return None
-
-
-def _hugging_face_text(args: argparse.Namespace, folder: str) -> Text:
-    typed = "apply_chat_template" in args.typed
-    text = HuggingFaceText(folder, args.apply_chat_template and typed)
-    if args.apply_chat_template and not text.has_template:
-        _drop_template(args, f"the tokenizer in {folder}")
-    text.chat = args.apply_chat_template
-    return text
 
 
 def _drop_template(args: argparse.Namespace, tokenizer: str) -> None:

@@ -24,12 +24,7 @@ _OF_THE_MODEL = ("transformer", "latent", "experts", "model")
 def stored_config(sections: Sections, where: str) -> RunConfig:
     """Settings of the run that wrote a checkpoint, for one process on a CPU with the whole model.
 
-    Args:
-        sections: the stored sections, field by field.
-        where: name of the file, for messages.
-
-    Raises:
-        ConfigurationError: a section or a field is missing, unknown or of the wrong type.
+    ``sections`` has the stored fields of each section; ``where`` is the name of the file, for errors.
     """
     found: dict[str, Any] = {}
     for name, kind, is_optional in sections_of(RunConfig):
@@ -53,17 +48,13 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
 
 
 def _alone(config: RunConfig) -> RunConfig:
-    change = dataclasses.replace
-    return change(
-        config,
-        megatron=MegatronSection(given={}),
-        launch=change(config.launch, on_cpu=True, world_size=1),
-        parallel=ParallelSection(
-            virtual_pipeline_model_parallel_size=None,
-            **{option.field: option.default for option in options_of(ParallelSection)},
-        ),
-        model=change(config.model, transformer_impl="local"),
-        checkpoints=change(config.checkpoints, weights_bridge=NO_BRIDGE),
+    parallel = {option.field: option.default for option in options_of(ParallelSection)}
+    return config.changed(
+        megatron={"given": {}},
+        launch={"on_cpu": True, "world_size": 1},
+        parallel=parallel | {"virtual_pipeline_model_parallel_size": None},
+        model={"transformer_impl": "local"},
+        checkpoints={"weights_bridge": NO_BRIDGE},
     )
 
 

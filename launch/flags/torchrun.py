@@ -25,17 +25,11 @@ _MOST_PROCESSES = 2**18
 
 @dataclass(frozen=True)
 class Machines:
-    """Numbers of machines and processes that torchrun starts.
+    """Numbers of machines and processes that torchrun starts."""
 
-    Attributes:
-        processes: processes on each machine.
-        fewest: machines with which the run starts.
-        most: machines that may take part; equal to ``fewest`` unless machines come and go.
-    """
-
-    processes: int
-    fewest: int
-    most: int
+    processes: int  # processes on each machine
+    fewest: int  # machines with which the run starts
+    most: int  # machines that may take part; equal to ``fewest`` unless machines come and go
 
     def world_sizes(self) -> list[int]:
         """Total numbers of processes, with the fewest and with the most machines."""
@@ -44,6 +38,8 @@ class Machines:
 
 def torchrun_parser() -> argparse.ArgumentParser:
     """Build the parser of these flags, without the trainer's."""
+    from torch.distributed.run import get_args_parser
+
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
     parser.listing = "--help-all"
     group = parser.add_argument_group("torchrun")
@@ -66,9 +62,12 @@ def torchrun_parser() -> argparse.ArgumentParser:
     group.add_argument("--master-addr", "--master_addr", help="address of machine 0; default: 127.0.0.1")
     text = "free port of machine 0; default: 29500"
     group.add_argument("--master-port", "--master_port", type=int, metavar="N", help=text)
-    for action in _torchruns_own()._actions:
-        if action.dest in _HANDED_ON:
-            _hand_on(group, action)
+    for theirs in get_args_parser()._actions:
+        if theirs.dest in _HANDED_ON:
+            names = [text for text in theirs.option_strings if text.startswith("--")]
+            text = " ".join((theirs.help or "").split()).replace("%", "%%")
+            how: dict[str, Any] = {"nargs": 0} if theirs.nargs == 0 else {"metavar": "TEXT"}
+            group.add_argument(*names, action=_HandOn, dest=theirs.dest, default=None, help=text, **how)
     parser.set_defaults(handed_on=[])
     return parser
 
@@ -79,17 +78,20 @@ def typed_of(words: Sequence[str]) -> set[str]:
 
 
 def machines_of(mine: argparse.Namespace) -> Machines:
-    """Read the numbers of processes and machines, and check them.
-
-    Raises:
-        ConfigurationError: an impossible number, or a flag that does nothing beside the others.
-    """
+    """Read the numbers of processes and machines, and check them."""
     machines = Machines(_processes(mine.nproc_per_node), *_range(mine.nnodes))
     if machines.processes * machines.most > _MOST_PROCESSES:
         raise ConfigurationError(
             f"--nproc-per-node {mine.nproc_per_node} · --nnodes {mine.nnodes} must be at most {_MOST_PROCESSES}"
         )
-    _check_dry_run(mine)
+    memory = mine.device_memory_gib
+    for name, given in (("--json", mine.json), (f"--device-memory-gib {memory}", memory is not None)):
+        if given and not mine.dry_run:
+            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
+    if mine.dry_run and mine.print_config:
+        raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
     if mine.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {mine.max_restarts} must be 0 or more")
     _check_meeting(mine, machines, _check_handed_on(mine.handed_on))
@@ -122,20 +124,6 @@ class _HandOn(argparse.Action):
         namespace.handed_on = [*namespace.handed_on, name if self.nargs == 0 else f"{name}={values}"]
 
 
-def _torchruns_own() -> argparse.ArgumentParser:
-    from torch.distributed.run import get_args_parser
-
-    return get_args_parser()
-
-
-def _hand_on(group: argparse._ArgumentGroup, theirs: argparse.Action) -> None:
-    names = [text for text in theirs.option_strings if text.startswith("--")]
-    nargs = 0 if theirs.nargs == 0 else None
-    text = " ".join((theirs.help or "").split()).replace("%", "%%")
-    how: dict[str, Any] = {} if nargs == 0 else {"metavar": "TEXT"}
-    group.add_argument(*names, action=_HandOn, dest=theirs.dest, nargs=nargs, default=None, help=text, **how)
-
-
 def _processes(text: str) -> int:
     from torch.distributed.run import determine_local_world_size
 
@@ -164,29 +152,14 @@ def _range(text: str) -> tuple[int, int]:
     return fewest, most
 
 
-def _check_dry_run(mine: argparse.Namespace) -> None:
-    memory = mine.device_memory_gib
-    for name, given in (("--json", mine.json), (f"--device-memory-gib {memory}", memory is not None)):
-        if given and not mine.dry_run:
-            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
-    if mine.dry_run and mine.print_config:
-        raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
-    if memory is not None and not 0 < memory < float("inf"):
-        raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
-
-
 def _check_handed_on(words: Sequence[str]) -> argparse.Namespace:
-    """Let torchrun read these words.
-
-    Raises:
-        ConfigurationError: torchrun refuses them.
-    """
-    from torch.distributed.run import config_from_args
+    """Let torchrun read these words."""
+    from torch.distributed.run import config_from_args, get_args_parser
 
     def refuse(message: str) -> NoReturn:
         raise ConfigurationError(f"torchrun refuses its {message}")
 
-    parser = _torchruns_own()
+    parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
     theirs = parser.parse_args([*words, "module"])
     # Without a name here torchrun would make a folder, which only a run does.

@@ -37,14 +37,8 @@ def tolerance(config: RunConfig) -> float:
 def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     """Σ|train_t - rollout_{t+lag}| over pairs of neighbouring trained tokens.
 
-    Args:
-        train: log-probs of the trainer, any shape; neighbours lie along the last dimension.
-        rollout: log-probs of the engine, same shape.
-        mask: bool, same shape; True where the token counts.
-        positions: positions in the whole sequence, same shape.
-
-    Returns:
-        [4] float64: one sum for each of ``LAGS``, then the number of pairs.
+    All arguments have one shape, with neighbours along the last dimension; ``positions`` are places in the whole
+    sequence. Returns [4] float64: one sum for each of ``LAGS``, then the number of pairs.
     """
     pairs = mask[..., 1:] & mask[..., :-1] & (positions.diff(dim=-1) == 1)
     train, rollout = (torch.where(mask, value.double(), 0) for value in (train, rollout))
@@ -60,10 +54,8 @@ def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tenso
 def judge(distances: Mapping[float, Sequence[float]], configured: float, limit: float) -> list[Finding]:
     """Findings about shift, temperature and weights.
 
-    Args:
-        distances: the result of :func:`lag_distances`, summed over all ranks, for each temperature tried.
-        configured: the temperature that the trainer scores at.
-        limit: mean |Δ| in nats that rounding the engine's weights explains.
+    ``distances`` has the sums of :func:`lag_distances` over all ranks, for each temperature tried; ``configured`` is
+    the trainer's, and ``limit`` the mean |Δ| in nats that rounding the engine's weights explains.
     """
     *sums, pairs = distances[configured]
     if not pairs:

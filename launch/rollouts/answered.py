@@ -13,23 +13,14 @@ from megatron_rc.launch.tasks import Problem
 
 @dataclass
 class Answered:
-    """Problems with an equal number of rewarded responses each; lists follow the order of the problems.
+    """Problems with an equal number of rewarded responses each; lists follow the order of the problems."""
 
-    Attributes:
-        problems: the problems.
-        encoded: [responses] token ids of the prompt.
-        samples: [responses]; a dropped response has no token.
-        values: [responses] rewards; 0 for a dropped response.
-        outcomes: [responses] results of the reward rule; None for a dropped response.
-        bad: number of bad answers that the engine gave, retries included.
-    """
-
-    problems: list[Problem]
-    encoded: list[list[int]]
-    samples: list[Sample]
-    values: list[float]
-    outcomes: list[Outcome | None]
-    bad: int
+    problems: list[Problem]  # the problems
+    encoded: list[list[int]]  # [responses] token ids of the prompt
+    samples: list[Sample]  # [responses]; a dropped response has no token
+    values: list[float]  # [responses] rewards; 0 for a dropped response
+    outcomes: list[Outcome | None]  # [responses] results of the reward rule; None for a dropped response
+    bad: int  # number of bad answers that the engine gave, retries included
 
     @property
     def size(self) -> int:

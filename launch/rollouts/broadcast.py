@@ -14,11 +14,7 @@ from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 class ReplicaBroadcast:
     """Broadcasts from TP, CP and PP rank 0 of a replica: over TP×CP on the first stage, then over PP.
 
-    Args:
-        groups: process groups of this rank.
-        device: device for the collectives.
-        sampling: sampling parameters of all batches.
-        may_name_experts: whether batches may have routed experts; only the first rank knows how many.
+    With ``may_name_experts`` batches may have routed experts; only the first rank knows how many.
     """
 
     def __init__(
@@ -35,12 +31,7 @@ class ReplicaBroadcast:
         return broadcast(tensor, 0, self.groups.pp)
 
     def batch(self, batch: RolloutBatch | None, rows: int, length: int) -> RolloutBatch:
-        """The first rank's batch.
-
-        Args:
-            batch: on the first rank; None on the others.
-            rows: number of responses.
-            length: number of columns.
+        """The first rank's batch of ``rows`` responses and ``length`` columns; the other ranks give None.
 
         Collectives: two broadcasts over TP×CP and two over PP. If batches may have routed experts, one more over each
         group for their number, and one more for the experts if there are any.

@@ -51,14 +51,6 @@ class WeightSync(Protocol):
 class RolloutCollector:
     """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks.
 
-    Args:
-        config: settings of the run.
-        task: source of prompts and rewards.
-        groups: process groups of this rank.
-        engine: engine for the first rank of a replica; default: as ``--rollout-engine`` says. Not used on other ranks
-            and with ``--load-rollouts``.
-        request: request to stop the run; it interrupts the engines.
-
     Attributes:
         is_window_over: whether the next batches are sampled by the weights of the last batch's step.
         baselines: [responses of the replica], reward of the greedy response to each response's prompt, for the last
@@ -103,15 +95,10 @@ class RolloutCollector:
 
         Without ``--rollout-staleness``: sync the weights, then sample. With it: take the batch that was sampled ahead.
         After the last one of a window, sync the weights and order the next window (see
-        :mod:`megatron_rc.launch.rollouts.prefetch`).
+        :mod:`megatron_rc.launch.rollouts.prefetch`). ``weight_sync`` is called only while the engines have no open
+        request, ``lap`` with the name of each phase when it ends.
 
-        Args:
-            step: optimizer step that the batch starts at.
-            weight_sync: sends the trainer's weights; called only while the engines have no open request.
-            lap: called with the name of each phase when it ends.
-
-        Raises:
-            AgreedError: see :meth:`sync_weights` and :meth:`collect`; or no response of the batch could be scored.
+        Raises AgreedError as :meth:`sync_weights` and :meth:`collect` do, or if no response could be scored.
         """
         is_fresh = step not in self.prefetched
         if is_fresh:
@@ -129,12 +116,9 @@ class RolloutCollector:
         return batch
 
     def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
-        """Order again, after a resume, the batches that the ended run was sampling.
+        """Order again, after a resume at ``step``, the batches that the ended run was sampling.
 
-        Args:
-            step: step at which the run resumes.
-            version: step of the weights that the engines had; −1 if unknown.
-            weight_sync: sends these weights to the engines again.
+        ``version`` is the step of the weights that the engines had, −1 if unknown; ``weight_sync`` sends them again.
         """
         following = self._following(version) if version >= 0 else []
         if step in following:
@@ -165,11 +149,8 @@ class RolloutCollector:
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
 
-        Returns:
-            True on every rank if an engine was started again since the last time.
-
-        Raises:
-            AgreedError: on every rank, if an engine refused the weights.
+        Returns True on every rank if an engine was started again since the last time. Raises AgreedError on every rank
+        if an engine refused the weights.
         """
         if self.config.rollouts.load_rollouts:
             return False
@@ -192,9 +173,8 @@ class RolloutCollector:
     def collect(self, step: int) -> RolloutBatch:
         """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.
 
-        Raises:
-            AgreedError: on every rank, if sampling, scoring or the checks failed on any rank.
-            Stopped: on every rank, if any rank was told to stop. :meth:`probe` and :meth:`evaluate` raise it too.
+        Raises, on every rank, AgreedError if sampling, scoring or the checks failed on any, and Stopped if any was told
+        to stop. :meth:`probe` and :meth:`evaluate` raise the same.
         """
         if not self.is_engine_rank:
             self.prefetched.forget(step)
@@ -216,16 +196,7 @@ class RolloutCollector:
         return shared
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
-        """A few responses to the replica's first prompts, the same at each call, on all its ranks.
-
-        Args:
-            rows: number of responses.
-            longest: maximum tokens of a response.
-            length: columns of the batch.
-
-        Raises:
-            AgreedError: on every rank, if any engine failed.
-        """
+        """Answers to the replica's first prompts, the same at each call, on all its ranks; ``length``: columns."""
         what = "the check of the rollout engine"
         batch = self.work.run(lambda: self._required_sampler().probe(rows, longest, length), what)
         return self.broadcast.batch(batch, rows, length)
@@ -235,13 +206,7 @@ class RolloutCollector:
 
         The engines answer, with their rounded weights. The answers to the first problems go to a file.
 
-        Args:
-            step: optimizer steps made so far.
-
         Collectives: one broadcast in the replica and one SUM over DP; one gather of texts between the engines' ranks.
-
-        Raises:
-            AgreedError: on every rank, if sampling or scoring failed on any, or the answers could not be written.
         """
         graded, answers = self.work.run(self._graded, "the evaluation") or ([], "")
         # groups.dp of an engine's rank consists of the engines' ranks.

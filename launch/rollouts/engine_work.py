@@ -1,31 +1,79 @@
-"""Work of a replica's engine, for which the ranks of all replicas wait together."""
+"""Work of a replica's engine, for which the ranks of all replicas wait together.
+
+They wait through the store, because engines may need longer than a collective may.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.rollouts.waiting import EngineWaits
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import Interrupted, Stopped, StopRequest
 
 T = TypeVar("T")
+# Pauses between two looks: a share of the time waited, within bounds. The store's own wait warns at every timeout.
+_SHARE, _SHORTEST, _LONGEST = 0.01, 1e-3, 0.5
+# Time for engines that give up at the limit to report it.
+_GRACE_SECONDS = 60
+
+
+class EngineWaits:
+    """Meetings of all ranks after each piece of engine work, through torch's default store.
+
+    Attributes:
+        meetings: number of meetings so far.
+    """
+
+    def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool) -> None:
+        self.config, self.replica, self.is_engine_rank = config, replica, is_engine_rank
+        self.seconds = 60 * config.launch.rollout_wait_minutes
+        self.meetings = 0
+        self._store: Any = None
+        if dist.get_world_size() > 1:
+            store = _get_default_store()
+            # All ranks of the same collector compute the same number here.
+            before = (store.add("collectors of rollouts", 1) - 1) // dist.get_world_size()
+            self._store = PrefixStore(f"rollouts of collector {before}", store)
+
+    def meet(self, what: str) -> None:
+        """Wait until the engines of all replicas have ended their work; RuntimeError if one does not in time."""
+        if self._store is None:
+            return
+        self.meetings += 1
+        if self.is_engine_rank:
+            # A growing number, because this rank may have ended the next meeting before a late rank looks.
+            self._store.set(str(self.replica), str(self.meetings))
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < self.seconds + _GRACE_SECONDS:
+            missing = self._missing()
+            if not missing:
+                return
+            time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
+        raise RuntimeError(
+            f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
+            f"data-parallel replicas {', '.join(missing)}, and could not be interrupted"
+        )
+
+    def _missing(self) -> list[str]:
+        """Replicas whose engine still works."""
+        replicas = [str(replica) for replica in range(self.config.data_parallel_size)]
+        known = [replica for replica in replicas if self._store.check([replica])]
+        told = dict(zip(known, self._store.multi_get(known), strict=True)) if known else {}
+        return [replica for replica in replicas if int(told.get(replica, 0)) < self.meetings]
 
 
 class EngineWork:
-    """Runs work on the rank with the replica's engine, while all other ranks wait.
+    """Runs work on the rank with the replica's engine, while all other ranks wait in ``waits``.
 
-    Args:
-        config: settings of the run.
-        replica: data-parallel rank.
-        is_engine_rank: whether this rank has the replica's engine.
-        request: request to stop the run; it interrupts the work.
-
-    Attributes:
-        waits: meetings of all ranks after each work.
+    A ``request`` to stop the run interrupts the work.
     """
 
     def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool, request: StopRequest) -> None:
@@ -35,9 +83,8 @@ class EngineWork:
     def run(self, work: Callable[[], T], what: str) -> T | None:
         """Return the result of ``work`` on the engine's rank, None on others.
 
-        Raises:
-            AgreedError: on every rank, if the work failed on any or exceeded ``--rollout-wait-minutes``.
-            Stopped: on every rank, if any rank was told to stop.
+        Raises, on every rank, AgreedError if the work failed on any or exceeded ``--rollout-wait-minutes``, and Stopped
+        if any rank was told to stop.
         """
         result, error = None, None
         if self.is_engine_rank:

@@ -26,19 +26,12 @@ _PASS = "eval/pass@"
 
 @dataclass(frozen=True)
 class Graded:
-    """A problem and its graded responses.
+    """A problem and its graded responses."""
 
-    Attributes:
-        problem: the problem.
-        responses: texts without the end-of-text token.
-        rewards: one for each response.
-        outcomes: the reward rule's result for each response.
-    """
-
-    problem: Problem
-    responses: Sequence[str]
-    rewards: Sequence[float]
-    outcomes: Sequence[Outcome]
+    problem: Problem  # the problem
+    responses: Sequence[str]  # texts without the end-of-text token
+    rewards: Sequence[float]  # one for each response
+    outcomes: Sequence[Outcome]  # the reward rule's result for each response
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:
@@ -103,12 +96,9 @@ def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str
 
 
 def write_answers(lines: str, config: RunConfig, step: int) -> None:
-    """Write the answers of all replicas to ``eval/step-<step>.jsonl`` in the run's folder.
+    """Write the answers of all replicas to ``eval/step-<step>.jsonl`` in the run's folder, or raise ValueError.
 
     The evaluation before step 0 starts a new folder, and renames the folder of an older run.
-
-    Raises:
-        ValueError: the file cannot be written.
     """
     if not config.evaluation.eval_answers:
         return

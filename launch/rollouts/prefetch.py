@@ -90,16 +90,7 @@ class PrefetchedRollouts(Generic[T]):
 
 
 def check_versions(batch: RolloutBatch, step: int, limit: int) -> None:
-    """Refuse tokens whose weights are too old, or newer than the trainer's.
-
-    Args:
-        batch: the records.
-        step: version of the trainer's weights: optimizer steps made before it trains on the batch.
-        limit: the largest staleness in steps, ``--rollout-staleness``.
-
-    Raises:
-        ValueError: names the first such sample, the version of its weights and the limit.
-    """
+    """Raise ValueError for tokens whose weights are newer than ``step``, or more than ``limit`` steps older."""
     versions = batch.policy_versions.long()
     odd = batch.response_mask & ((versions > step) | (versions < step - limit))
     places = odd.nonzero()

@@ -23,11 +23,7 @@ _NAME = re.compile(r"step-(\d{7})-replica-(\d{4})\.safetensors")
 
 
 def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: int) -> None:
-    """Write one replica's share of the rollout batch of an optimizer step.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
+    """Write one replica's share of the rollout batch of an optimizer step."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     # A run that was killed while it wrote leaves a partial file.
     for partial in Path(folder).glob(f".step-*-replica-{replica:04d}.safetensors.*"):
@@ -36,18 +32,7 @@ def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: 
 
 
 def add_log_probs(folder: str | Path, step: int, replica: int, log_probs: Mapping[str, Tensor]) -> None:
-    """Write the trainer's log-probs into the file that :func:`write_rollouts` wrote.
-
-    Args:
-        folder: folder of the records.
-        step: optimizer step that the batch starts at.
-        replica: data-parallel rank.
-        log_probs: ``old_log_probs`` or ``log_probs`` or both, [n, s] in token positions.
-
-    Raises:
-        OSError: the file is missing, or cannot be written again.
-        ValueError: the file is damaged.
-    """
+    """Write the trainer's log-probs, [n, s] in token positions, into the file that :func:`write_rollouts` wrote."""
     path = _path(folder, step, replica)
     batch = load_rollouts(path)
     fitting: dict[str, Any] = {name: values[:, : batch.tokens.shape[1]] for name, values in log_probs.items()}
@@ -59,11 +44,7 @@ def _path(folder: str | Path, step: int, replica: int) -> Path:
 
 
 def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
-    """Files of each complete rollout batch, in the order of steps and replicas.
-
-    Raises:
-        ValueError: the folder is missing, holds no records, or holds no batch of all replicas.
-    """
+    """Files of each complete rollout batch, in the order of steps and replicas; ValueError if there is none."""
     found = _found(folder)
     replicas = range(1 + max(replica for files in found.values() for replica in files))
     whole = {step: [files[one] for one in replicas] for step, files in found.items() if len(files) == len(replicas)}
@@ -94,14 +75,7 @@ def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
 
 
 class RecordedRollouts:
-    """Reads the rollout batches of a folder.
-
-    Args:
-        folder: folder of the records.
-        length: tokens of a sequence, ``--seq-length``.
-        sequences: responses in a rollout batch, over all replicas.
-        prompts: prompts in a rollout batch, over all replicas.
-    """
+    """Reads the rollout batches of a folder; the numbers of sequences and prompts are over all replicas."""
 
     def __init__(self, folder: str | Path, length: int, sequences: int, prompts: int) -> None:
         self.files = list(find_rollouts(folder).values())
@@ -117,8 +91,7 @@ class RecordedRollouts:
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:
         """One replica's share of the ``index``-th rollout batch: whole groups, in the order of the records.
 
-        Raises:
-            ValueError: a file is damaged, or the batch does not have the sizes of the flags.
+        Raises ValueError if a file is damaged, or the batch does not have the sizes of the flags.
         """
         paths = self.files[index]
         batch = RolloutBatch.concatenate([load_rollouts(path) for path in paths])

@@ -22,11 +22,8 @@ def gather_reward_metrics(
 ) -> dict[str, float]:
     """Mean of each component over the responses that have it, and counts of errors and bad responses; equal everywhere.
 
-    Args:
-        sampled: the batch on the first rank of each replica; None elsewhere.
-        broadcast: the replica's broadcast.
-        groups: process groups of this rank.
-        may_replace: also count the prompts that dynamic sampling replaced.
+    ``sampled`` is None except on the first rank of each replica. With ``may_replace`` the prompts that dynamic sampling
+    replaced are counted too.
 
     Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
     """

@@ -29,37 +29,20 @@ _REPLACED_FROM, _APART = 1 << 33, 1 << 32
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A replica's share of a rollout batch, with counts for the metrics.
+    """A replica's share of a rollout batch, with counts for the metrics."""
 
-    Attributes:
-        batch: the records.
-        rewards: rewards with their components; None if the batch was read from records.
-        bad: bad answers that the engine gave.
-        dropped: responses left out because they were bad.
-        replaced: number of times a prompt was replaced because its responses had equal rewards.
-        flat: prompts of the batch whose responses have equal rewards.
-        baselines: [responses], reward of the greedy response to each response's prompt; None unless the estimator
-            needs it.
-    """
-
-    batch: RolloutBatch
-    rewards: Rewards | None
-    bad: int = 0
-    dropped: int = 0
-    replaced: int = 0
-    flat: int = 0
+    batch: RolloutBatch  # the records
+    rewards: Rewards | None  # rewards with their components; None if the batch was read from records
+    bad: int = 0  # bad answers that the engine gave
+    dropped: int = 0  # responses left out because they were bad
+    replaced: int = 0  # number of times a prompt was replaced because its responses had equal rewards
+    flat: int = 0  # prompts of the batch whose responses have equal rewards
+    # [responses], reward of the greedy response to each response's prompt; None unless the estimator needs it.
     baselines: Tensor | None = None
 
 
 class RolloutSampler:
-    """Samples for one data-parallel replica, on its first rank. Makes no collective.
-
-    Args:
-        config: settings of the run.
-        task: source of prompts and rewards.
-        engine: the replica's engine.
-        replica: data-parallel rank; chooses the share of the prompts.
-    """
+    """Samples for one data-parallel replica, on its first rank. Makes no collective."""
 
     def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
@@ -129,13 +112,7 @@ class RolloutSampler:
         return Answered(list(problems), encoded, samples, values, outcomes, self.good_samples.bad)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
-        """Sample responses to the replica's first prompts, the same at each call, without rewards.
-
-        Args:
-            rows: number of responses.
-            longest: maximum tokens of a response.
-            length: columns of the batch.
-        """
+        """Sample responses to the replica's first prompts, the same at each call, without rewards."""
         problems = self.task.problems(self.replica * rows, rows)
         seed = self.config.training.seed + self.replica
         encoded, samples = self._answers(problems, self.sampling, longest, seed)
@@ -182,11 +159,7 @@ class RolloutSampler:
         return encoded, self.good_samples(encoded, sampling, longest, seed)
 
     def _batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        first_prompt: int,
+        self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample], rewards: Sequence[float], first_prompt: int
     ) -> RolloutBatch:
         rows, length = len(samples), self.config.training.seq_length
         tokens = torch.full((rows, length), self.task.text.pad)

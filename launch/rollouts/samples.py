@@ -5,12 +5,14 @@ A fault of all answers, or a refusal by the server, is no bad response: the engi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
@@ -19,18 +21,13 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
 
 BAD_FOLDER, SAMPLES_FILE = "bad", "samples.jsonl"
-_DROPPED = FINISH_REASONS.index("abort")
+_DROPPED, _CUT_OFF = FINISH_REASONS.index("abort"), FINISH_REASONS.index("length")
 # Added to the number of a retry, so that no other request has its seed.
 _TRIES_FROM = 1 << 32
 
 
 class GoodSamples:
     """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective.
-
-    Args:
-        config: settings of the run.
-        engine: the replica's engine.
-        replica: data-parallel rank.
 
     Attributes:
         bad: bad responses of the last call, retries included.
@@ -48,8 +45,7 @@ class GoodSamples:
     ) -> list[Sample]:
         """One response for each prompt, in their order; a dropped one has no token and the finish reason "abort".
 
-        Raises:
-            EngineError: a response is bad, with ``--bad-samples stop``.
+        Raises EngineError if a response is bad, with ``--bad-samples stop``.
         """
         samples = self.engine.sample(prompts, params, longest, seed)
         self.bad, tries = 0, self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
@@ -119,3 +115,12 @@ def bad_folder(config: RunConfig) -> Path:
 def dropped(batch: RolloutBatch) -> Tensor:
     """[n] bool: dropped responses. They have no token and count in no reward."""
     return (batch.finish_reasons == _DROPPED) & ~batch.response_mask.any(dim=1)
+
+
+def without_overlong(batch: RolloutBatch) -> RolloutBatch:
+    """Mask all tokens of responses that were cut off, as DAPO does (Yu et al. 2025, overlong filtering).
+
+    Their rewards stay, so the baselines of the other responses do not change.
+    """
+    kept = (batch.finish_reasons != _CUT_OFF).unsqueeze(1)
+    return dataclasses.replace(batch, response_mask=torch.where(kept, batch.response_mask, False))

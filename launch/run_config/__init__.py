@@ -6,7 +6,9 @@ RunConfig of flags; other modules take a RunConfig or one of its sections.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -14,11 +16,10 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from megatron_rc.launch.resolved_file import ResolvedFlag
-from megatron_rc.launch.run_config.advantages import AdvantageSection
-from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
+from megatron_rc.launch.run_config.learning import AdvantageSection, CriticSection, ReferenceSection, RewardSection
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
@@ -30,8 +31,6 @@ from megatron_rc.launch.run_config.megatron import (
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
 from megatron_rc.launch.run_config.options import Option, options_of
-from megatron_rc.launch.run_config.reference import ReferenceSection
-from megatron_rc.launch.run_config.rewards import RewardSection
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
 from megatron_rc.launch.run_config.training import (
     CheckpointSection,
@@ -47,29 +46,20 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All settings of a run; ``flags.configure`` makes and checks it.
-
-    Attributes:
-        latent: multi-latent attention; None: plain attention.
-        experts: mixture of experts; None: a dense model.
-        critic: value model; None: advantages come from rewards alone.
-        correction: Rollout Correction.
-        loss: objective.
-        flags: every resolved flag, from which the other attributes follow.
-    """
+    """All settings of a run; ``flags.configure`` makes and checks it."""
 
     launch: LaunchSection
     parallel: ParallelSection
     transformer: TransformerSection
-    latent: LatentSection | None
-    experts: ExpertSection | None
+    latent: LatentSection | None  # multi-latent attention; None: plain attention
+    experts: ExpertSection | None  # mixture of experts; None: a dense model
     compute: ComputeSection
     megatron: MegatronSection
     model: ModelSection
     training: TrainingSection
     optimizer: OptimizerSection
     schedule: ScheduleSection
-    critic: CriticSection | None
+    critic: CriticSection | None  # value model; None: advantages come from rewards alone
     guards: GuardSection
     checkpoints: CheckpointSection
     logging: LoggingSection
@@ -81,8 +71,9 @@ class RunConfig:
     evaluation: EvaluationSection
     rollouts: RolloutSection
     engine: EngineSection
-    correction: RolloutCorrectionConfig
-    loss: PolicyLossConfig
+    correction: RolloutCorrectionConfig  # Rollout Correction
+    loss: PolicyLossConfig  # objective
+    # Every resolved flag, from which the other attributes follow.
     flags: tuple[ResolvedFlag, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -129,12 +120,13 @@ class RunConfig:
         """Whether the model adds losses of its own to the gradients."""
         return self.experts is not None and self.experts.has_auxiliary_losses
 
-    def value_of(self, flag: str) -> Any:
-        """Value of a flag, named without dashes; None if its section is absent.
+    def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """These settings with other values in fields of these sections."""
+        made = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in sections.items()}
+        return dataclasses.replace(self, **made)
 
-        Raises:
-            KeyError: no field has this flag.
-        """
+    def value_of(self, flag: str) -> Any:
+        """Value of a flag, named without dashes; None if its section is absent."""
         name, option = flag_options()[flag]
         section = getattr(self, name)
         if section is None:

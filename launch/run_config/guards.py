@@ -60,29 +60,17 @@ class GuardSection:
 
 @dataclass(frozen=True)
 class Condition:
-    """Bound on a metric that ends the run: ``METRIC < NUMBER for STEPS``.
+    """Bound on a metric that ends the run: ``METRIC < NUMBER for STEPS``."""
 
-    Attributes:
-        text: the user's words.
-        metric: name of the metric in ``metrics.jsonl``.
-        comparison: one of ``<``, ``<=``, ``>``, ``>=``.
-        limit: a finite number.
-        steps: number of steps in a row, at least 1.
-    """
-
-    text: str
-    metric: str
-    comparison: str
-    limit: float
-    steps: int = 1
+    text: str  # the user's words
+    metric: str  # name of the metric in ``metrics.jsonl``
+    comparison: str  # one of ``<``, ``<=``, ``>``, ``>=``
+    limit: float  # a finite number
+    steps: int = 1  # number of steps in a row, at least 1
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Read a condition.
-
-        Raises:
-            ValueError: the text is no condition.
-        """
+        """Read a condition, or raise ValueError."""
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError("expected 'METRIC < NUMBER for STEPS', with <, <=, > or >=")

@@ -12,11 +12,7 @@ _MOST_LAYERS = 100_000
 
 
 def number_or_pattern(word: str) -> int | list[int]:
-    """Read a number or a list with one entry a layer, such as ``[0]*3+[1]*9``; nothing is run as code.
-
-    Raises:
-        ValueError: the word is neither.
-    """
+    """Read a number or a list with one entry a layer, such as ``[0]*3+[1]*9``; nothing is run as code."""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         value = _pattern(ast.parse(word, mode="eval").body)
         if isinstance(value, int | list):
@@ -41,11 +37,7 @@ def _pattern(node: ast.expr) -> Any:
 
 
 def expert_layers(word: str) -> str:
-    """Normal form of a value of ``--moe-layer-freq``: ``1`` for all layers, else ``3``, or ``[0]*3+[1]*58``.
-
-    Raises:
-        ValueError: neither a number above 0 nor a list of 0 (MLP) and 1 (experts).
-    """
+    """Normal form of a value of ``--moe-layer-freq``: ``1`` for all layers, else ``3``, or ``[0]*3+[1]*58``."""
     value = number_or_pattern(word)
     if isinstance(value, int):
         if value > 0:

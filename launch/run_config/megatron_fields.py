@@ -83,31 +83,18 @@ _DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "optimizer_offload_fra
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronField:
-    """Field of Megatron's configs, and its flag.
+    """Field of Megatron's configs, and its flag."""
 
-    Attributes:
-        title: title of its group in ``--help``.
-        name: name of the field; one flag serves all configs that have it.
-        kind: function that makes a value of a word; bool: a switch.
-        choices: all values, if there are few.
-        many: the flag takes one value or more.
-        single: a single value stands for itself, not for a list of one.
-        default: value if the flag is not given; also None if the source computes it.
-        help: Megatron's own text.
-        on: names without dashes that set the field or turn it on; the first is its key in a launch file.
-        off: names that turn it off.
-    """
-
-    title: str
-    name: str
-    kind: Callable[[str], Any]
-    choices: tuple[str, ...] = ()
-    many: bool = False
-    single: bool = False
-    default: Any = None
-    help: str = ""
-    on: tuple[str, ...]
-    off: tuple[str, ...] = ()
+    title: str  # title of its group in ``--help``
+    name: str  # name of the field; one flag serves all configs that have it
+    kind: Callable[[str], Any]  # function that makes a value of a word; bool: a switch
+    choices: tuple[str, ...] = ()  # all values, if there are few
+    many: bool = False  # the flag takes one value or more
+    single: bool = False  # a single value stands for itself, not for a list of one
+    default: Any = None  # value if the flag is not given; also None if the source computes it
+    help: str = ""  # Megatron's own text
+    on: tuple[str, ...]  # names without dashes that set the field or turn it on; the first is its key in a launch file
+    off: tuple[str, ...] = ()  # names that turn it off
 
     def as_flag(self, value: Any) -> str:
         """Text of the flag with this value, as typed."""

@@ -25,45 +25,30 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Flag of a field.
+    """Flag of a field."""
 
-    Attributes:
-        help: text for ``--help``; stands alone, with the unit and any default that is worked out.
-        default: value if the flag is not given; None: worked out from other flags, or nothing.
-        flag: name with underscores, if it is not the field's name.
-        inverted: the flag says the opposite of the field.
-        required: the user has to give it.
-        needs: conditions of an effect, all of which must hold: ``name`` (that flag is given), ``!name`` (it is not) or
-            ``name=value|value`` (it has one of these values). Without an effect a given flag is refused.
-        positive: the value must be a finite number above 0.
-        not_negative: the value must be a finite number of at least 0.
-        below: bound that the value must not reach: a number, or the name of another flag; None: no such bound.
-        most: largest value: a number, beyond which time or memory would run out, or the name of another flag;
-            None: no such bound.
-        metavar: name of the value in ``--help``.
-        read: function that makes the value of a word, if the type alone would accept words without a meaning.
-        field: name of the field.
-        kind: type of one value.
-        choices: all values, if there are few.
-        many: the flag takes one value or more.
-    """
-
-    help: str
-    default: Any = None
-    flag: str = ""
-    inverted: bool = False
-    required: bool = False
+    help: str  # text for ``--help``; stands alone, with the unit and any default that is worked out
+    default: Any = None  # value if the flag is not given; None: worked out from other flags, or nothing
+    flag: str = ""  # name with underscores, if it is not the field's name
+    inverted: bool = False  # the flag says the opposite of the field
+    required: bool = False  # the user has to give it
+    # Conditions of an effect, all of which must hold: ``name`` (that flag is given), ``!name`` (it is not) or
+    # ``name=value|value`` (it has one of these values). Without an effect a given flag is refused.
     needs: tuple[str, ...] = ()
-    positive: bool = False
-    not_negative: bool = False
+    positive: bool = False  # the value must be a finite number above 0
+    not_negative: bool = False  # the value must be a finite number of at least 0
+    # Bound that the value must not reach: a number, or the name of another flag; None: no such bound.
     below: float | str | None = None
+    # Largest value: a number, beyond which time or memory would run out, or the name of another flag; None: no such
+    # bound.
     most: float | str | None = None
-    metavar: str | None = None
+    metavar: str | None = None  # name of the value in ``--help``
+    # Function that makes the value of a word, if the type alone would accept words without a meaning.
     read: Callable[[str], Any] | None = None
-    field: str = ""
-    kind: type = str
-    choices: tuple[str, ...] = ()
-    many: bool = False
+    field: str = ""  # name of the field
+    kind: type = str  # type of one value
+    choices: tuple[str, ...] = ()  # all values, if there are few
+    many: bool = False  # the flag takes one value or more
 
 
 def option(help: str, *, needs: str = "", **how: Any) -> Any:
@@ -91,13 +76,7 @@ def _read_options(section: type) -> tuple[Option, ...]:
 
 
 def out_of_range(option: Option, value: Any, settings: Any = None) -> str:
-    """Words that say which range a value misses; empty if it lies in the range.
-
-    Args:
-        option: declaration of the flag.
-        value: its value.
-        settings: values of the flags that bound it, by name as attributes; None: such bounds are not checked.
-    """
+    """Words that say which range a value misses, or nothing; bounds by other flags are looked up in ``settings``."""
     if not isinstance(value, int | float):
         return ""
     if option.positive and not 0 < value < float("inf"):

@@ -50,7 +50,13 @@ def why_scored(config: RunConfig) -> str | None:
         return f"--num-critic-only-steps {critic.num_critic_only_steps} makes steps without an update of the policy"
     if config.rollouts.save_log_probs:
         return "--save-log-probs writes log π_old"
-    return _why_known_before(config) or _why_noisy(config)
+    known_before = _why_known_before(config)
+    if known_before is not None:
+        return known_before
+    if config.transformer.attention_dropout or config.transformer.hidden_dropout:
+        return "with dropout π_θ is not π_old"
+    formats = [value for name in ("fp8", "fp4") if (value := config.megatron.given.get(name))]
+    return f"layers in {formats[0]} round each pass by the passes before it" if formats else None
 
 
 def _why_known_before(config: RunConfig) -> str | None:
@@ -65,12 +71,3 @@ def _why_known_before(config: RunConfig) -> str | None:
     if config.has_auxiliary_losses and denominator_is_unknown(correction, loss, one_pass=True):
         return "the auxiliary losses of the experts need the number of accepted tokens before the update"
     return None
-
-
-def _why_noisy(config: RunConfig) -> str | None:
-    """The setting that makes two passes with equal weights differ."""
-    layers, given = config.transformer, config.megatron.given
-    if layers.attention_dropout or layers.hidden_dropout:
-        return "with dropout π_θ is not π_old"
-    formats = [value for value in (given.get("fp8"), given.get("fp4")) if value]
-    return f"layers in {formats[0]} round each pass by the passes before it" if formats else None

@@ -117,8 +117,7 @@ class TrainingSection:
         "treat a step whose loss is ten times the largest of the first 100 steps as a bad step", default=False
     )
     check_for_large_grads: bool = option(
-        "treat a step whose gradient norm is ten times the largest of the first 100 steps as a bad step",
-        default=False,
+        "treat a step whose gradient norm is ten times the largest of the first 100 steps as a bad step", default=False
     )
     train_samples: int | None = option("sequences of the run, instead of --train-iters", positive=True)
     seed: int = option("seed of weights, prompts and sampling", default=1234, not_negative=True)
@@ -182,9 +181,7 @@ class CheckpointSection:
     )
     ckpt_format: Literal["torch_dist"] = option("format of checkpoints", default="torch_dist")
     async_save: bool = option(
-        "write checkpoints in a process of their own while training goes on",
-        default=False,
-        needs="save save_interval",
+        "write checkpoints in a process of their own while training goes on", default=False, needs="save save_interval"
     )
     keep_last: int | None = option(
         "newest checkpoints to keep; older ones are removed; default: keep all",

@@ -65,17 +65,10 @@ def make_task(
     seq_length: int | None = None,
     max_response_length: int | None = None,
 ) -> Task:
-    """Make the task that ``--task`` names.
+    """Make the task that ``--task`` names; a part after a colon is an argument of it.
 
-    Args:
-        name: name of the task; a part after a colon is an argument of it.
-        seed: seed of its problems.
-        text: the tokenizer; default: one token for each character that the task needs.
-        seq_length: maximum tokens of a prompt and a response together, for tasks whose prompts differ in length.
-        max_response_length: maximum tokens of a response; default: as many as the task needs.
-
-    Raises:
-        ConfigurationError: the task is unknown, or its library is not installed.
+    ``text`` is the tokenizer, None: one token for each character that the task needs. ``seq_length`` bounds a prompt
+    and its response together, ``max_response_length`` the response; None: as many tokens as the task needs.
     """
     from megatron_rc.launch.tasks.count_up import CountUp
     from megatron_rc.launch.tasks.python_task import PythonTask

@@ -30,14 +30,11 @@ class CountUp:
         """Prompts of two random digits; the label is the right answer."""
         if held_out:
             raise ConfigurationError("--task count_up holds no problems out: it trains on all of its 100 problems")
-        return [self._problem(number) for number in range(start, start + count)]
+        drawn = [random.Random(f"{self.seed}/{number}").choices(DIGITS, k=2) for number in range(start, start + count)]
+        return [Problem("".join(digits), DIGITS[int(digits[-1]) + 1 :]) for digits in drawn]
 
     def reward(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
         """Share of the answer's tokens (digits and the end) before the first mistake."""
         answer: str = label
         right = sum(response.startswith(answer[:length]) for length in range(1, len(answer) + 1))
         return (right + (response == answer)) / (len(answer) + 1)
-
-    def _problem(self, number: int) -> Problem:
-        digits = random.Random(f"{self.seed}/{number}").choices(DIGITS, k=2)
-        return Problem("".join(digits), DIGITS[int(digits[-1]) + 1 :])

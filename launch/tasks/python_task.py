@@ -16,15 +16,6 @@ class PythonTask:
     The class is called with ``seed=...``. It needs the method ``problems(start, count, held_out=False)``. Optional are
     the method ``reward(prompt, response, label, record)`` and the attributes ``max_response_length`` and
     ``characters``, a text with all characters of the default tokenizer.
-
-    Args:
-        spec: ``python:pkg.module:Class``.
-        seed: seed of its problems.
-        text: the tokenizer; default: one token for each of ``characters``.
-        max_response_length: maximum tokens of a response; default: the class's attribute.
-
-    Raises:
-        ConfigurationError: the class is missing, raises when it is called, or lacks something that no flag gives.
     """
 
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
@@ -43,11 +34,7 @@ class PythonTask:
         self.reward = _reward_of(self._own, self._user)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Problems of the class.
-
-        Raises:
-            ConfigurationError: the result is not a list of ``count`` valid problems.
-        """
+        """Problems of the class."""
         found = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
         others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
         if others or len(found) != count:
@@ -97,11 +84,7 @@ class PythonTask:
 
 
 def own_reward(spec: str, seed: int) -> Any:
-    """The method ``reward`` of a user's class, or None; needs no tokenizer.
-
-    Raises:
-        ConfigurationError: the class is missing, raises when it is called, or its ``reward`` is no method.
-    """
+    """The method ``reward`` of a user's class, or None; needs no tokenizer."""
     return _reward_of(_make(spec, seed), f"--task {spec}")
 
 

@@ -18,17 +18,7 @@ _STRIDE, _ATTEMPTS = 9973, 200
 
 
 class ReasoningGym:
-    """The task ``reasoning_gym:<data set>``.
-
-    Questions that leave no room for a response are skipped.
-
-    Args:
-        variant: name of the data set.
-        seed: seed of its problems.
-        text: the tokenizer; default: one token for each printable ASCII character.
-        seq_length: maximum tokens of a prompt and a response together; None: no limit.
-        max_response_length: maximum tokens of a response; default: 32.
-    """
+    """The task ``reasoning_gym:<data set>``; questions that leave no room for a response are skipped."""
 
     def __init__(
         self,

@@ -133,14 +133,7 @@ def printable_text() -> CharacterText:
 
 
 class HuggingFaceText:
-    """Tokenizer of a Hugging Face directory.
-
-    Args:
-        folder: directory of a model or of a tokenizer.
-        chat: write problems as turns of a conversation, with the tokenizer's chat template; else as plain text.
-
-    Raises:
-        ConfigurationError: the directory holds no tokenizer, or one without an end-of-text token or a needed template.
+    """Tokenizer of a Hugging Face directory; with ``chat`` its chat template writes problems as turns.
 
     Attributes:
         has_template: whether the tokenizer has a chat template.

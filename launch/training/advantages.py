@@ -24,61 +24,36 @@ from megatron_rc.records.rollout import RolloutBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Inputs of the estimator on a rank of the last stage.
+    """Inputs of the estimator on a rank of the last stage."""
 
-    Attributes:
-        batch: the records.
-        rewards: [rows of the batch], scaled and clipped.
-        cut: this rank's tokens.
-        old: log π_old, like the tokens; None: the engine's log-probs are used.
-        ref: log π_ref, like the tokens; needed if the rewards have a KL penalty.
-        values: a critic's values, like the tokens; needed by ``gae``.
-        baselines: [rows], scaled and clipped reward of each prompt's greedy response; needed by ``remax``.
-    """
-
-    batch: RolloutBatch
-    rewards: Tensor
-    cut: LocalBatch
-    old: Tensor | None = None
-    ref: Tensor | None = None
-    values: Tensor | None = None
+    batch: RolloutBatch  # the records
+    rewards: Tensor  # [rows of the batch], scaled and clipped
+    cut: LocalBatch  # this rank's tokens
+    old: Tensor | None = None  # log π_old, like the tokens; None: the engine's log-probs are used
+    ref: Tensor | None = None  # log π_ref, like the tokens; needed if the rewards have a KL penalty
+    values: Tensor | None = None  # a critic's values, like the tokens; needed by ``gae``
+    # [rows], scaled and clipped reward of each prompt's greedy response; needed by ``remax``.
     baselines: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """Advantages of this rank's tokens.
+    """Advantages of this rank's tokens."""
 
-    Attributes:
-        advantages: [n], or like the tokens; float32.
-        decided: [rows of the batch] bool: responses with an advantage other than 0.
-        returns: targets of a critic's values, like the tokens; None without a critic.
-        kl: KL penalty in the rewards, like the tokens; None if there is none.
-    """
-
-    advantages: Tensor
-    decided: Tensor
-    returns: Tensor | None = None
-    kl: Tensor | None = None
+    advantages: Tensor  # [n], or like the tokens; float32
+    decided: Tensor  # [rows of the batch] bool: responses with an advantage other than 0
+    returns: Tensor | None = None  # targets of a critic's values, like the tokens; None without a critic
+    kl: Tensor | None = None  # KL penalty in the rewards, like the tokens; None if there is none
 
 
 class Advantages:
-    """The estimator of advantages. All ranks of the last stage call it together, and no others.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-    """
+    """The estimator of advantages. All ranks of the last stage call it together, and no others."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.wanted, self.groups = config.advantages, groups
 
     def of(self, scores: Scores, accepted: Tensor | None = None) -> Estimated:
-        """Estimate the advantages.
-
-        Args:
-            scores: the rollout batch.
-            accepted: bool, like the tokens: accepted tokens, whose responses alone form baselines; None: all tokens.
+        """Estimate the advantages; responses without an ``accepted`` token (None: all are) are in no baseline.
 
         Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to three SUMs of [n]
         over ``cp``: for estimators per token, for ``accepted``, and for a KL in the rewards.
@@ -153,27 +128,16 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageSummary:
-    """Summary of a rollout batch's advantages, equal on all ranks.
+    """Summary of a rollout batch's advantages, equal on all ranks."""
 
-    Attributes:
-        nonzero: for each mini-batch, the share of its responses with an advantage other than 0.
-        metrics: metrics of the whole batch.
-    """
-
-    nonzero: tuple[float, ...]
-    metrics: dict[str, float]
+    nonzero: tuple[float, ...]  # for each mini-batch, the share of its responses with an advantage other than 0
+    metrics: dict[str, float]  # metrics of the whole batch
 
 
 def summarize(
     scores: Scores | None, estimated: Estimated | None, mini_batches: int, groups: ParallelGroups
 ) -> AdvantageSummary:
-    """Summarize the advantages on the last stage, and broadcast the result to all stages.
-
-    Args:
-        scores: the rollout batch; None before the last stage.
-        estimated: its advantages; None before the last stage.
-        mini_batches: number of mini-batches.
-        groups: process groups of this rank.
+    """Summarize the advantages on the last stage (the others give None), and broadcast the result to all stages.
 
     Collectives: one SUM of 2 · mini_batches + 2 doubles over ``dp_cp``, one broadcast of them over ``pp``.
     """

@@ -47,16 +47,7 @@ def in_section(name: str) -> str:
 
 
 class TensorBoard:
-    """Writes TensorBoard's files.
-
-    Args:
-        config: settings of the run.
-        folder: folder of the run, used unless ``--tensorboard-dir`` names another.
-        iteration: optimizer steps made before this run; the board drops older values of later steps.
-
-    Attributes:
-        writer: torch's SummaryWriter.
-    """
+    """Writes TensorBoard's files, with torch's SummaryWriter; drops older values of steps that are repeated."""
 
     def __init__(self, config: RunConfig, folder: Path, iteration: int) -> None:
         board = Path(config.logging.tensorboard_dir or folder / "tensorboard")
@@ -86,19 +77,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to Weights & Biases; a resumed run continues its run there.
-
-    Args:
-        config: settings of the run.
-        folder: folder of the run; keeps the id of the run.
-        iteration: optimizer steps made before this run.
-
-    Attributes:
-        place: URL of the run, or its folder.
-
-    Raises:
-        Exception: whatever ``wandb.init`` raises.
-    """
+    """Logs to Weights & Biases; a resumed run continues its run there. ``place``: URL of the run, or its folder."""
 
     def __init__(self, config: RunConfig, folder: Path, iteration: int) -> None:
         self._wandb = importlib.import_module("wandb")

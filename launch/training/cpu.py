@@ -158,11 +158,7 @@ def without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """Context in which megatron.core runs on the CPU; logs one line.
-
-    Raises:
-        RuntimeError: the block is already active in this process.
-    """
+    """Context in which megatron.core runs on the CPU; logs one line. Must not be nested."""
     if issubclass(torch.cuda.Stream, _Stream):
         raise RuntimeError("cpu_backend() is already active in this process")
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.critic import CriticSection
+from megatron_rc.launch.run_config.learning import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
 from megatron_rc.launch.training.model import build_chunks
@@ -36,27 +36,17 @@ from megatron_rc.training.schedule import Returned, schedule_return
 
 @dataclass(frozen=True)
 class PreparedValues:
-    """A rollout batch that is ready for the critic's steps.
+    """A rollout batch that is ready for the critic's steps."""
 
-    Attributes:
-        batch: the tokens; on the last stage with values, returns, and the critic's mask, weights and n_i.
-        counted: [mini-batches][3] on every rank: the tokens and sequences in the loss's denominator, and the tokens
-            with a loss.
-    """
-
-    batch: LocalBatch
+    batch: LocalBatch  # the tokens; on the last stage with values, returns, and the critic's mask, weights and n_i
+    # [mini-batches][3] on every rank: the tokens and sequences in the loss's denominator, and the tokens with a loss.
     counted: list[list[float]]
 
 
 class Critic(TrainedModel):
-    """A GPTModel of the policy's shape with a scalar head, sharded as the policy.
+    """A GPTModel of the policy's shape with a scalar head, sharded as the policy; the policy's timers measure it too.
 
     With ``--critic-offload`` its tensors are empty outside :meth:`here`.
-
-    Args:
-        config: settings of the run, with ``config.critic``.
-        groups: process groups of this rank.
-        passes: the policy's passes, whose timers also measure the critic.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, passes: ModelPasses) -> None:
@@ -93,11 +83,7 @@ class Critic(TrainedModel):
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
         """Load the layers from ``--critic-load-hf``, or copy the policy's; the head keeps its initial weight.
 
-        Args:
-            policy: this rank's chunks of the policy, unwrapped.
-
-        Raises:
-            AgreedError: on every rank, if the directory does not hold a fitting model.
+        Raises AgreedError on every rank if the directory does not hold a fitting model.
         """
         own = [_without_head(chunk) for chunk in self.chunks]
         folder, error = self.settings.critic_load_hf, None
@@ -105,10 +91,10 @@ class Critic(TrainedModel):
             for body, chunk in zip(own, policy, strict=True):
                 body.load_state_dict(_without_head(chunk).state_dict())
         else:
-            tied = dataclasses.replace(self.config.model, untie_embeddings_and_output_weights=False)
+            tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
             try:
                 experts = parallel_state.get_expert_model_parallel_group()
-                load_weights(own, dataclasses.replace(self.config, model=tied), self.groups, folder, experts)
+                load_weights(own, tied, self.groups, folder, experts)
             except ValueError as problem:
                 error = f"--critic-load-hf: {problem}"
         agree(self.config, error)
@@ -130,12 +116,9 @@ class Critic(TrainedModel):
         return torch.cat(outputs) if outputs else None
 
     def prepare(self, batch: LocalBatch, values: Tensor | None, returns: Tensor | None) -> PreparedValues:
-        """Prepare a rollout batch for the critic's steps; the correction's plan must be made.
+        """Prepare a rollout batch for the critic's steps, after the correction's plan.
 
-        Args:
-            batch: the tokens, with the plan's mask and weights.
-            values: result of :meth:`score`.
-            returns: targets of the values, like the tokens; on the last stage.
+        ``values`` come from :meth:`score`; ``returns``, on the last stage, are their targets, like the tokens.
 
         Collectives: one SUM of [n] over ``cp``; for three numbers per mini-batch, one SUM over ``dp_cp`` and one
         broadcast over ``pp``.
@@ -149,18 +132,10 @@ class Critic(TrainedModel):
         return PreparedValues(dataclasses.replace(batch, local=local), found)
 
     def accumulate(self, prepared: PreparedValues, mini_batch: int, step: int) -> dict[str, float] | None:
-        """Compute the gradients of one mini-batch into the critic's gradient buffers.
+        """Compute the gradients of one mini-batch into the critic's buffers; return metrics equal on all ranks.
 
-        Args:
-            prepared: the rollout batch.
-            mini_batch: number of the mini-batch.
-            step: number of the optimizer step, for messages.
-
-        Returns:
-            Metrics of the loss, equal on all ranks; None if no token has a loss, so that no step must be made.
-
-        Raises:
-            BadStepError: on every rank, if the loss or the gradient norm is not finite, or is refused by a guard.
+        They are None if no token has a loss, so that no step must be made. Raises BadStepError on every rank if the
+        loss or the gradient norm is not finite, or is refused by a guard; ``step`` is named in that error.
         """
         tokens, sequences, having_loss = prepared.counted[mini_batch]
         if not having_loss:
@@ -265,16 +240,14 @@ def _as_of_the_critic(config: RunConfig) -> RunConfig:
     if critic is None:
         raise ValueError("this run has no critic")
     given = {name: value for name, value in config.megatron.given.items() if not name.startswith("decoupled_")}
-    return dataclasses.replace(
-        config,
-        optimizer=dataclasses.replace(config.optimizer, lr=critic.critic_lr, min_lr=critic.critic_min_lr),
-        schedule=dataclasses.replace(
-            config.schedule,
-            lr_decay_style=critic.critic_lr_decay_style,
-            lr_warmup_iters=critic.critic_lr_warmup_iters,
-            lr_warmup_fraction=None,
-            lr_warmup_init=0.0,
-            lr_wsd_decay_iters=None,
-        ),
-        megatron=dataclasses.replace(config.megatron, given=given),
+    return config.changed(
+        optimizer={"lr": critic.critic_lr, "min_lr": critic.critic_min_lr},
+        schedule={
+            "lr_decay_style": critic.critic_lr_decay_style,
+            "lr_warmup_iters": critic.critic_lr_warmup_iters,
+            "lr_warmup_fraction": None,
+            "lr_warmup_init": 0.0,
+            "lr_wsd_decay_iters": None,
+        },
+        megatron={"given": given},
     )

@@ -23,12 +23,7 @@ def check_data(config: RunConfig) -> None:
 
 
 def compare_with_checkpoint(config: RunConfig, iteration: int) -> None:
-    """Warn if the training prompts or their order differ from the run that wrote the checkpoint.
-
-    Args:
-        config: settings of the run.
-        iteration: step of the checkpoint; 0: there is none.
-    """
+    """Warn if the training prompts or their order differ from the run that wrote the checkpoint of this step."""
     load, digest = config.checkpoints.load, config.data.order_digest
     if not load or not iteration:
         return

@@ -31,18 +31,8 @@ def write_directory(
 ) -> int:
     """Write config, generation config, tokenizer and weights; the directory appears only when it is complete.
 
-    Args:
-        target: the directory; an older one is replaced at the end.
-        config: settings of the run.
-        text: the tokenizer.
-        weights: pairs of a Hugging Face name and a tensor, all of the model's; read one at a time.
-        shard_bytes: size of a file of weights.
-
-    Returns:
-        Bytes of the weights.
-
-    Raises:
-        ValueError: a file cannot be read or written, or the weights are not the model's.
+    ``weights`` are all the model's, by Hugging Face name, and are read one at a time. An older directory is replaced at
+    the end. Returns the bytes of the weights; ValueError if a file cannot be written or a weight is not the model's.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,24 +70,14 @@ def hugging_face_folder(save_hf: str, step: int) -> Path:
 
 
 class HuggingFaceSaves:
-    """Writes ``DIR/step-N`` for ``--save-hf DIR``, every ``--save-hf-interval`` steps and at the end.
-
-    Args:
-        config: settings of the run.
-        trainer: trainer with the model.
-        text: the tokenizer.
-    """
+    """Writes ``DIR/step-N`` for ``--save-hf DIR``, every ``--save-hf-interval`` steps and at the end."""
 
     def __init__(self, config: RunConfig, trainer: Trainer, text: Text) -> None:
         self.config, self.trainer, self.text = config, trainer, text
         self._written = -1
 
     def __call__(self, at_end: bool = False) -> None:
-        """Write the model if it is due; call it on every rank.
-
-        Raises:
-            AgreedError: on every rank, if the model cannot be written.
-        """
+        """Write the model if it is due; on every rank, AgreedError if it cannot be written."""
         files, step = self.config.checkpoints, self.trainer.iteration
         due = at_end or (files.save_hf_interval is not None and step % files.save_hf_interval == 0)
         if files.save_hf is None or not due or step == self._written:

@@ -155,15 +155,9 @@ class LocalAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention of this rank's queries over the keys and values of all CP ranks.
 
-        Args:
-            query: [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d].
-            key: [s/cp, b, groups/tp, d], packed [t/cp, groups/tp, d].
-            value: like ``key``; with latents, d may differ.
-            attention_mask: ignored, because the mask is causal and padding is on the right.
-            packed_seq_params: layout of packed tokens; None for padded ones.
-
-        Returns:
-            [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
+        ``query``, ``key`` and ``value`` are [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d]; with latents d of the
+        values may differ. ``attention_mask`` is ignored, because the mask is causal and padding is on the right.
+        Returns [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
         """
         size, rank = group_size(self.cp_group), group_rank(self.cp_group)
         grouped, packed = query.shape[-2] != key.shape[-2], query.dim() == 3

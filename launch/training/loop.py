@@ -19,10 +19,9 @@ from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
 from megatron_rc.launch.training.guards import Guards
-from megatron_rc.launch.training.heap import trim_heap
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.in_use import in_use
-from megatron_rc.launch.training.machine import Machine
+from megatron_rc.launch.training.machine import Machine, trim_heap
 from megatron_rc.launch.training.profiling import Profiling
 from megatron_rc.launch.training.report import begin_report
 from megatron_rc.launch.training.rollout_metrics import summarize_rollouts

@@ -18,16 +18,9 @@ _BLOCK = 1 << 20
 class MetricsFile:
     """Appends rows; keeps none of them in memory.
 
-    A new run renames an older file. A resumed run continues the file: its first row overwrites the rows of steps that
-    it repeats. Until then they stay, so that a killed run loses no row and doubles none. Only the file's end is read,
-    back to the last row that stays.
-
-    Args:
-        path: path of the file.
-        iteration: optimizer steps made before this run.
-
-    Raises:
-        ValueError: a resumed run cannot read the file.
+    A new run renames an older file. A resumed run continues the file, or raises ValueError if it cannot be read. Its
+    first row overwrites the rows of steps that it repeats. Until then they stay, so that a killed run loses no row and
+    doubles none. Only the file's end is read, back to the last row that stays.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
@@ -76,7 +69,8 @@ class MetricsFile:
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
     """Yield the rows of a file; skips broken lines, and values that are no numbers."""
-    yield from map(_numbers, filter(None, map(_parsed, _lines(path))))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from map(_numbers, filter(None, map(_parsed, file)))
 
 
 def read_rows_backwards(path: Path, having: bytes = b"") -> Iterator[dict[str, float]]:
@@ -108,11 +102,6 @@ def _require_readable(path: Path) -> None:
             f"{path}, which the resumed run continues, cannot be read ({error.strerror}): make it readable, or choose "
             "another --run-name"
         ) from error
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from file
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -17,25 +17,21 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True)
 class Packing:
-    """Micro-batches of one data-parallel rank.
+    """Micro-batches of one data-parallel rank."""
 
-    Attributes:
-        bins: micro-batches of each mini-batch.
-        num_micro_batches: number of micro-batches of each mini-batch; equal on all ranks.
-        width: tokens of each micro-batch on this rank, padding included.
-        width_of_ranks: sum of ``width`` over the ranks.
-    """
-
-    bins: list[Bins]
-    num_micro_batches: list[int]
-    width: int
-    width_of_ranks: int
+    bins: list[Bins]  # micro-batches of each mini-batch
+    num_micro_batches: list[int]  # number of micro-batches of each mini-batch; equal on all ranks
+    width: int  # tokens of each micro-batch on this rank, padding included
+    width_of_ranks: int  # sum of ``width`` over the ranks
 
 
 def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -> Packing:
     """Micro-batches of ``rank``; ``ranks`` holds the token counts of each data-parallel rank and mini-batch."""
     capacity = config.training.rl_sequence_packing_bin_size
-    numbers = [_num_bins(counts, capacity, config.parallel.micro_batch_unit) for counts in zip(*ranks, strict=True)]
+    # As many micro-batches as the fullest rank needs, rounded up.
+    most = [max(_fewest_bins(counts, capacity) for counts in each) for each in zip(*ranks, strict=True)]
+    unit = config.parallel.micro_batch_unit
+    numbers = [math.ceil(number / unit) * unit for number in most]
     bins = [[fill_bins(counts, number, capacity) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
     widths = [_width(some, one, config.parallel.packing_unit) for some, one in zip(bins, ranks, strict=True)]
     return Packing(bins[rank], numbers, widths[rank], sum(widths))
@@ -63,12 +59,6 @@ def balance(counts: TokenCounts, number: int) -> Bins:
         bins[index].append(item)
         heapq.heappush(heap, (filled + counts[item], index))
     return bins
-
-
-def _num_bins(ranks: Sequence[TokenCounts], capacity: int, multiple: int) -> int:
-    """Micro-batches of one mini-batch: as many as the fullest rank needs, rounded up to a multiple."""
-    number = max(1, *(_fewest_bins(counts, capacity) for counts in ranks))
-    return math.ceil(number / multiple) * multiple
 
 
 def _fewest_bins(counts: TokenCounts, capacity: int) -> int:

@@ -21,14 +21,7 @@ _FEW = 20
 
 
 def draw_run(metrics: Path, picture: Path, name: str, prefix: str = _RC) -> None:
-    """Draw ``metrics.jsonl`` into a PNG file.
-
-    Args:
-        metrics: the metrics file.
-        picture: path of the PNG.
-        name: name of the run.
-        prefix: prefix of the correction's metrics.
-    """
+    """Draw ``metrics.jsonl`` into a PNG file with the run's name; the correction's metrics begin with ``prefix``."""
     figure_of((usual_names(row, prefix) for row in read_rows(metrics)), name).savefig(picture, dpi=110)
 
 

@@ -19,12 +19,7 @@ _COLUMNS = 100  # width if the output has none
 
 
 class Progress:
-    """Shows the steps of a run.
-
-    Args:
-        total: steps of the run.
-        done: steps made before this run.
-    """
+    """Shows the steps of a run, of which ``done`` were made before."""
 
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done, self._begun_at = total, done, done

@@ -26,11 +26,7 @@ from megatron_rc.launch.training.shown import IN_TABLE, table, usual_names
 
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
-    """Make the reporter of a run on rank 0; None on other ranks.
-
-    Raises:
-        AgreedError: on every rank, if rank 0 cannot make it.
-    """
+    """Make the reporter on rank 0; None on other ranks. Raises AgreedError on every rank if rank 0 cannot make it."""
     reporter, error = None, None
     if dist.get_rank() == 0:
         try:
@@ -68,15 +64,9 @@ def _of_wandb(project: str | None, error: Exception) -> str:
 class Reporter:
     """Writes a run's folder and the terminal's lines; exists on rank 0 only.
 
-    Args:
-        config: settings of the run.
-        iteration: optimizer steps made before this run.
-
     Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, with a row for each optimizer step and each evaluation;
-    ``tensorboard/``; ``report.html``; ``summary.png``; ``wandb/`` and ``wandb-id.txt`` with Weights & Biases.
-
-    Attributes:
-        error: message if a file could not be written; the run must then end on all ranks.
+    ``tensorboard/``; ``report.html``; ``summary.png``; ``wandb/`` and ``wandb-id.txt`` with Weights & Biases. If a file
+    could not be written, ``error`` says so; the run must then end on all ranks.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
@@ -127,10 +117,7 @@ class Reporter:
     def close(self, note: str, code: int = 0, why: str = "") -> None:
         """Close all files; write the table, the page and the picture, and their paths.
 
-        Args:
-            note: how the run ended.
-            code: exit code for Weights & Biases; 0 means success.
-            why: reason that the page adds to ``note``.
+        ``note`` and ``why`` say how the run ended, ``why`` on the page alone; ``code`` 0 tells W&B of a success.
         """
         self.progress.close()
         self.metrics.close()

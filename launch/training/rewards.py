@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import Group
 
@@ -16,17 +16,11 @@ STATE = "reward_statistics"
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """Statistics of all rewards of a run so far.
+    """Statistics of all rewards of a run so far."""
 
-    Attributes:
-        count: number of rewards.
-        mean: mean of the rewards.
-        squares: sum of the squared distances from the mean.
-    """
-
-    count: float = 0.0
-    mean: float = 0.0
-    squares: float = 0.0
+    count: float = 0.0  # number of rewards
+    mean: float = 0.0  # mean of the rewards
+    squares: float = 0.0  # sum of the squared distances from the mean
 
     @property
     def std(self) -> float:
@@ -51,23 +45,13 @@ class RewardStatistics:
 
 
 class RewardScaler:
-    """Scales and clips rewards as the flags say; checkpoints keep the statistics.
-
-    Args:
-        wanted: settings of the advantages.
-        dp: group of the ranks with other responses.
-    """
+    """Scales and clips rewards as the flags say; checkpoints keep the statistics."""
 
     def __init__(self, wanted: AdvantageSection, dp: Group | None) -> None:
         self.wanted, self.dp, self.statistics = wanted, dp, RewardStatistics()
 
     def __call__(self, rewards: Tensor, kept: Tensor) -> Tensor:
-        """Add a rollout batch to the statistics, and return its scaled and clipped rewards [n].
-
-        Args:
-            rewards: [n], rewards of this replica's responses.
-            kept: [n] bool, responses that count in the statistics.
-        """
+        """Add the ``kept`` rewards to the statistics; return all rewards [n] scaled and clipped."""
         if self.wanted.reward_scaling != "none":
             self.statistics = self.statistics.joined(rewards, kept, self.dp)
         return self.scaled(rewards)

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.measures.histogram import NUM_BINS, Distribution, Histogram, bins_of, even_bins
@@ -16,15 +15,10 @@ from megatron_rc.records.rollout import RolloutBatch
 
 
 class RolloutSummary(NamedTuple):
-    """Summary of a rollout batch over all replicas.
+    """Summary of a rollout batch over all replicas."""
 
-    Attributes:
-        metrics: means, extremes and sums.
-        distributions: histograms of the responses' rewards and lengths.
-    """
-
-    metrics: dict[str, float]
-    distributions: dict[str, Distribution]
+    metrics: dict[str, float]  # means, extremes and sums
+    distributions: dict[str, Distribution]  # histograms of the responses' rewards and lengths
 
 
 def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> RolloutSummary:
@@ -38,7 +32,10 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     highest, lowest, longest, shortest, oldest = all_reduce_max(maxima, groups.dp).tolist()
     scales = _scale(max(highest, lowest)), _scale(longest)
     columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
-    bins = [_until(values * scale, ones) for values, scale in zip((rewards, lengths), scales, strict=True)]
+    bins = [
+        bins_of(values * scale, ones[None])[0].cumsum(0)
+        for values, scale in zip((rewards, lengths), scales, strict=True)
+    ]
     sums = all_reduce_sum(torch.cat([columns.sum(dim=1), *bins]), groups.dp).tolist()
     count, reward, squared, tokens, stops, age = sums[:6]
     mean = reward / count
@@ -71,8 +68,3 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
 def _scale(largest: float) -> float:
     """Power of two that scales ``largest`` into [16, 32), near the end of the bins."""
     return 2.0 ** (5 - math.frexp(largest)[1])
-
-
-def _until(values: Tensor, counts: Tensor) -> Tensor:
-    """[NUM_BINS], cumulative histogram of values [n]."""
-    return bins_of(values, counts[None])[0].cumsum(0)

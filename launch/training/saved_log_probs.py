@@ -17,14 +17,7 @@ from megatron_rc.parallel.groups import group_size
 
 
 class SavedLogProbs:
-    """Saves log π_old, and log π_θ of each token's last optimizer step if the two differ.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-        trainer: trainer that makes the steps.
-        collector: collector, which knows the ranks that write records.
-    """
+    """Saves log π_old, and log π_θ of each token's last optimizer step if the two differ."""
 
     def __init__(
         self, config: RunConfig, groups: ParallelGroups, trainer: Trainer, collector: RolloutCollector
@@ -40,18 +33,10 @@ class SavedLogProbs:
         return self.config.correction.corrects_in_loss or self.config.updates_per_rollout > 1
 
     def after_update(self, prepared: PreparedBatch | None, update: int, mini_batch: int) -> None:
-        """Keep the step's log-probs; after the batch's last step, write all of them.
+        """Keep the step's log-probs; after the batch's last step, write them. ``prepared`` is None if left out.
 
-        Args:
-            prepared: the batch; None if it was left out.
-            update: number of earlier steps on the batch.
-            mini_batch: number of the step's mini-batch.
-
-        Collectives, after the last step: one SUM over CP and one broadcast over PP of all tokens of the batch, and the
-        agreement of all ranks.
-
-        Raises:
-            AgreedError: on every rank, if a record could not be written on any.
+        ``update`` counts earlier steps on the batch. Collectives, after the last step: one SUM over CP and one
+        broadcast over PP of all tokens of the batch, and the agreement of all ranks; AgreedError if a write failed.
         """
         if prepared is None or not self.config.rollouts.save_log_probs:
             return

@@ -24,11 +24,7 @@ def settings_text(config: RunConfig, file: Path) -> str:
 
 
 def write_settings(config: RunConfig) -> str | None:
-    """Write the file into the run's folder; a different older file is renamed.
-
-    Returns:
-        An error message if the file could not be written.
-    """
+    """Write the file into the run's folder, or return an error message; a different older file is renamed."""
     path = Path(config.launch.runs_dir) / config.launch.run_name / SETTINGS_FILE
     text, partial = settings_text(config, path), path.with_name(f"{SETTINGS_FILE}.partial")
     try:

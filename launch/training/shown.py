@@ -11,19 +11,12 @@ from megatron_rc.launch.training.series import Series
 
 
 class Column(NamedTuple):
-    """Column of a metric in the line of a step.
+    """Column of a metric in the line of a step."""
 
-    Attributes:
-        title: title in the header.
-        metric: usual name of the metric.
-        width: characters of the column.
-        digits: decimal places, for values between 0 and 1; None: three significant digits.
-    """
-
-    title: str
-    metric: str
-    width: int
-    digits: int | None = None
+    title: str  # title in the header
+    metric: str  # usual name of the metric
+    width: int  # characters of the column
+    digits: int | None = None  # decimal places, for values between 0 and 1; None: three significant digits
 
 
 # In order of importance: a narrow terminal shows the first ones only.
@@ -35,10 +28,7 @@ COLUMNS = (
     Column("grad norm", "grad_norm", 9),
 )
 # These columns follow the seconds.
-MACHINE = (
-    Column("tok/s", "perf/tokens_per_second", 6),
-    Column("GiB", "perf/peak_memory_gib", 6),
-)
+MACHINE = (Column("tok/s", "perf/tokens_per_second", 6), Column("GiB", "perf/peak_memory_gib", 6))
 _SECONDS, _LEFT, _GAP = 6, 8, "  "
 _ROWS = (
     "reward/mean",
@@ -78,15 +68,9 @@ def header(total: int, columns: int) -> str:
 
 
 def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float, left: float, columns: int) -> str:
-    """One line about an optimizer step, with fixed widths of its columns.
+    """One line about an optimizer step, with fixed widths of its columns; ``-`` is shown for a missing metric.
 
-    Args:
-        step: number of the step.
-        total: steps of the run.
-        metrics: metrics of the step; ``-`` is shown for a missing one.
-        seconds: duration of the step.
-        left: seconds until the end of the run.
-        columns: maximum width of the line.
+    ``left`` is the number of seconds until the end of the run, ``columns`` the largest width of the line.
     """
     cells = [f"{f'{step}/{total}':>{_step_width(total)}}", *(_cell(column, metrics) for column in COLUMNS)]
     cells += [narrow(seconds, _SECONDS), *(_cell(column, metrics) for column in MACHINE)]

@@ -18,18 +18,7 @@ from megatron_rc.parallel import ParallelGroups
 def start_from(
     folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GPTModel]
 ) -> None:
-    """Load the weights of these chunks from a Hugging Face directory.
-
-    Args:
-        folder: the directory.
-        flag: flag that gave the directory, for errors.
-        config: settings of the run.
-        groups: process groups of this rank.
-        chunks: this rank's GPTModels.
-
-    Raises:
-        AgreedError: on every rank, if the directory does not hold a fitting model.
-    """
+    """Load these chunks' weights from a Hugging Face directory; AgreedError on every rank if it does not fit."""
     error = None
     try:
         load_model(chunks, config, groups, folder)

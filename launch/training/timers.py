@@ -22,14 +22,7 @@ _NAMES = (
 
 
 class StepTimers:
-    """Times of an optimizer step's parts.
-
-    Args:
-        config: settings of the run.
-
-    Attributes:
-        megatron: Megatron's ``Timers``; None without the flag.
-    """
+    """Times of an optimizer step's parts; ``megatron`` has Megatron's ``Timers``, or None without the flag."""
 
     def __init__(self, config: RunConfig) -> None:
         self.megatron: Any = None

@@ -12,18 +12,7 @@ from megatron_rc.launch.training.passes import ModelPasses
 
 
 class TrainedModel:
-    """This rank's shard of a model, under Megatron's DDP, with Megatron's optimizer.
-
-    Args:
-        config: settings of the run, with the optimizer's and the schedule's.
-        passes: passes whose timers measure the optimizer.
-        chunks: this rank's GPTModels with their initial weights.
-
-    Attributes:
-        model: the chunks under Megatron's DDP.
-        optimizer: Megatron's optimizer of the chunks.
-        scheduler: schedule of the learning rate; counts the steps.
-    """
+    """This rank's shard of a model, under Megatron's DDP, with Megatron's optimizer and schedule."""
 
     def __init__(self, config: RunConfig, passes: ModelPasses, chunks: list[Any]) -> None:
         self.passes = passes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.launch import phases
-from megatron_rc.launch.rollouts.samples import dropped
+from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.run_config.passes import is_one_pass
@@ -30,7 +30,6 @@ from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import build_chunks
 from megatron_rc.launch.training.offload import Offload, tensors_of_optimizer
-from megatron_rc.launch.training.overlong_filter import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.training.rewards import RewardScaler
 from megatron_rc.launch.training.starting_weights import reference_reader, start_from

@@ -11,16 +11,9 @@ from torch import Tensor
 class ValueHead(torch.nn.Module):
     """A linear layer from hidden states to values, with the interface of GPTModel's output layer.
 
-    Each TP rank has the whole weight. With sequence parallelism each sees its own tokens, and Megatron sums the
-    gradients of parameters marked ``sequence_parallel`` over the TP group.
-
-    Args:
-        config: Megatron's config of the layers.
-        seed: seed of the initial weight, N(0, 1 / (hidden size + 1)²), so that a new critic's values are near 0 (Huang
-            et al. 2024, "The N+ Implementation Details of RLHF with PPO").
-
-    Attributes:
-        weight: [1, h], in the model's dtype; the product is computed in float32.
+    Each TP rank has the whole weight [1, h]. With sequence parallelism each sees its own tokens, and Megatron sums the
+    gradients of parameters marked ``sequence_parallel`` over the TP group. The weight begins as N(0, 1 / (h + 1)²), so
+    that a new critic's values are near 0 (Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO").
     """
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:

@@ -11,14 +11,9 @@ from megatron_rc.launch.weights.families import FAMILIES
 
 
 def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
-    """Read ``config.json``: flag names without dashes, and values as typed; ``true`` and ``false`` for switches.
+    """Read ``config.json`` as flags without dashes, with values as typed (``true`` and ``false`` for switches).
 
-    Args:
-        folder: directory of the model.
-        name: flag that gave the directory, for errors.
-
-    Raises:
-        ConfigurationError: the file is missing or damaged, or GPTModel cannot compute the same function.
+    ``name`` is the flag that gave the directory. Refused are models whose function GPTModel cannot compute.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():

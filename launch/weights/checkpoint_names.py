@@ -35,15 +35,7 @@ def empty_model(config: Any) -> Any:
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on, and check them against the model.
-
-    Args:
-        weights: pairs of a name in files and a tensor.
-        shapes: tensors of the right shapes by name.
-
-    Raises:
-        ValueError: a tensor is unknown, comes twice, has another shape, or is missing at the end.
-    """
+    """Pass weights on; ValueError if one is unknown, comes twice, has another shape, or is missing at the end."""
     missing = set(shapes)
     for name, tensor in weights:
         if name not in shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,44 +15,13 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Pair of functions for both directions; values are only moved.
+    """Pair of functions for both directions; values are only moved."""
 
-    Attributes:
-        join: makes the Hugging Face tensors, one after the other, from the shards of all TP ranks ``[tp, ...]``; they
-            may be views of the shards.
-        cut: makes the shard of one TP rank (third argument; fourth: number of ranks) from the Hugging Face tensors.
-    """
-
-    join: Callable[[Tensor, RunConfig], Iterator[Tensor]]
+    # Makes the Hugging Face tensors, one after the other, from the shards of all TP ranks ``[tp, ...]``; they may be
+    # views of the shards.
+    join: Callable[[Tensor, RunConfig], Iterable[Tensor]]
+    # Makes the shard of one TP rank (third argument; fourth: number of ranks) from the Hugging Face tensors.
     cut: Callable[[Tensors, RunConfig, int, int], Tensor]
-
-
-def _join_whole(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    yield shards[0]
-
-
-def _cut_whole(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
-    return tensors[0]
-
-
-def _join_rows(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    yield shards.flatten(0, 1)
-
-
-def _cut_rows(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
-    return tensors[0].chunk(size, dim=0)[rank]
-
-
-def _join_columns(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    yield shards.movedim(0, 1).flatten(1, 2)
-
-
-def _cut_columns(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
-    return tensors[0].chunk(size, dim=1)[rank]
-
-
-def _join_vocabulary(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    yield shards.flatten(0, 1)[: config.model.vocab_size]
 
 
 def _cut_vocabulary(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
@@ -63,15 +32,6 @@ def _cut_vocabulary(tensors: Tensors, config: RunConfig, rank: int, size: int) -
     shard = tensors[0][rank * rows : (rank + 1) * rows]
     missing = rows - shard.shape[0]
     return torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard
-
-
-def _join_gate_and_up(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    for half in shards.unflatten(1, (2, -1)).unbind(1):
-        yield half.flatten(0, 1)
-
-
-def _cut_gate_and_up(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
-    return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors], dim=0)
 
 
 def _join_query_key_value(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
@@ -89,33 +49,35 @@ def _cut_query_key_value(tensors: Tensors, config: RunConfig, rank: int, size: i
     return torch.cat([part.chunk(size, dim=0)[rank] for part in grouped], dim=1).flatten(0, 2)
 
 
-def _join_stacked(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    yield torch.cat(list(_join_query_key_value(shards, config)), dim=0)
-
-
 def _cut_stacked(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
     layers = config.transformer
     queries, keys = (number * layers.kv_channels for number in (layers.num_attention_heads, layers.num_query_groups))
     return _cut_query_key_value(tensors[0].split([queries, keys, keys], dim=0), config, rank, size)
 
 
-WHOLE = Conversion(_join_whole, _cut_whole)
-ROWS = Conversion(_join_rows, _cut_rows)
-COLUMNS = Conversion(_join_columns, _cut_columns)
-VOCABULARY = Conversion(_join_vocabulary, _cut_vocabulary)
-GATE_AND_UP = Conversion(_join_gate_and_up, _cut_gate_and_up)
+WHOLE = Conversion(lambda shards, config: [shards[0]], lambda tensors, config, rank, size: tensors[0])
+ROWS = Conversion(
+    lambda shards, config: [shards.flatten(0, 1)],
+    lambda tensors, config, rank, size: tensors[0].chunk(size, dim=0)[rank],
+)
+COLUMNS = Conversion(
+    lambda shards, config: [shards.movedim(0, 1).flatten(1, 2)],
+    lambda tensors, config, rank, size: tensors[0].chunk(size, dim=1)[rank],
+)
+VOCABULARY = Conversion(lambda shards, config: [shards.flatten(0, 1)[: config.model.vocab_size]], _cut_vocabulary)
+GATE_AND_UP = Conversion(
+    lambda shards, config: (half.flatten(0, 1) for half in shards.unflatten(1, (2, -1)).unbind(1)),
+    lambda tensors, config, rank, size: torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors], dim=0),
+)
 QUERY_KEY_VALUE = Conversion(_join_query_key_value, _cut_query_key_value)
-STACKED_QUERY_KEY_VALUE = Conversion(_join_stacked, _cut_stacked)
+STACKED_QUERY_KEY_VALUE = Conversion(
+    lambda shards, config: [torch.cat(list(_join_query_key_value(shards, config)), dim=0)], _cut_stacked
+)
 
 
 def transposed(conversion: Conversion) -> Conversion:
     """A conversion for Hugging Face tensors that are stored as [in, out]."""
-
-    def join(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-        for tensor in conversion.join(shards, config):
-            yield tensor.t()
-
-    def cut(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
-        return conversion.cut([tensor.t() for tensor in tensors], config, rank, size)
-
-    return Conversion(join, cut)
+    return Conversion(
+        lambda shards, config: (tensor.t() for tensor in conversion.join(shards, config)),
+        lambda tensors, config, *place: conversion.cut([tensor.t() for tensor in tensors], config, *place),
+    )

@@ -1,25 +1,34 @@
-"""Conversion of a run's weights by our own tables or by mbridge, as ``--weights-bridge`` says."""
+"""Conversion of a run's weights by our own tables or by mbridge, as ``--weights-bridge`` says.
+
+mbridge knows Transformer Engine's layers only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.bridge import MBRIDGE, bridge_export, bridge_load
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from megatron_rc.launch.weights.export import export_weights
-from megatron_rc.launch.weights.load import load_weights
-from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.launch.weights.families import find_family
+from megatron_rc.launch.weights.load import load_weights, open_weights
+from megatron_rc.launch.weights.units import units_of
+from megatron_rc.parallel.groups import ParallelGroups, group_rank
+
+MBRIDGE = "mbridge"
 
 
 def export_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
+    from megatron.core import parallel_state
+
     if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
     return export_weights(chunks, config, groups, parallel_state.get_expert_model_parallel_group())
@@ -29,7 +38,53 @@ def load_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, folder: str | Path
 ) -> None:
     """Load this rank's weights from a Hugging Face directory. See :func:`load_weights`."""
+    from megatron.core import parallel_state
+
     if config.checkpoints.weights_bridge == MBRIDGE:
         bridge_load(chunks, config, folder)
         return
     load_weights(chunks, config, groups, folder, parallel_state.get_expert_model_parallel_group())
+
+
+def bridge_export(
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Export weights as :func:`export_weights` does; mbridge gives every tensor to every rank."""
+    bridge = _make_bridge(config)  # not inside the generator, so that every rank raises its errors now
+    is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
+    return _stream(bridge.export_weights(list(chunks)), _names(config), is_first)
+
+
+def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        # mbridge repeats tied embeddings from the last stage.
+        if is_first and name in missing:
+            missing.discard(name)
+            yield name, tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def bridge_load(chunks: Sequence[torch.nn.Module], config: RunConfig, folder: str | Path) -> None:
+    """Load weights as :func:`load_weights` does; checks all shapes before mbridge's first collective."""
+    bridge = _make_bridge(config)
+    family = find_family(config)
+    shapes = checkpoint_tensors(empty_model(family.hugging_face_config(config))) if family else {}
+    with open_weights(folder) as files:
+        for name in sorted(_names(config)):
+            files.check(name, tuple(shapes[name].shape))
+    bridge.load_weights(list(chunks), str(folder))
+
+
+def _names(config: RunConfig) -> set[str]:
+    return {name for unit in units_of(config) for rule in unit.rules for name in unit.names(rule)}
+
+
+def _make_bridge(config: RunConfig) -> Any:
+    from mbridge import AutoBridge
+
+    family = find_family(config)
+    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    described = family.hugging_face_config(config) if family else None
+    bridge = AutoBridge.from_config(described, dtype=config.dtype, make_vocab_size_divisible_by=multiple)
+    # mbridge sets these only for models that it builds itself.
+    bridge.vocab_size, bridge.padded_vocab_size = config.model.vocab_size, config.model.padded_vocab_size
+    return bridge

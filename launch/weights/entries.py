@@ -25,12 +25,7 @@ class Row:
     """Base of all rows; it reads and writes nothing, and every run fits it."""
 
     def read(self, file: File) -> Flags:
-        """Flags from a ``config.json``.
-
-        Raises:
-            KeyError: an entry without a default is missing.
-            UnknownFeatureError: GPTModel cannot reproduce the entry.
-        """
+        """Flags from a ``config.json``; KeyError for a missing entry, UnknownFeatureError for one GPTModel lacks."""
         return {}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
@@ -47,23 +42,14 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Entry(Row):
-    """An entry with the value of a flag.
+    """An entry with the value of a flag."""
 
-    Attributes:
-        name: name in ``config.json``.
-        flag: name of the flag without dashes.
-        default: value if the file lacks the entry or has null; may be a function of the file.
-        inverted: whether true in the file means false for the flag.
-        other_name: name that some files use instead.
-        other_flag: second flag with the same value.
-    """
-
-    name: str
-    flag: str
-    default: Any = _REQUIRED
-    inverted: bool = False
-    other_name: str = ""
-    other_flag: str = ""
+    name: str  # name in ``config.json``
+    flag: str  # name of the flag without dashes
+    default: Any = _REQUIRED  # value if the file lacks the entry or has null; may be a function of the file
+    inverted: bool = False  # whether true in the file means false for the flag
+    other_name: str = ""  # name that some files use instead
+    other_flag: str = ""  # second flag with the same value
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`; no flag if the value is None."""
@@ -87,41 +73,8 @@ class Entry(Row):
 
 
 @dataclass(frozen=True)
-class Always(Row):
-    """A flag with the same value in the whole family; None: the flag is not given."""
-
-    flag: str
-    value: Any
-
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        return {} if self.value is None else {self.flag: as_word(self.flag, self.flag, self.value)}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        found: Any = config.value_of(self.flag)
-        return bool(found == self.value)
-
-
-@dataclass(frozen=True)
-class Lacks(Row):
-    """A flag that no model of the family uses: it must have its default, or not apply."""
-
-    flag: str
-
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        default = flag_options()[self.flag][1].default
-        return {} if default is None else {self.flag: as_word(self.flag, self.flag, default)}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        return config.value_of(self.flag) in (None, flag_options()[self.flag][1].default)
-
-
-@dataclass(frozen=True)
 class Follows(Row):
-    """A flag computed from the file, with a test of a run's settings."""
+    """A flag computed from the file (None: it is not given), with a test of a run's settings."""
 
     flag: str
     value: Callable[[File], Any]
@@ -129,11 +82,23 @@ class Follows(Row):
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`."""
-        return {self.flag: as_word(self.flag, self.flag, self.value(file))}
+        value = self.value(file)
+        return {} if value is None else {self.flag: as_word(self.flag, self.flag, value)}
 
     def fits(self, config: RunConfig) -> bool:
         """See :class:`Row`."""
         return self.holds(config)
+
+
+def always(flag: str, value: Any) -> Follows:
+    """Row of a flag with the same value in the whole family; None: the flag is not given."""
+    return Follows(flag, lambda file: value, lambda config: bool(config.value_of(flag) == value))
+
+
+def lacks(flag: str) -> Follows:
+    """Row of a flag that no model of the family uses: it must have its default, or not apply."""
+    default = flag_options()[flag][1].default
+    return Follows(flag, lambda file: default, lambda config: config.value_of(flag) in (None, default))
 
 
 @dataclass(frozen=True)
@@ -190,11 +155,7 @@ class Written(Row):
 
 
 def as_word(name: str, flag: str, value: Any) -> str:
-    """Value of an entry as typed after the flag.
-
-    Raises:
-        UnknownFeatureError: the value has another type than the flag.
-    """
+    """Value of an entry as typed after the flag; UnknownFeatureError if it has another type than the flag."""
     option = flag_options().get(flag)
     kind = bool if option is None else option[1].kind
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

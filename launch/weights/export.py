@@ -22,28 +22,18 @@ from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group
 
 
 def export_weights(
-    chunks: Sequence[torch.nn.Module],
-    config: RunConfig,
-    groups: ParallelGroups,
-    ep_group: Group | None = None,
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, ep_group: Group | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
 
     Every rank must exhaust the iterator, because it makes the collectives. The tensors share no memory with the model,
-    and the iterator releases each before it makes the next.
-
-    Args:
-        chunks: this rank's GPTModels, unwrapped, by virtual stage.
-        config: settings of the run.
-        groups: process groups; ``tp``, ``cp`` and ``pp`` are used.
-        ep_group: ranks with the other experts of the same layers.
+    and the iterator releases each before it makes the next. ``chunks`` are this rank's GPTModels, unwrapped;
+    ``ep_group`` has the ranks with the other experts of the same layers.
 
     Collectives: a gather over ``tp`` for each parameter; a broadcast over ``ep_group`` for each tensor of an expert;
     for each tensor of a later stage, a send to the first stage over ``pp``.
 
-    Raises:
-        RuntimeError: on every rank, before the first tensor: no rule names a parameter of the model.
-        ValueError: before the first tensor: the size of ``ep_group`` differs from the flags.
+    Raises RuntimeError on every rank, before the first tensor, if no rule names a parameter of the model.
     """
     check_expert_group(config, ep_group)
     parameters = [named_weights(chunk) for chunk in chunks]
@@ -53,11 +43,7 @@ def export_weights(
 
 
 def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed.
-
-    Raises:
-        RuntimeError: before the first tensor: no rule names a parameter.
-    """
+    """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed."""
     units = units_of(config)
     check_complete([parameters], units)
     return _stream([parameters], units, config, ParallelGroups(), None)

@@ -19,21 +19,13 @@ _OF_EVERY_FAMILY: tuple[Row, ...] = (Only("quantization_config", None),)
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule for one Megatron parameter.
+    """Rule for one Megatron parameter."""
 
-    Attributes:
-        megatron: its names: in the local modules, and in Transformer Engine's modules if that differs.
-        hugging_face: names of the Hugging Face tensors that it holds.
-        conversion: conversion between the parameter and these tensors.
-        is_float32: whether it is float32 whatever the model's dtype.
-        holds: tells whether a run's model has the parameter; None: always.
-    """
-
-    megatron: tuple[str, ...]
-    hugging_face: tuple[str, ...]
-    conversion: Conversion
-    is_float32: bool = False
-    holds: Callable[[RunConfig], bool] | None = None
+    megatron: tuple[str, ...]  # its names: in the local modules, and in Transformer Engine's modules if that differs
+    hugging_face: tuple[str, ...]  # names of the Hugging Face tensors that it holds
+    conversion: Conversion  # conversion between the parameter and these tensors
+    is_float32: bool = False  # whether it is float32 whatever the model's dtype
+    holds: Callable[[RunConfig], bool] | None = None  # tells whether a run's model has the parameter; None: always
 
 
 @dataclass(frozen=True)
@@ -53,48 +45,29 @@ class Family:
     Hugging Face names are the names in files, which engines read; ``{layer}`` and ``{expert}`` in them are global
     numbers from 0. Modules of transformers may hold several of these tensors in one parameter.
 
-    Attributes:
-        name: ``model_type`` in ``config.json``.
-        config_class: name of the config class in ``transformers``.
-        fields: rows for the entries of ``config.json``.
-        embedding: rules of the first stage.
-        layer: rules of every layer.
-        dense_layer: further rules of a layer without experts.
-        expert_layer: further rules of a layer with experts, the experts excepted.
-        head: rules of the last stage.
-        untied_head: rules of an output layer that does not share the embedding's weights.
-        expert: rules of every expert.
-        expert_names: names of the experts in files; needed with ``expert``.
-        in_bridge: whether ``--weights-bridge`` can convert this family.
-
     Raises:
         ValueError: only one of ``expert`` and ``expert_names`` is given.
     """
 
-    name: str
-    config_class: str
-    fields: tuple[Row, ...]
-    embedding: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    head: tuple[Rule, ...]
-    untied_head: tuple[Rule, ...]
-    dense_layer: tuple[Rule, ...] = ()
-    expert_layer: tuple[Rule, ...] = ()
-    expert: tuple[Rule, ...] = ()
-    expert_names: ExpertNames | None = None
-    in_bridge: bool = False
+    name: str  # ``model_type`` in ``config.json``
+    config_class: str  # name of the config class in ``transformers``
+    fields: tuple[Row, ...]  # rows for the entries of ``config.json``
+    embedding: tuple[Rule, ...]  # rules of the first stage
+    layer: tuple[Rule, ...]  # rules of every layer
+    head: tuple[Rule, ...]  # rules of the last stage
+    untied_head: tuple[Rule, ...]  # rules of an output layer that does not share the embedding's weights
+    dense_layer: tuple[Rule, ...] = ()  # further rules of a layer without experts
+    expert_layer: tuple[Rule, ...] = ()  # further rules of a layer with experts, the experts excepted
+    expert: tuple[Rule, ...] = ()  # rules of every expert
+    expert_names: ExpertNames | None = None  # names of the experts in files; needed with ``expert``
+    in_bridge: bool = False  # whether ``--weights-bridge`` can convert this family
 
     def __post_init__(self) -> None:
         if bool(self.expert) != (self.expert_names is not None):
             raise ValueError(f"family {self.name}: expert and expert_names go together, give both or neither")
 
     def read(self, file: File) -> Flags:
-        """Flags of the model that a ``config.json`` describes.
-
-        Raises:
-            KeyError: an entry is missing.
-            UnknownFeatureError: GPTModel cannot compute the same function.
-        """
+        """Flags of the model that a ``config.json`` describes; raises the errors of :meth:`Row.read`."""
         flags: Flags = {"hf-model-type": self.name}
         for row in (*_OF_EVERY_FAMILY, *self.fields):
             flags |= row.read(file)
@@ -116,11 +89,7 @@ class Family:
 
 
 def check_transformers() -> None:
-    """Refuse transformers 4, whose configs would silently keep their own rotary base.
-
-    Raises:
-        ConfigurationError: transformers is missing or older than 5.
-    """
+    """Refuse transformers 4, whose configs would silently keep their own rotary base."""
     require("transformers", "the conversion of weights", "launch")
     installed = metadata.version("transformers")
     if int(installed.partition(".")[0]) < 5:

@@ -17,12 +17,7 @@ from megatron_rc.launch.own_folders import own_folder
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the model, its config and its tokenizer; does nothing if the folder already holds a model.
-
-    Raises:
-        ConfigurationError: the file is missing or cannot be read, the folder cannot be written to, or a package is
-            missing.
-    """
+    """Write the model, its config and its tokenizer; does nothing if the folder already holds a model."""
     folder = folder.absolute()
     if (folder / "config.json").is_file():
         return
@@ -50,15 +45,7 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def check_complete(file: Path, report: Mapping[str, Collection[Any]]) -> None:
-    """Refuse a model if transformers filled a part of it with random weights.
-
-    Args:
-        file: the GGUF file.
-        report: transformers' loading info: missing tensors, and tensors of another shape.
-
-    Raises:
-        ConfigurationError: names the first tensor.
-    """
+    """Refuse a model if transformers filled a part of it with random weights; ``report``: its loading info."""
     for kind, words in (("missing_keys", "lacks"), ("mismatched_keys", "has in another shape")):
         for name in sorted(map(str, report.get(kind, ()))):
             raise ConfigurationError(f"{file} {words} the tensor of {name}: it is damaged, or no model of this kind")

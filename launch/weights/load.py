@@ -26,11 +26,7 @@ class WeightFiles:
         self.folder, self.files = folder, files
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor of the directory.
-
-        Raises:
-            ValueError: the directory has no such tensor.
-        """
+        """Read one tensor; ValueError if the directory has none of this name."""
         stored = self._find(name)
         tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
@@ -52,11 +48,7 @@ class WeightFiles:
 
 @contextmanager
 def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
-    """Open a directory with ``model.safetensors``, or with several files and their index.
-
-    Raises:
-        ValueError: both are missing, or a file cannot be read.
-    """
+    """Open a directory with ``model.safetensors``, or with several files and their index; ValueError if it fails."""
     from safetensors import SafetensorError, safe_open
 
     folder = Path(folder)
@@ -80,19 +72,10 @@ def load_weights(
     folder: str | Path,
     ep_group: Group | None = None,
 ) -> None:
-    """Load this rank's weights from a Hugging Face directory. Collectives: none.
+    """Load this rank's weights from a Hugging Face directory; arguments as in :func:`export_weights`. No collectives.
 
-    Args:
-        chunks: this rank's GPTModels, unwrapped, by virtual stage.
-        config: settings of the run.
-        groups: process groups; ``tp`` and ``pp`` decide this rank's part.
-        folder: directory with safetensors under the names of the run's family.
-        ep_group: ranks with the other experts of the same layers.
-
-    Raises:
-        ValueError: a file or a tensor is missing or has another shape; other ranks may succeed, so agree before going
-            on. Or the size of ``ep_group`` differs from the flags.
-        RuntimeError: no rule names a parameter of the model.
+    Raises ValueError if a file or a tensor is missing or has another shape (other ranks may succeed, so agree before
+    going on), and RuntimeError if no rule names a parameter of the model.
     """
     parameters = [named_weights(chunk) for chunk in chunks]
     check_expert_group(config, ep_group)

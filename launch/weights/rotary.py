@@ -25,29 +25,17 @@ _YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale":
 
 @dataclass(frozen=True)
 class Rotary(Row):
-    """Row for ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``.
+    """Row for ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``."""
 
-    Attributes:
-        default_theta: base if the file has none.
-        default_part: share of a head's width that is rotated, if the file has none; None: always the whole head.
-    """
-
-    default_theta: float = 10000.0
+    default_theta: float = 10000.0  # base if the file has none
+    # Share of a head's width that is rotated, if the file has none; None: always the whole head.
     default_part: float | None = None
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`."""
-        parameters = _parameters(file, self.default_theta)
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
-        flags = {
-            "position-embedding-type": "rope",
-            "rotary-base": as_word("rope_theta", "rotary-base", parameters["rope_theta"]),
-            "rotary-percent": as_word(_PART, "rotary-percent", _part(file, parameters, self.default_part)),
-            "use-rope-scaling": "true" if kind == "llama3" else "false",
-        }
+        parameters, kind, flags = _read(file, "llama3", self.default_theta, self.default_part)
         if kind == "llama3":
+            flags["use-rope-scaling"] = "true"
             for name, value in _LLAMA3.items():
                 if parameters.get(name) != value:
                     raise UnknownFeatureError(
@@ -78,18 +66,9 @@ class LatentRotary(Row):
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`."""
-        parameters = _parameters(file, 10000.0)
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        flags = {
-            "position-embedding-type": "rope",
-            "rotary-percent": as_word(_PART, "rotary-percent", _part(file, parameters, None)),
-            "use-rope-scaling": "false",
-            "rotary-base": as_word("rope_theta", "rotary-base", parameters["rope_theta"]),
-        }
+        parameters, kind, flags = _read(file, "yarn")
         if kind == "default":
             return flags | {"rope-type": "rope"}
-        if kind != "yarn":
-            raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
         if parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
             raise UnknownFeatureError("yarn's rotary embeddings have an attention_factor, or no truncate")
         values = _YARN_DEFAULTS | {"original_max_position_embeddings": file.get("max_position_embeddings")}
@@ -116,20 +95,26 @@ class LatentRotary(Row):
         return latent.mscale == 1 or (latent.mscale > 0 and latent.mscale_all_dim > 0)
 
 
-def _parameters(file: File, default_theta: float) -> dict[str, Any]:
-    """Rotary parameters of a file in the old or the new form, as one dict."""
+def _read(
+    file: File, scaled: str, default_theta: float = 10000.0, default_part: float | None = None
+) -> tuple[dict[str, Any], str, Flags]:
+    """Rotary parameters of a file in the old or the new form, their kind (default or ``scaled``), and plain flags."""
     found: dict[str, Any] = {"rope_theta": file.get("rope_theta") or default_theta}
     for name in ("rope_scaling", "rope_parameters"):
         value = file.get(name) or {}
         if not isinstance(value, dict):
             raise UnknownFeatureError(f"{name} is {value!r}, not a table of numbers")
         found |= value
-    return found
-
-
-def _part(file: File, parameters: dict[str, Any], default: float | None) -> Any:
-    """Share of a head that is rotated; without a default it must be 1."""
-    found = next((holder[_PART] for holder in (parameters, file) if holder.get(_PART) is not None), default or 1.0)
-    if default is None and found != 1:
-        raise UnknownFeatureError(f"{_PART} is {found!r}, not 1.0")
-    return found
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind not in ("default", scaled):
+        raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
+    part = next((holder[_PART] for holder in (found, file) if holder.get(_PART) is not None), default_part or 1.0)
+    if default_part is None and part != 1:
+        raise UnknownFeatureError(f"{_PART} is {part!r}, not 1.0")
+    flags = {
+        "position-embedding-type": "rope",
+        "rotary-base": as_word("rope_theta", "rotary-base", found["rope_theta"]),
+        "rotary-percent": as_word(_PART, "rotary-percent", part),
+        "use-rope-scaling": "false",
+    }
+    return found, kind, flags

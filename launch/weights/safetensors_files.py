@@ -15,16 +15,7 @@ SHARD_BYTES = 4 << 30
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
     """Write ``model.safetensors``, or several files and their index, with the names that transformers uses.
 
-    Args:
-        folder: the directory; its other files are left alone.
-        tensors: pairs of a name and a tensor; read one at a time.
-        shard_bytes: size at which a file is closed.
-
-    Returns:
-        Bytes of all tensors.
-
-    Raises:
-        OSError, SafetensorError: a file cannot be written.
+    The tensors are read one at a time; a file is closed at ``shard_bytes``. Returns the bytes of all tensors.
     """
     files: list[Path] = []
     weight_map: dict[str, int] = {}

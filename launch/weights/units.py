@@ -15,25 +15,15 @@ from megatron_rc.parallel.groups import Group, group_size
 
 @dataclass(frozen=True)
 class Unit:
-    """Rules whose parameters lie on one stage, in one model chunk: a layer without its experts, or one expert.
+    """Rules whose parameters lie on one stage, in one model chunk: a layer without its experts, or one expert."""
 
-    Attributes:
-        stage: pipeline rank of the owner.
-        chunk: model chunk on that rank.
-        prefix: prefix of the Megatron names.
-        layer: global layer number, for the Hugging Face names.
-        rules: rules of the parameters.
-        expert: global number of the expert, for the Hugging Face names; 0 if there is none.
-        expert_rank: expert-parallel rank of the owner; None: every rank holds a copy.
-    """
-
-    stage: int
-    chunk: int
-    prefix: str
-    layer: int
-    rules: tuple[Rule, ...]
-    expert: int = 0
-    expert_rank: int | None = None
+    stage: int  # pipeline rank of the owner
+    chunk: int  # model chunk on that rank
+    prefix: str  # prefix of the Megatron names
+    layer: int  # global layer number, for the Hugging Face names
+    rules: tuple[Rule, ...]  # rules of the parameters
+    expert: int = 0  # global number of the expert, for the Hugging Face names; 0 if there is none
+    expert_rank: int | None = None  # expert-parallel rank of the owner; None: every rank holds a copy
 
     def names(self, rule: Rule) -> list[str]:
         """Hugging Face names of a rule."""
@@ -69,18 +59,15 @@ def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Uni
     has_experts = config.layers_with_experts[layer.layer]
     rules = (*family.layer, *(family.expert_layer if has_experts else family.dense_layer))
     yield replace(layer, rules=tuple(rule for rule in rules if rule.holds is None or rule.holds(config)))
-    if has_experts:
-        yield from _experts_of(layer, family.expert, config)
-
-
-def _experts_of(layer: Unit, rules: tuple[Rule, ...], config: RunConfig) -> Iterator[Unit]:
-    """Units of a layer's experts; each expert-parallel rank owns a contiguous range of them."""
+    if not has_experts:
+        return
+    # Each expert-parallel rank owns a contiguous range of experts.
     number = experts_of(config).num_moe_experts
     share = number // config.parallel.expert_model_parallel_size
     for expert in range(number):
         owner, local = divmod(expert, share)
         prefix = f"{layer.prefix}mlp.experts.local_experts.{local}."
-        yield Unit(layer.stage, layer.chunk, prefix, layer.layer, rules, expert, owner)
+        yield Unit(layer.stage, layer.chunk, prefix, layer.layer, family.expert, expert, owner)
 
 
 def check_expert_group(config: RunConfig, ep_group: Group | None) -> None:

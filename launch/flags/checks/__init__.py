@@ -13,7 +13,7 @@ from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.flags.checks.parallel import check_batches, check_intervals, check_parallelism
-from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_scored, check_staleness
+from megatron_rc.launch.flags.checks.rollouts import check_correction, check_engine, check_recorded
 from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts, check_rewards
 from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_reference
 from megatron_rc.launch.run_config import RunConfig
@@ -21,16 +21,7 @@ from megatron_rc.launch.tasks import Task
 
 
 def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
-    """Check that the settings go together.
-
-    Args:
-        config: settings.
-        task: source of prompts.
-        engine: an engine of this run samples, unless rollouts are read; False: rollouts come from elsewhere.
-
-    Raises:
-        ConfigurationError: one sentence with the flag, its value and the remedy.
-    """
+    """Check that the settings go together; ``engine`` is False if rollouts come from outside of this program."""
     samples = engine and not config.rollouts.load_rollouts
     check_parallelism(config)
     check_model(config)
@@ -40,8 +31,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_batches(config)
     check_intervals(config, samples)
     check_recorded(config)
-    check_scored(config)
-    check_staleness(config)
+    check_correction(config)
     check_engine(config)
     check_critic(config)
     check_guards(config)

@@ -58,12 +58,7 @@ def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def check_expert_layers(config: RunConfig, experts: ExpertSection) -> None:
-    """Check the layers that have experts, and the width of the shared experts.
-
-    Raises:
-        ConfigurationError: a pattern with another number of layers than the model, or without experts, or a width
-            that cannot be split.
-    """
+    """Check the layers that have experts, and the width of the shared experts."""
     layers, number = config.layers_with_experts, config.transformer.num_layers
     if len(layers) != number:
         raise ConfigurationError(

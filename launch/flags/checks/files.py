@@ -1,13 +1,18 @@
-"""Checks of checkpoints, and of folders that are written to."""
+"""Checks of checkpoints, of folders that are written to, and of this machine's shared memory and open files."""
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.training import CheckpointSection
+
+SHARED_MEMORY = Path("/dev/shm")
+_PROBED_BYTES = 2**20
+# A rank of a small run opens about 100 files and sockets, and more for each process group and peer.
+FEWEST_FILES, ENOUGH_FILES = 256, 4096
 
 
 def check_checkpoints(config: RunConfig) -> None:
@@ -51,7 +56,13 @@ def check_folders(config: RunConfig) -> None:
     folders += [(f"{flag(name)} {path}", Path(path)) for name, path in written.items() if path]
     if files.save_hf and not files.load and Path(files.save_hf).is_dir() and any(Path(files.save_hf).iterdir()):
         raise ConfigurationError(f"--save-hf {files.save_hf} is not empty, and this run begins: name another folder")
-    _check_begun_anew(files)
+    # A folder with another run's checkpoints, which would later pass for this run's; an unfinished one has a suffix.
+    others = files.save and not files.is_save(files.load) and Path(files.save).glob("iter_*/metadata.json")
+    if any(path.parent.suffix == "" for path in others or ()):
+        raise ConfigurationError(
+            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
+            f"{files.save} to go on from there"
+        )
     for given, folder in folders:
         try:
             there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -63,13 +74,34 @@ def check_folders(config: RunConfig) -> None:
             ) from error
 
 
-def _check_begun_anew(files: CheckpointSection) -> None:
-    """Refuse a folder with another run's checkpoints, which would later pass for this run's."""
-    if not files.save or files.is_save(files.load):
+def check_machine(config: RunConfig) -> None:
+    """Raise ConfigurationError if needed shared memory cannot be used, or too few files can be opened.
+
+    The limit of open files is first raised as far as this user may, for this process and its children.
+    """
+    raise_open_files()
+    is_used = config.engine.rollout_engine == "vllm" or not config.launch.on_cpu
+    if is_used and SHARED_MEMORY.exists():
+        try:
+            with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+                file.write(bytes(_PROBED_BYTES))
+                file.flush()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{SHARED_MEMORY} cannot be written to ({error.strerror}), and vLLM and NCCL need it: "
+                "make room there, or start the container with more (docker run --shm-size 1g)"
+            ) from error
+
+
+def raise_open_files() -> None:
+    """Raise a low limit of open files as far as the user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         return
-    # A checkpoint that a killed run left unfinished has a suffix.
-    if any(path.parent.suffix == "" for path in Path(files.save).glob("iter_*/metadata.json")):
+    enough = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
+    if enough < FEWEST_FILES:
         raise ConfigurationError(
-            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
-            f"{files.save} to go on from there"
+            f"ulimit -n {hard}: a process may open {hard} files and sockets, and a rank needs {FEWEST_FILES}: raise "
+            "the limit (ulimit -Hn; docker run --ulimit nofile=4096)"
         )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))

@@ -69,11 +69,7 @@ MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def check_megatron(config: RunConfig) -> None:
-    """Check the given fields, and let Megatron build its configs with them.
-
-    Raises:
-        ConfigurationError: names the flag, the reason and the remedy.
-    """
+    """Check the given fields, and let Megatron build its configs with them."""
     chosen = list(_chosen(config))
     for field, value in chosen:
         if field.name in _REASONS:
@@ -163,7 +159,7 @@ def _check_kernels(config: RunConfig) -> None:
 
 
 def _build(config: RunConfig, flags: list[str]) -> None:
-    """Let Megatron check what was given; its configs are built again with the model."""
+    """Let Megatron check the given fields; its configs are built again with the model."""
     allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     try:
         for build in (build_transformer_config, build_ddp_config, build_optimizer_config):

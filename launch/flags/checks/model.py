@@ -8,17 +8,6 @@ from megatron_rc.launch.run_config import RunConfig
 
 def check_model(config: RunConfig) -> None:
     """Check layers, positions, vocabulary and the layers' implementation."""
-    _check_layers(config)
-    _check_latents(config)
-    _check_positions(config)
-    _check_vocabulary(config)
-    if config.model.transformer_impl == "transformer_engine":
-        if config.launch.on_cpu:
-            raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
-        require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
-
-
-def _check_layers(config: RunConfig) -> None:
     layers, tp = config.transformer, ("tensor_model_parallel_size", config.parallel.tensor_model_parallel_size)
     require_multiple("num_attention_heads", layers.num_attention_heads, *tp)
     require_multiple("num_query_groups", layers.num_query_groups, *tp)
@@ -27,6 +16,16 @@ def _check_layers(config: RunConfig) -> None:
     for name, rate in (("attention_dropout", layers.attention_dropout), ("hidden_dropout", layers.hidden_dropout)):
         if rate != 0:
             raise ConfigurationError(f"{flag(name)} {rate} must be 0: π_old and π_θ would differ by noise")
+    _check_latents(config)
+    _check_positions(config)
+    padded = config.model.padded_vocab_size
+    require_multiple("padded_vocab_size", padded, *tp)
+    if padded < config.model.vocab_size:
+        raise ConfigurationError(f"--padded-vocab-size {padded} is less than the {config.model.vocab_size} tokens")
+    if config.model.transformer_impl == "transformer_engine":
+        if config.launch.on_cpu:
+            raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
+        require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
 
 
 def _check_latents(config: RunConfig) -> None:
@@ -75,10 +74,3 @@ def _check_positions(config: RunConfig) -> None:
             f"--seq-length {length} is longer than --sliding-window {model.sliding_window}, the reach of the published "
             "model's attention, which is not limited here: use shorter sequences"
         )
-
-
-def _check_vocabulary(config: RunConfig) -> None:
-    padded, tp = config.model.padded_vocab_size, config.parallel.tensor_model_parallel_size
-    require_multiple("padded_vocab_size", padded, "tensor_model_parallel_size", tp)
-    if padded < config.model.vocab_size:
-        raise ConfigurationError(f"--padded-vocab-size {padded} is less than the {config.model.vocab_size} tokens")

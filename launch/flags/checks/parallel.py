@@ -118,12 +118,7 @@ def _check_micro_batches(config: RunConfig) -> None:
 
 
 def check_intervals(config: RunConfig, samples: bool) -> None:
-    """Check that whole rollout batches lie between saves, updates of the reference, the critic's start and syncs.
-
-    Args:
-        config: settings.
-        samples: this run's engine samples.
-    """
+    """Check that whole rollout batches lie between saves, updates of the reference, the critic's start and syncs."""
     rollouts, training, critic, steps = config.rollouts, config.training, config.critic, config.updates_per_rollout
     product = (
         f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size {rollouts.grpo_group_size} · "

@@ -39,21 +39,17 @@ def check_recorded(config: RunConfig) -> None:
         )
 
 
-def check_scored(config: RunConfig) -> None:
-    """Check that the correction uses log π_old, if a forward-only pass was asked for."""
+def check_correction(config: RunConfig) -> None:
+    """Check that the correction uses log π_old, if it was asked for, and knows the age of rollouts, if it uses that."""
     correction = config.correction
     if config.rollouts.always_score and correction.corrects_in_loss:
         mode = "--bypass-mode" if correction.bypass_mode else "--proximal-interpolation"
         raise ConfigurationError(
             f"--always-score does nothing with {mode}, which uses no log π_old of a forward-only pass: drop one of them"
         )
-
-
-def check_staleness(config: RunConfig) -> None:
-    """Check that the age of rollouts is known, and bounded as the correction says, if the correction uses it."""
-    scale, given = config.correction.staleness_scale, config.correction.rollout_staleness_scale
+    scale, given = correction.staleness_scale, correction.rollout_staleness_scale
     users = [f"--rollout-staleness-scale {given}"] * (scale is not None)
-    users += ["--proximal-interpolation"] * config.correction.proximal_interpolation
+    users += ["--proximal-interpolation"] * correction.proximal_interpolation
     if users and not config.rollouts.knows_versions:
         raise ConfigurationError(
             f"{users[0]} needs rollouts whose versions are steps of this run: say so with --rollout-staleness K, or "

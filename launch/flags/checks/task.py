@@ -47,13 +47,7 @@ def check_evaluation(config: RunConfig, task: Task) -> None:
 
 
 def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
-    """Check that there is a rule, and that a user's own rule loads, in a process of its own.
-
-    Args:
-        config: settings.
-        task: task, which may have a rule of its own.
-        samples: this run samples and scores responses.
-    """
+    """Check that there is a rule, and that a user's own rule loads, in a process of its own."""
     rewards = config.rewards
     if not abs(rewards.reward_on_error) <= LARGEST:
         raise ConfigurationError(f"--reward-on-error {rewards.reward_on_error} must be a finite float32 number")

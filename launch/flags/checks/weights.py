@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from megatron_rc.launch.errors import ConfigurationError, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.run_config import RunConfig, flag_options
 from megatron_rc.launch.weights.architecture import read_architecture
-from megatron_rc.launch.weights.bridge import MBRIDGE
+from megatron_rc.launch.weights.converter import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import check_transformers
 
@@ -68,12 +67,12 @@ def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
     files = config.checkpoints
     if files.weights_bridge is not None:
         return config
-    chosen = dataclasses.replace(config, checkpoints=dataclasses.replace(files, weights_bridge=MBRIDGE))
+    chosen = config.changed(checkpoints={"weights_bridge": MBRIDGE})
     words = "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
     try:
         check_bridge(chosen, samples)
     except ConfigurationError as reason:
-        chosen = dataclasses.replace(config, checkpoints=dataclasses.replace(files, weights_bridge=NO_BRIDGE))
+        chosen = config.changed(checkpoints={"weights_bridge": NO_BRIDGE})
         words = f"this program's own tables convert the weights: {reason}"
     if not config.launch.on_cpu and _converts(config, samples):
         _log.warning("%s", words)

@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks.prompt_data.rows import Row, parse_line
@@ -27,43 +27,13 @@ _OTHER_FORMATS = {
 Visit = Callable[[int, Row], None]
 
 
-class Rows(Protocol):
-    """The rows of a file, by number.
-
-    Attributes:
-        digest: hash of all rows.
-    """
-
-    digest: bytes
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
-
-    def row(self, index: int) -> Row:
-        """Read one row."""
-        ...
-
-    def where(self, index: int) -> str:
-        """Name of a row for errors: flag, file and place in it."""
-        ...
-
-
-def open_rows(name: str, path: str, visit: Visit) -> Rows:
-    """Open a prompt file, and check each of its rows.
-
-    Args:
-        name: name of the flag.
-        path: a file of JSON lines, or a folder that ``datasets`` saved.
-        visit: called with the number of every row and the row; raises ValueError with the fault of a bad row.
-
-    Raises:
-        ConfigurationError: the file cannot be read, has no row, or has a bad one.
-    """
+def open_rows(name: str, path: str, visit: Visit) -> JsonLines | SavedDataset:
+    """Open a prompt file of the flag ``name``, and check each of its rows with ``visit``, which raises ValueError."""
     # Path.exists() raises OSError for a name that is too long; open() below reports it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ConfigurationError(f"{name} {path} is no regular file, and every rank must read it: write it to one")
-    rows: Rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
+    rows: JsonLines | SavedDataset
+    rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
     return rows
@@ -97,11 +67,7 @@ class JsonLines:
         return len(self._starts) - 1
 
     def row(self, index: int) -> Row:
-        """Read one line.
-
-        Raises:
-            ConfigurationError: the file has changed since the run began, or cannot be read any more.
-        """
+        """Read one line."""
         begin, end = self._starts[index : index + 2]
         try:
             with open(self.path, "rb") as file:
@@ -115,7 +81,7 @@ class JsonLines:
             raise ConfigurationError(f"{self.name} {self.path} cannot be read any more: {error.strerror}") from error
 
     def where(self, index: int) -> str:
-        """See :class:`Rows`."""
+        """Name of a row for errors: flag, file and place in it."""
         return f"{self.name} {self.path}, line {index + 1}"
 
     def _read(self, number: int, line: bytes, visit: Visit | None = None) -> Row:
@@ -155,28 +121,25 @@ class SavedDataset:
                 visit(index, row)
             except ValueError as error:
                 raise ConfigurationError(f"{self.where(index)} {error}") from error
-        self.digest = self._digest()
+        # The stored rows, because decoded objects such as images would differ between processes.
+        digest = hashlib.blake2b(digest_size=8)
+        for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
+            for row in rows.to_pylist():
+                digest.update(repr(row).encode("utf-8", "surrogatepass"))
+        self.digest = digest.digest()
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._dataset)
 
     def row(self, index: int) -> Row:
-        """See :class:`Rows`."""
+        """Read one row."""
         row: Row = self._dataset[index]
         return row
 
     def where(self, index: int) -> str:
-        """See :class:`Rows`."""
+        """Name of a row for errors: flag, file and place in it."""
         return f"{self.name} {self.path}, row {index}"
-
-    def _digest(self) -> bytes:
-        """Hash of the stored rows; decoded objects such as images would differ between processes."""
-        digest = hashlib.blake2b(digest_size=8)
-        for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
-            for row in rows.to_pylist():
-                digest.update(repr(row).encode("utf-8", "surrogatepass"))
-        return digest.digest()
 
     def _load(self, path: str) -> Any:
         from datasets import DatasetDict, load_from_disk

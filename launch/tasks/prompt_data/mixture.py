@@ -20,11 +20,7 @@ Part = tuple[str, "Fraction | None"]
 
 
 def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
-    """Paths and weights from the words of a flag such as ``0.7 a.jsonl 0.3 b.jsonl``; weights may be left out.
-
-    Raises:
-        ConfigurationError: some paths have no weight, a weight is not positive, or a file is named twice.
-    """
+    """Paths and weights from the words of a flag such as ``0.7 a.jsonl 0.3 b.jsonl``; weights may be left out."""
     numbers = [_number(word) for word in words]
     weights: list[Fraction | None] = [None] * len(words)
     paths = list(words)

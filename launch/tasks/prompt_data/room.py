@@ -31,8 +31,7 @@ class Room:
     def excess(self, problem: Problem) -> int | None:
         """Tokens of a prompt that is too long, or a lower bound of them; None for a prompt that fits.
 
-        Raises:
-            ValueError: the prompt is too long and ``drops`` is False, or the chat template refuses it.
+        Raises ValueError if a prompt is too long and ``drops`` is False, or if the chat template refuses it.
         """
         try:
             if self._surely_fits(problem):

@@ -14,11 +14,7 @@ Row = dict[str, Any]
 
 
 def parse_line(line: bytes) -> Row:
-    """Parse one line of a JSON-lines file.
-
-    Raises:
-        ValueError: the line is no JSON object; the message says why.
-    """
+    """Parse one line of a JSON-lines file, or raise ValueError with the reason."""
     try:
         # The parser would count columns from 1 again after a newline.
         text = line.decode("utf-8").rstrip("\r\n")
@@ -41,30 +37,17 @@ def parse_line(line: bytes) -> Row:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Keys of a row, and the requirements on its values.
+    """Keys of a row, and the requirements on its values."""
 
-    Attributes:
-        input_key: key of the prompt: a string, or a list of messages with ``role`` and ``content``.
-        label_key: key of the label that the reward compares a response with.
-        needs_label: whether every row must have a label.
-        chat: whether the tokenizer writes prompts as turns of a conversation.
-        alphabet: characters that the tokenizer knows; None: all.
-        plain_label: whether labels must be texts or numbers, as ``--reward exact`` needs them.
-    """
-
-    input_key: str
-    label_key: str
-    needs_label: bool
-    chat: bool
-    alphabet: frozenset[str] | None = None
-    plain_label: bool = False
+    input_key: str  # key of the prompt: a string, or a list of messages with ``role`` and ``content``
+    label_key: str  # key of the label that the reward compares a response with
+    needs_label: bool  # whether every row must have a label
+    chat: bool  # whether the tokenizer writes prompts as turns of a conversation
+    alphabet: frozenset[str] | None = None  # characters that the tokenizer knows; None: all
+    plain_label: bool = False  # whether labels must be texts or numbers, as ``--reward exact`` needs them
 
     def problem(self, row: Row) -> Problem:
-        """Make a problem from a row.
-
-        Raises:
-            ValueError: the row is bad; the message says why.
-        """
+        """Make a problem from a row, or raise ValueError with the row's fault."""
         if self.input_key not in row:
             raise ValueError(f"has no {self.input_key!r}{_among(row)}: name the prompt's key with --input-key")
         label = row.get(self.label_key)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.tasks.prompt_data.files import Rows, open_rows
+from megatron_rc.launch.tasks.prompt_data.files import open_rows
 from megatron_rc.launch.tasks.prompt_data.mixture import parse_mixture, place, shuffled
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import Row, RowFormat
@@ -22,15 +22,6 @@ _log = logging.getLogger("megatron_rc")
 
 class PromptData:
     """Task whose problems come from files; its reward is ``--reward``.
-
-    Args:
-        train: words of ``--prompt-data``.
-        held_out: words of ``--eval-data``; may be empty.
-        row_format: format of the rows.
-        text: the tokenizer.
-        seed: seed of the order.
-        room: check of the prompts' lengths.
-        max_response_length: maximum tokens of a response.
 
     Attributes:
         digest: hash of all rows.
@@ -137,7 +128,7 @@ class PromptFile:
             else:
                 shortest = min(shortest or excess, excess)
 
-        self.rows: Rows = open_rows(name, path, visit)
+        self.rows = open_rows(name, path, visit)
         self.dropped = len(self.rows) - len(self._kept)
         self.digest = hashlib.blake2b(self.rows.digest + self._kept.tobytes(), digest_size=8).digest()
         if not self._kept:

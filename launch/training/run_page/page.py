@@ -25,14 +25,9 @@ _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', 
 
 
 def write_page(folder: Path, ending: str | None = None) -> Path:
-    """Write ``report.html`` into a run's folder, and return its path.
+    """Write ``report.html`` into a run's folder, and return its path; missing or damaged files are left out.
 
-    Args:
-        folder: folder of the run; files that are missing or damaged are left out of the page.
-        ending: how the run ended; None: as an older page of the same number of steps says.
-
-    Raises:
-        OSError: ``metrics.jsonl`` cannot be read, or the page cannot be written.
+    ``ending`` says how the run ended; None: as an older page of the same number of steps says.
     """
     path = folder / PAGE
     template = files("megatron_rc.launch.training.run_page").joinpath("page.html").read_text(encoding="utf-8")

@@ -17,21 +17,13 @@ _PHASES = ("sync", "eval", "rollout", "plan", "update", "save")
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one drawing.
+    """Curves in one drawing."""
 
-    Attributes:
-        title: title with the unit.
-        note: explanation below the title.
-        curves: label of each metric; metrics without a value are left out.
-        stacked: draw the curves on top of each other.
-        wide: use a logarithmic axis if the values differ by orders of magnitude.
-    """
-
-    title: str
-    note: str
-    curves: Mapping[str, str]
-    stacked: bool = False
-    wide: bool = False
+    title: str  # title with the unit
+    note: str  # explanation below the title
+    curves: Mapping[str, str]  # label of each metric; metrics without a value are left out
+    stacked: bool = False  # draw the curves on top of each other
+    wide: bool = False  # use a logarithmic axis if the values differ by orders of magnitude
 
 
 PANELS = (
@@ -106,7 +98,9 @@ def panels_of(series: Mapping[str, Series]) -> list[dict[str, Any]]:
         held = aligned(series, list(labels)) if panel.stacked else series
         curves = [{"label": label, **drawn(held[name])} for name, label in labels.items()]
         if curves:
-            words = {"title": panel.title, "note": panel.note + _left_out(series, labels)}
+            lost = sum(len(series[name].values) - len(series[name].finite()) for name in labels)
+            note = panel.note + f" Not drawn, because NaN or infinite: {lost}." * bool(lost)
+            words = {"title": panel.title, "note": note}
             found.append(words | {"stacked": panel.stacked, "wide": panel.wide, "curves": curves})
     return found
 
@@ -117,32 +111,19 @@ def labels_of(panel: Panel, series: Mapping[str, Series]) -> dict[str, str]:
     tries = [int(name.removeprefix(_PASS)) for name in series if name.startswith(_PASS)]
     if _PASS in panel.curves and max(tries, default=1) > 1:
         labels[f"{_PASS}{max(tries)}"] = panel.curves[_PASS].format(k=max(tries))
-    if _HELD_OUT in labels and _is_share_of_right(series):
-        del labels[_HELD_OUT]
-    return labels
-
-
-def _is_share_of_right(series: Mapping[str, Series]) -> bool:
-    """Whether the mean rewards of evaluations equal their shares of right answers."""
+    if _HELD_OUT not in labels:
+        return labels
     rewards, right = (series[name].values if name in series else () for name in (_HELD_OUT, "eval/exact_match"))
     pairs = zip(rewards, right, strict=False)
-    return len(rewards) == len(right) and all(math.isclose(one, other, abs_tol=1e-9) for one, other in pairs)
-
-
-def _left_out(series: Mapping[str, Series], labels: Mapping[str, str]) -> str:
-    lost = sum(len(series[name].values) - len(series[name].finite()) for name in labels)
-    return f" Not drawn, because NaN or infinite: {lost}." if lost else ""
+    if len(rewards) == len(right) and all(math.isclose(one, other, abs_tol=1e-9) for one, other in pairs):
+        del labels[_HELD_OUT]
+    return labels
 
 
 def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str, Any]]:
     """Histograms of the last step's ratios and weights, with the quantiles among its metrics as edges of the bins.
 
-    Args:
-        row: metrics of the step under their usual names.
-        level: ``token``, ``sequence`` or ``geometric``; None: there are no weights.
-
-    Returns:
-        Histograms with ``edges`` (logarithms) and ``shares`` (one fewer).
+    ``level`` is the level of the weights, None without weights. A histogram has ``edges`` (logarithms) and ``shares``.
     """
     logs = [row.get(f"{_RC}log_ratio_p{percent}", math.nan) for percent in _PERCENTS]
     shares = [(int(high) - int(low)) / 100 for low, high in itertools.pairwise(_PERCENTS)]

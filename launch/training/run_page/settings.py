@@ -25,21 +25,14 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run; all empty if ``config.yaml`` is missing or damaged.
+    """Settings of a run; all empty if ``config.yaml`` is missing or damaged."""
 
-    Attributes:
-        all: value of each flag as text, by its name without dashes; defaults too.
-        given: (section, flag, value) of the flags that the user gave.
-        made_with: lines with versions, repositories and the command that repeats the run.
-        home: folder in which the run was started; its relative paths begin there.
-        correction: lines that describe the correction; empty if it is not known.
-    """
-
+    # Value of each flag as text, by its name without dashes; defaults too.
     all: Mapping[str, str] = field(default_factory=dict)
-    given: tuple[tuple[str, str, str], ...] = ()
-    made_with: tuple[str, ...] = ()
-    home: Path = Path()
-    correction: tuple[str, ...] = ()
+    given: tuple[tuple[str, str, str], ...] = ()  # (section, flag, value) of the flags that the user gave
+    made_with: tuple[str, ...] = ()  # lines with versions, repositories and the command that repeats the run
+    home: Path = Path()  # folder in which the run was started; its relative paths begin there
+    correction: tuple[str, ...] = ()  # lines that describe the correction; empty if it is not known
 
     def get(self, name: str) -> str | None:
         """Value of a flag as text; None if it has none."""

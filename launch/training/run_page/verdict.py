@@ -73,10 +73,7 @@ def _not_made(series: Mapping[str, Series]) -> str:
 def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
     """The doctor's report on a run: ``words``, ``is_wrong``, ``numbers``, ``verdicts`` and ``proposal``.
 
-    Args:
-        series: series of ``FULL_NAMES``, for changes over the run.
-        last: all metrics of the last steps, under their usual names.
-        settings: settings of the run.
+    ``series`` has the series of ``FULL_NAMES``; ``last`` all metrics of the last steps, under their usual names.
     """
     rows = [{name: value for name, value in own_row(row, _RC).items() if math.isfinite(value)} for row in last]
     begun = min(row["step"] for row in last)

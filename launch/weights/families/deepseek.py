@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
-from megatron_rc.launch.weights.entries import Always, Entry, File, Flags, Only, Row, UnknownFeatureError
+from megatron_rc.launch.weights.entries import Entry, File, Flags, Only, Row, UnknownFeatureError, always
 from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD
 from megatron_rc.launch.weights.families.sigmoid_experts import (
     EXPERT,
@@ -48,10 +48,6 @@ def _has_latent_queries(config: RunConfig) -> bool:
     return config.latent is not None and config.latent.q_lora_rank is not None
 
 
-def _has_direct_queries(config: RunConfig) -> bool:
-    return not _has_latent_queries(config)
-
-
 def _norm(part: str, hugging_face: str, **how: Any) -> Rule:
     names = (f"self_attention.{part}_layernorm.weight", f"self_attention.linear_{part}_up_proj.layer_norm_weight")
     return Rule(names, (f"{_ATTENTION}{hugging_face}.weight",), WHOLE, **how)
@@ -63,7 +59,7 @@ def _linear(part: str, hugging_face: str, conversion: Any, **how: Any) -> Rule:
 
 _LATENT_ATTENTION = (
     Rule(("input_layernorm.weight",), (f"{_LAYER}input_layernorm.weight",), WHOLE),
-    _linear("q_proj", "q_proj", ROWS, holds=_has_direct_queries),
+    _linear("q_proj", "q_proj", ROWS, holds=lambda config: not _has_latent_queries(config)),
     _linear("q_down_proj", "q_a_proj", WHOLE, holds=_has_latent_queries),
     _norm("q", "q_a_layernorm", holds=_has_latent_queries),
     _linear("q_up_proj", "q_b_proj", ROWS, holds=_has_latent_queries),
@@ -80,20 +76,13 @@ _LATENT_ATTENTION = (
 
 
 def latent_family(name: str, config_class: str, experts: tuple[Row, ...], default_q_lora_rank: int) -> Family:
-    """Make a family with DeepSeek-V3's layers.
-
-    Args:
-        name: see :class:`Family`.
-        config_class: see :class:`Family`.
-        experts: rows of the experts.
-        default_q_lora_rank: rank if the file lacks the entry; null in a file means no latent for queries.
-    """
+    """Make a family with DeepSeek-V3's layers; ``default_q_lora_rank`` is used if the file lacks the entry."""
     return Family(
         name=name,
         config_class=config_class,
         fields=(
             *GATED,
-            Always("multi-latent-attention", True),
+            always("multi-latent-attention", True),
             Only("attention_bias", False),
             Only("rope_interleave", True),
             Only("moe_layer_freq", 1),
@@ -109,9 +98,9 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
             Entry("v_head_dim", "v-head-dim"),
             LatentRotary(),
             *experts,
-            Always("add-qkv-bias", False),
-            Always("qk-layernorm", True),
-            Always("sliding-window", None),
+            always("add-qkv-bias", False),
+            always("qk-layernorm", True),
+            always("sliding-window", None),
         ),
         embedding=EMBEDDING,
         layer=_LATENT_ATTENTION,

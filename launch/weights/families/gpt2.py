@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import (
     COLUMNS,
     ROWS,
@@ -12,18 +11,8 @@ from megatron_rc.launch.weights.conversions import (
     Conversion,
     transposed,
 )
-from megatron_rc.launch.weights.entries import Always, Choice, Entry, Follows, Lacks, Only, Row, Written
+from megatron_rc.launch.weights.entries import Choice, Entry, Follows, Only, Row, Written, always, lacks
 from megatron_rc.launch.weights.family import Family, Rule
-
-
-def _heads_are_even(config: RunConfig) -> bool:
-    layers = config.transformer
-    return layers.kv_channels * layers.num_attention_heads == layers.hidden_size
-
-
-def _heads_share_nothing(config: RunConfig) -> bool:
-    return config.transformer.num_query_groups == config.transformer.num_attention_heads
-
 
 _FIELDS: tuple[Row, ...] = (
     Choice(
@@ -38,21 +27,31 @@ _FIELDS: tuple[Row, ...] = (
     Entry("n_embd", "hidden-size"),
     Entry("n_inner", "ffn-hidden-size", default=lambda file: 4 * file["n_embd"]),
     Entry("n_head", "num-attention-heads"),
-    Follows("group-query-attention", lambda file: False, _heads_share_nothing),
-    Follows("kv-channels", lambda file: file["n_embd"] // file["n_head"], _heads_are_even),
+    Follows(
+        "group-query-attention",
+        lambda file: False,
+        lambda config: config.transformer.num_query_groups == config.transformer.num_attention_heads,
+    ),
+    Follows(
+        "kv-channels",
+        lambda file: file["n_embd"] // file["n_head"],
+        lambda config: (
+            config.transformer.kv_channels * config.transformer.num_attention_heads == config.transformer.hidden_size
+        ),
+    ),
     Entry("n_positions", "max-position-embeddings"),
     Entry("layer_norm_epsilon", "norm-epsilon"),
     Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=True, inverted=True),
     Entry("vocab_size", "vocab-size"),
-    Always("position-embedding-type", "learned_absolute"),
-    Always("normalization", "LayerNorm"),
-    Always("swiglu", False),
-    Always("disable-bias-linear", False),
-    Always("add-qkv-bias", False),
-    Always("qk-layernorm", False),
-    Always("sliding-window", None),
-    Always("num-experts", None),
-    Lacks("multi-latent-attention"),
+    always("position-embedding-type", "learned_absolute"),
+    always("normalization", "LayerNorm"),
+    always("swiglu", False),
+    always("disable-bias-linear", False),
+    always("add-qkv-bias", False),
+    always("qk-layernorm", False),
+    always("sliding-window", None),
+    always("num-experts", None),
+    lacks("multi-latent-attention"),
     # Published configs have dropout, which a policy must not have.
     *(Written(name, 0.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
 )

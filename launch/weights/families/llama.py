@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, QUERY_KEY_VALUE, VOCABULARY, WHOLE
 from megatron_rc.launch.weights.entries import (
-    Always,
     Entry,
     File,
     Flags,
     Follows,
-    Lacks,
     Only,
     Row,
     UnknownFeatureError,
+    always,
+    lacks,
 )
 from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
 from megatron_rc.launch.weights.rotary import Rotary
@@ -39,10 +41,10 @@ GATED: tuple[Row, ...] = (
     Entry("rms_norm_eps", "norm-epsilon"),
     Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=False, inverted=True),
     Entry("vocab_size", "vocab-size"),
-    Always("normalization", "RMSNorm"),
-    Always("swiglu", True),
-    Always("openai-gelu", False),
-    Always("disable-bias-linear", True),
+    always("normalization", "RMSNorm"),
+    always("swiglu", True),
+    always("openai-gelu", False),
+    always("disable-bias-linear", True),
 )
 _LLAMAS: tuple[Row, ...] = (
     *GATED,
@@ -50,19 +52,19 @@ _LLAMAS: tuple[Row, ...] = (
     Only("use_sliding_window", False),
     _FullAttention("layer_types", "full_attention"),
     Follows("group-query-attention", lambda file: True, lambda config: True),
-    Lacks("multi-latent-attention"),
+    lacks("multi-latent-attention"),
 )
 # Rows of Qwen3-MoE and Mixtral: experts in all layers, a softmax router, no groups and no shared experts.
 _PLAIN_EXPERTS: tuple[Row, ...] = (
-    Lacks("moe-layer-freq"),
-    Lacks("moe-shared-expert-intermediate-size"),
-    Lacks("moe-router-score-function"),
-    Lacks("moe-router-topk-scaling-factor"),
-    Lacks("moe-router-group-topk"),
-    Lacks("moe-router-enable-expert-bias"),
+    lacks("moe-layer-freq"),
+    lacks("moe-shared-expert-intermediate-size"),
+    lacks("moe-router-score-function"),
+    lacks("moe-router-topk-scaling-factor"),
+    lacks("moe-router-group-topk"),
+    lacks("moe-router-enable-expert-bias"),
 )
-_DENSE: tuple[Row, ...] = (Always("num-experts", None), Entry("intermediate_size", "ffn-hidden-size"))
-ANY_LENGTH: tuple[Row, ...] = (Always("sliding-window", None),)
+_DENSE: tuple[Row, ...] = (always("num-experts", None), Entry("intermediate_size", "ffn-hidden-size"))
+ANY_LENGTH: tuple[Row, ...] = (always("sliding-window", None),)
 _NULL_IS_ANY_LENGTH = Entry("sliding_window", "sliding-window", default=None)
 # Mistral's first models have a window of 4096 tokens, even if the file lacks the entry; later models have null.
 _MISTRALS = Entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
@@ -73,12 +75,11 @@ def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
     """Rows for the query groups and the head size; defaults for files that lack them, None: derived from the file."""
 
     def num_groups(file: File) -> int | None:
-        lacks = groups is not None and "num_key_value_heads" not in file
-        return groups if lacks else file["num_attention_heads"]
+        return groups if groups and "num_key_value_heads" not in file else file["num_attention_heads"]
 
     def size(file: File) -> int | None:
-        lacks = head_dim is not None and "head_dim" not in file
-        return head_dim if lacks else file["hidden_size"] // file["num_attention_heads"]
+        derived: int = file["hidden_size"] // file["num_attention_heads"]
+        return head_dim if head_dim and "head_dim" not in file else derived
 
     return (
         Entry("num_key_value_heads", "num-query-groups", default=num_groups),
@@ -87,11 +88,11 @@ def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
 
 
 _WHOLE_HEADS = Rotary()
-_NO_BIAS: tuple[Row, ...] = (Always("add-qkv-bias", False), Only("attention_bias", False))
-_NO_NORMS: tuple[Row, ...] = (Always("qk-layernorm", False),)
+_NO_BIAS: tuple[Row, ...] = (always("add-qkv-bias", False), Only("attention_bias", False))
+_NO_NORMS: tuple[Row, ...] = (always("qk-layernorm", False),)
 # Qwen2 always has this bias; it ignores attention_bias.
-_WITH_BIAS: tuple[Row, ...] = (Always("add-qkv-bias", True), *_NO_NORMS)
-_WITH_NORMS: tuple[Row, ...] = (*_NO_BIAS, Always("qk-layernorm", True))
+_WITH_BIAS: tuple[Row, ...] = (always("add-qkv-bias", True), *_NO_NORMS)
+_WITH_NORMS: tuple[Row, ...] = (*_NO_BIAS, always("qk-layernorm", True))
 
 
 _GATED_ATTENTION = (
@@ -152,25 +153,14 @@ def gated_family(
     attention: tuple[Row, ...] = (*_NO_BIAS, *_NO_NORMS),
     default_groups: int | None = None,
     default_head_dim: int | None = None,
-    expert_layer: tuple[Rule, ...] = (),
-    expert: tuple[Rule, ...] = (),
-    expert_names: ExpertNames | None = None,
-    in_bridge: bool = False,
+    **others: Any,
 ) -> Family:
     """Make a family with Llama's layers.
 
-    Args:
-        name: see :class:`Family`, also for the arguments that are not described here.
-        config_class: see :class:`Family`.
-        fields: rows of the MLP or the experts, and other rows of this family.
-        rotary: row of the rotary embeddings.
-        attention: rows for the bias of queries, keys and values, and for the norms of queries and keys.
-        default_groups: key heads if the file has no number; None: as many as attention heads.
-        default_head_dim: width of a head if the file has none; None: hidden size / attention heads.
-        expert_layer: see :class:`Family`.
-        expert: see :class:`Family`.
-        expert_names: see :class:`Family`.
-        in_bridge: see :class:`Family`.
+    ``fields`` are the rows of the MLP or the experts, and further rows; ``attention`` has the rows for the bias of
+    queries, keys and values, and for the norms of queries and keys. If a file has no number of key heads or no width of
+    a head, the defaults hold; None: as many as attention heads, and hidden size / attention heads.
+    ``others`` are fields of :class:`Family`.
     """
     return Family(
         name=name,
@@ -179,12 +169,9 @@ def gated_family(
         embedding=EMBEDDING,
         layer=(*_GATED_ATTENTION, _QKV_BIAS, *_QK_NORMS),
         dense_layer=GATED_MLP,
-        expert_layer=expert_layer,
-        expert=expert,
-        expert_names=expert_names,
-        in_bridge=in_bridge,
         head=HEAD,
         untied_head=UNTIED_HEAD,
+        **others,
     )
 
 
@@ -239,7 +226,7 @@ _MIXTRAL = gated_family(
         Entry("intermediate_size", "moe-ffn-hidden-size", other_flag="ffn-hidden-size"),
         Entry("num_local_experts", "num-experts", other_name="num_experts"),
         _CHOSEN,
-        Always("moe-router-pre-softmax", False),
+        always("moe-router-pre-softmax", False),
     ),
     rotary=Rotary(1000000.0),
     default_groups=8,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import WHOLE
-from megatron_rc.launch.weights.entries import Always, Entry, File, Flags, Only, Row, UnknownFeatureError, Written
+from megatron_rc.launch.weights.entries import Entry, File, Flags, Only, Row, UnknownFeatureError, Written, always
 from megatron_rc.launch.weights.families.llama import GATED_NAMES, gated_mlp, router
 from megatron_rc.launch.weights.family import ExpertNames, Rule, experts_of
 
@@ -25,13 +25,9 @@ def _whole(file: File, name: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class DenseFirst(Row):
-    """Row for the number of dense layers before the layers with experts.
+    """Row for the number of dense layers before the layers with experts."""
 
-    Attributes:
-        default: number if the file lacks the entry.
-    """
-
-    default: int
+    default: int  # number if the file lacks the entry
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
@@ -138,14 +134,7 @@ class _Groups(Row):
 
 
 def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: int) -> tuple[Row, ...]:
-    """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry.
-
-    Args:
-        dense_first: row for the dense layers at the start.
-        scaling: factor on the weights of a token's experts.
-        groups: number of groups of experts.
-        chosen: number of groups that a token's experts come from.
-    """
+    """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry."""
     return (
         Only("norm_topk_prob", True),
         Only("scoring_func", "sigmoid"),
@@ -158,9 +147,9 @@ def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: in
         dense_first,
         _Shared(),
         _Groups(groups, chosen),
-        Always("moe-router-score-function", "sigmoid"),
-        Always("moe-router-enable-expert-bias", True),
-        Always("moe-router-pre-softmax", False),
+        always("moe-router-score-function", "sigmoid"),
+        always("moe-router-enable-expert-bias", True),
+        always("moe-router-pre-softmax", False),
         # Layers for multi-token prediction are not trained here.
         Written("num_nextn_predict_layers", 0),
     )

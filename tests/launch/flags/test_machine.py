@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import machine
+from megatron_rc.launch.flags.checks import files as machine
 from tests.support.recorded_training import flags, run_config
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.waiting import EngineWaits
+from megatron_rc.launch.rollouts.engine_work import EngineWaits
 from megatron_rc.launch.training.checkpoints.folders import iterations
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags

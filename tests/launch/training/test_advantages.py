@@ -9,7 +9,7 @@ import torch
 
 from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.advantages import Advantages, Scores, summarize
 from megatron_rc.launch.training.micro_batches import cut_batch

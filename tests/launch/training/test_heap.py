@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from megatron_rc.launch.training.heap import trim_heap
+from megatron_rc.launch.training.machine import trim_heap
 
 MEGABYTE = 1 << 20
 

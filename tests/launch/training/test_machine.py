@@ -30,7 +30,7 @@ def counted(words):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron_rc.launch.training.flops import step_flops
+    from megatron_rc.launch.training.machine import step_flops
 
     trainer = make_trainer(words)
     prepared = trainer.prepare(recorded_batch(0))
@@ -122,7 +122,7 @@ def test_a_device_that_can_do_nothing_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("words", "peak"), [("--bf16", 989e12), ("--fp16", 989e12), ("", None)])
 def test_a_known_device_has_its_peak_in_16_bits(tmp_path, monkeypatch, words, peak):
-    from megatron_rc.launch.training.flops import device_peak
+    from megatron_rc.launch.training.machine import device_peak
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     words = [*flags(tmp_path, *words.split(), "--transformer-impl=local"), "--no-cpu"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rc.advantages.group import group_advantages
-from megatron_rc.launch.training.overlong_filter import without_overlong
+from megatron_rc.launch.rollouts.samples import without_overlong
 from megatron_rc.records.rollout import FINISH_REASONS, load_rollouts, save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch

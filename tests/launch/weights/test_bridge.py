@@ -15,8 +15,8 @@ import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.weights import check_bridge
-from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.launch.weights.converter import bridge_export, bridge_load
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.parallel import ParallelGroups
 from tests.support.published_models import GATED, MODELS

@@ -1,0 +1,165 @@
+"""Settings of rewards, advantages, the critic and the reference policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megatron_rc.advantages.group import GROUP_ESTIMATORS
+from megatron_rc.launch.run_config.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """Rule that scores responses, its processes, and responses without an end."""
+
+    reward: str | None = option(
+        "rule that scores responses: exact, math-verify or python:pkg.module:function; default: the task's own rule",
+        needs="!load_rollouts",
+        metavar="RULE",
+    )
+    reward_workers: int | None = option(
+        "scoring processes of each data-parallel replica; default: cores of the machine per rank, at most 8",
+        needs="!load_rollouts",
+        positive=True,
+    )
+    reward_timeout: float = option(
+        "seconds that scoring one response may take", default=10.0, needs="!load_rollouts", positive=True
+    )
+    reward_errors: Literal["continue", "stop"] = option(
+        "a response that cannot be scored: give it --reward-on-error, or end the run",
+        default="continue",
+        needs="!load_rollouts",
+    )
+    reward_on_error: float = option(
+        "reward of a response that cannot be scored", default=0.0, needs="!load_rollouts reward_errors=continue"
+    )
+    overlong: Literal["keep", "mask", "penalise"] = option(
+        "a response that reaches --max-response-length without its end: train on it, leave it out, or subtract a "
+        "penalty that grows over the last --overlong-buffer tokens",
+        default="keep",
+    )
+    overlong_buffer: int | None = option(
+        "tokens before --max-response-length over which the penalty grows",
+        needs="overlong=penalise",
+        positive=True,
+        most="max_response_length",
+    )
+    overlong_penalty_factor: float = option(
+        "penalty at --max-response-length", default=1.0, needs="overlong=penalise", positive=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageSection:
+    """Estimator of advantages, its baseline, and changes to rewards before it."""
+
+    advantage_estimator: str = option(
+        "estimator of advantages from rewards; see docs/advantages.md",
+        default="grpo",
+        choices=(*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"),
+    )
+    gamma: float = option(
+        "discount of later rewards, 0 to 1",
+        default=1.0,
+        needs="advantage_estimator=reinforce-pp|gae",
+        not_negative=True,
+        most=1,
+    )
+    gae_lambda: float = option(
+        "λ of generalized advantage estimation, 0 to 1",
+        default=1.0,
+        needs="advantage_estimator=gae",
+        not_negative=True,
+        most=1,
+    )
+    gpg_f_norm: float = option(
+        "divisor of GPG's advantages", default=1.0, needs="advantage_estimator=gpg", positive=True
+    )
+    advantage_scope: Literal["all", "accepted"] = option(
+        "responses in the baselines, and tokens in the whitening of advantages: all, or those that are not rejected",
+        default="all",
+        needs="!advantage_estimator=remax",
+    )
+    kl_in_reward: float = option(
+        "coefficient of the KL to the reference policy that is subtracted from the reward of each token",
+        default=0.0,
+        not_negative=True,
+    )
+    kl_in_reward_estimator: Literal["k1", "k2", "k3"] = option(
+        "estimator of the KL in the rewards", default="k1", needs="kl_in_reward"
+    )
+    reward_scaling: Literal["none", "std", "mean-std"] = option(
+        "divide rewards by their standard deviation over the run so far; mean-std subtracts their mean first",
+        default="none",
+    )
+    reward_clip: float | None = option(
+        "clip rewards to ± this number, after any scaling; default: no clipping", positive=True
+    )
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages get mean 0 and standard deviation 1 over the tokens of a rollout batch."""
+        return self.advantage_estimator in ("reinforce-pp", "reinforce-pp-baseline", "gae")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """Value model with the policy's layout, and an optimizer and a schedule of its own; absent without GAE."""
+
+    NEEDS: ClassVar[str] = "advantage_estimator=gae"
+
+    critic_lr: float = option("highest learning rate of the critic; default: --lr", positive=True)
+    critic_min_lr: float = option(
+        "lowest learning rate of the critic; default: --min-lr",
+        needs="critic_lr_decay_style=linear|cosine|inverse-square-root",
+        not_negative=True,
+        most="critic_lr",
+    )
+    critic_lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
+        "schedule of the critic's learning rate", default="constant"
+    )
+    critic_lr_warmup_iters: int = option(
+        "optimizer steps of the critic's linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
+    )
+    num_critic_only_steps: int = option(
+        "optimizer steps at the start in which only the critic learns",
+        default=0,
+        not_negative=True,
+        below="train_iters",
+    )
+    value_clip: float | None = option(
+        "a value further than this from its value before the rollout batch does not lower the critic's loss; default: "
+        "no bound",
+        positive=True,
+    )
+    critic_load_hf: str | None = option(
+        "start the critic from the layers of this Hugging Face directory; default: from the policy's layers",
+        metavar="DIR",
+    )
+    critic_offload: bool = option(
+        "keep the critic's weights, gradients and optimizer in host memory while it does not work", default=False
+    )
+    correct_values: Literal["none", "mask", "weights"] = option(
+        "correction of the critic's loss: the rejection mask, mask and importance weights, or none; default: mask, or "
+        "none if the policy's loss makes the correction"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSection:
+    """Weights of the reference policy; without any of these flags it is the policy at the start of the run."""
+
+    ref_load: str | None = option(
+        "checkpoints whose newest one is the reference policy of the KL; default: the policy at the start",
+        needs="!ref_load_hf",
+        metavar="DIR",
+    )
+    ref_load_hf: str | None = option(
+        "Hugging Face directory of the reference policy of the KL; default: the policy at the start", metavar="DIR"
+    )
+    ref_update_interval: int | None = option(
+        "optimizer steps after which the reference becomes the current policy; default: it never changes",
+        metavar="N",
+        positive=True,
+    )
