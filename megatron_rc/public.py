@@ -7,7 +7,6 @@ from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax
 from megatron_rc.advantages.whitening import whiten
 from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.batch.local import sequence_sums
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.batch.sums import (
     batch_sums,
@@ -16,6 +15,7 @@ from megatron_rc.batch.sums import (
     reduce_batch,
     reduce_groups,
     reduce_sequences,
+    sequence_sums,
 )
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.loss.aggregation import aggregate_loss

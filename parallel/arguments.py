@@ -38,3 +38,10 @@ def check_tensors(optional: dict[str, object], **required: object) -> None:
     for name, value in (optional | required).items():
         if value is not None or name in required:
             check_kind(name, value, Tensor, "a torch.Tensor")
+
+
+def check_alike(like: str, tensor: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError for the first other tensor that has not the shape of the tensor named ``like``."""
+    for name, value in others.items():
+        if value is not None and value.shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(tensor.shape)} of {like}")

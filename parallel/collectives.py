@@ -125,18 +125,12 @@ def reduce_pair(pair: Pair, group: Group | None) -> Pair:
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
-    """The sum over the group, as a new tensor on each of its ranks.
-
-    Collectives: one all-reduce of the tensor's size. Gradient: none.
-    """
+    """The sum over the group, as a new tensor on each of its ranks; no gradient. Collectives: one all-reduce."""
     return _all_reduce(tensor, group, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(tensor: Tensor, group: Group | None) -> Tensor:
-    """The element-wise maximum over the group, as a new tensor on each of its ranks.
-
-    Collectives: one all-reduce of the tensor's size. Gradient: none.
-    """
+    """The element-wise maximum over the group, as :func:`all_reduce_sum`."""
     return _all_reduce(tensor, group, dist.ReduceOp.MAX)
 
 
@@ -148,14 +142,9 @@ def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.Re
 
 
 def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
-    """The tensor of one rank of the group, as a new tensor on each of its ranks.
+    """The tensor of the group's rank ``source``, as a new tensor on each of its ranks; no gradient.
 
-    Args:
-        tensor: the tensor to send; on the other ranks any tensor of the same shape and dtype.
-        source: the sender's rank inside the group (not its global rank).
-        group: the ranks that take part.
-
-    Collectives: one broadcast of the tensor's size. Gradient: none.
+    The other ranks pass any tensor of the same shape and dtype. Collectives: one broadcast of the tensor's size.
     """
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if group is not None and group_size(group) > 1:
@@ -171,18 +160,12 @@ def broadcast_record(record: R, group: Group | None) -> R:
 
 
 def first_text(text: str | None, group: Group | None) -> str | None:
-    """The text of the first rank that has one, on every rank of the group; used for error messages.
-
-    Collectives: one gather of objects.
-    """
+    """The text of the first rank that has one, on every rank of the group. Collectives: one gather of objects."""
     return next((one for one in every_text(text, group) if one is not None), None)
 
 
 def every_text(text: str | None, group: Group | None) -> list[str | None]:
-    """The texts of all ranks of the group, in rank order, on each of them.
-
-    Collectives: one gather of objects, of any size.
-    """
+    """The texts of all ranks of the group, in rank order, on each of them. Collectives: one gather of objects."""
     if group is None or group_size(group) == 1:
         return [text]
     found: list[str | None] = [None] * group_size(group)

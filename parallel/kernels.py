@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 from torch import Tensor
 
@@ -13,21 +14,21 @@ from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
     """:func:`megatron_rc.parallel.softmax.row_statistics`, by the kernels that suit the device."""
-    if uses_triton(logits):
-        from megatron_rc.parallel import triton_kernels
-
-        return triton_kernels.row_statistics(logits, options)
-    return torch_kernels.row_statistics(logits, options)
+    found: Tensor = _kernels(logits).row_statistics(logits, options)
+    return found
 
 
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
     """:func:`megatron_rc.parallel.softmax.write_gradient`, by the kernels that suit the device."""
-    if uses_triton(logits):
-        from megatron_rc.parallel import triton_kernels
+    _kernels(logits).write_gradient(logits, out, gradients, options)
 
-        triton_kernels.write_gradient(logits, out, gradients, options)
-    else:
-        torch_kernels.write_gradient(logits, out, gradients, options)
+
+def _kernels(logits: Tensor) -> Any:
+    if not uses_triton(logits):
+        return torch_kernels
+    from megatron_rc.parallel import triton_kernels
+
+    return triton_kernels
 
 
 def uses_triton(logits: Tensor) -> bool:

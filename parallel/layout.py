@@ -34,11 +34,7 @@ def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zig
     ``zigzag`` is Megatron's and Transformer Engine's cut: of 2·cp equal chunks rank r holds chunks r and 2·cp-1-r,
     which balances causal attention. ``contiguous`` gives rank r the r-th of cp equal chunks.
 
-    Returns:
-        [length/cp], int64.
-
-    Raises:
-        ValueError: the length does not divide, or the rank lies outside the group.
+    Returns [length/cp], int64. ValueError if the length does not divide, or the rank lies outside the group.
     """
     _check_rank(cp_rank, cp_size)
     chunks = _num_chunks(length, cp_size, split)
@@ -66,19 +62,12 @@ def _num_chunks(length: int, cp_size: int, split: Split) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring whole sequences of a local shard, as one tensor.
+    """Neighbouring whole sequences of a local shard, as one tensor of shape :attr:`shape`."""
 
-    Attributes:
-        sequences: their indices in the layout.
-        index: the slice of the shard's first dimension that holds their tokens.
-        lengths: [n] int64, local tokens of each sequence, if the values are flat; None if they are [n, length].
-        shape: shape of the values: ``[n, length]`` for sequences of equal local length, else flat ``[t]``.
-    """
-
-    sequences: slice
-    index: slice
-    lengths: Tensor | None
-    shape: tuple[int, ...]
+    sequences: slice  # their indices in the layout
+    index: slice  # of the shard's first dimension: their tokens
+    lengths: Tensor | None  # [n] int64, local tokens of each sequence, if the values are flat; None if [n, length]
+    shape: tuple[int, ...]  # [n, length] for sequences of equal local length, else flat [t]
 
     def take(self, tensor: Tensor) -> Tensor:
         """The block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
@@ -170,10 +159,8 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """The layout that a caller passed for the tensor ``name``; for None, padded rows cut over ``groups.cp``.
 
-        Without groups, a layout may be of any rank, and rows without a layout are whole sequences.
-
-        Raises:
-            ValueError: ``layout`` is no layout, or is not for this tensor or this rank.
+        Without groups, a layout may be of any rank, and rows without a layout are whole sequences. ValueError if
+        ``layout`` is no layout, or is not for this tensor or this rank.
         """
         if layout is None:
             if tensor.dim() != 2:
@@ -233,16 +220,9 @@ class SequenceLayout:
         return full.view(*self._full_shape, *rest)
 
     def sum_sequences(self, values: Tensor) -> Tensor:
-        """This rank's part of each sequence's sum; the CP group holds the other parts.
+        """This rank's part of each sequence's sum, [n] float64, of ``values`` of the local shape, added in float64.
 
-        Args:
-            values: of the local shape; summed in float64.
-
-        Returns:
-            [n], float64.
-
-        Raises:
-            ValueError: ``values`` has another shape.
+        The CP group holds the other parts. ValueError for another shape.
         """
         self._check(values, self.shape, "a shard")
         if len(self.shape) == 2:
@@ -250,11 +230,7 @@ class SequenceLayout:
         return torch.segment_reduce(values.double(), "sum", lengths=self._lengths_on(values.device), unsafe=True)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """For each local token the value of its sequence: from ``[n]`` to the local shape.
-
-        Raises:
-            ValueError: ``per_sequence`` does not have one value a sequence.
-        """
+        """For each local token the value of its sequence: from ``[n]`` to the local shape, else ValueError."""
         if per_sequence.shape != (self.num_sequences,):
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         if len(self.shape) == 2:
@@ -303,13 +279,9 @@ class SequenceLayout:
         return {}
 
     def followed(self, places: Tensor) -> Tensor:
-        """Whether the next local token has the next position of the same sequence.
+        """Whether the next local token has the next position of the same sequence: bool, like ``places``.
 
-        Args:
-            places: int64, any shape, indices of local tokens.
-
-        Returns:
-            bool, of the shape of ``places``.
+        ``places``, int64 of any shape, are indices of local tokens.
         """
         chunks = self.num_chunks // self.cp_size
         if len(self.shape) == 2:
@@ -322,14 +294,9 @@ class SequenceLayout:
         return (behind != 0) & (behind * chunks != local[sequences] * (chunks - 1))
 
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
-        """Positions of local tokens in their whole sequences.
+        """[k] int64: positions in their whole sequences of local tokens.
 
-        Args:
-            sequences: [k] int64, the sequence of each token.
-            offsets: [k] int64, the token's index among the sequence's local tokens.
-
-        Returns:
-            [k], int64.
+        ``sequences`` and ``offsets``, [k] int64, are a token's sequence, and its index among the local tokens of it.
         """
         if self.cp_size == 1:
             return offsets

@@ -209,9 +209,9 @@ class _LinearSoftmax(torch.autograd.Function):
             chosen[where] = here.logits(logits).to(chosen.dtype)
             holes |= has_holes
             del logits  # before the next chunk's are made
-        result = combine(statistics, target, chosen, spec)
-        results = tuple(value.view(labels.shape) for value in result.masked(target.counted))
-        ctx.save_for_backward(hidden, weight, bias, labels, mask, result.offset, chosen, *[*results[1:], None][:2])
+        offset, results = combine(statistics, target, chosen, spec)
+        results = tuple(value.view(labels.shape) for value in results)
+        ctx.save_for_backward(hidden, weight, bias, labels, mask, offset, chosen, *[*results[1:], None][:2])
         ctx.options, ctx.holes, ctx.device = options, holes, hidden.device
         ctx.set_materialize_grads(False)
         return results

@@ -17,14 +17,7 @@ def following_values(coefficients: Tensor, offsets: Tensor, layout: SequenceLayo
     and one offset. CP ranks exchange these two numbers for each chunk. Inside a chunk the tokens' maps are joined in
     log2(length) rounds, without a division. A token with coefficient 1 and offset 0 is skipped.
 
-    Args:
-        coefficients: of the layout's local shape.
-        offsets: of the layout's local shape.
-        layout: the sequences and positions of the tokens.
-        cp: the ranks that hold the other chunks.
-
-    Returns:
-        Of the local shape, float64.
+    Both arguments are of the layout's local shape, as is the result, in float64. ``cp`` holds the other chunks.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
     """

@@ -22,26 +22,15 @@ LOWEST_LOG_PI = -1e4  # exp of it is 0, and so is it times its exp
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """The settings for reading rows of logits.
+    """The settings for reading rows of logits."""
 
-    Attributes:
-        columns: number of leading columns that are vocabulary; the rest is padding.
-        inverse_temperature: multiplies the logits.
-        entropy: compute the entropy.
-        squares: compute the sum of squared probabilities.
-        chunk_size: rows of a chunk; None for a size that suits the device.
-        compile: run chunks through ``torch.compile``.
-        holes: allow logits of -inf, at the cost of another pass over the chunk. If False, they make the row's
-            Σ exp(x - m) (x - m) NaN.
-    """
-
-    columns: int
-    inverse_temperature: float
-    entropy: bool
-    squares: bool
-    chunk_size: int | None
-    compile: bool
-    holes: bool
+    columns: int  # number of leading columns that are vocabulary; the rest is padding
+    inverse_temperature: float  # multiplies the logits
+    entropy: bool  # compute the entropy
+    squares: bool  # compute the sum of squared probabilities
+    chunk_size: int | None  # rows of a chunk; None for a size that suits the device
+    compile: bool  # run chunks through torch.compile
+    holes: bool  # allow logits of -inf, by another pass over the chunk; else they make Σ exp(x - m) (x - m) NaN
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
         """(slice of the rows, whether it is compiled) of each chunk; only whole chunks are compiled."""
@@ -62,40 +51,22 @@ Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 class RowGradients:
     """The factors of d loss / d logits of each row: [t] in the arithmetic's dtype, divided by the temperature.
 
-        gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), except ``target`` in the label's column
-
-    Attributes:
-        offset: log Σ exp of the row, times the temperature, so that log π = (logits - offset) / temperature.
-        constant: factor of π.
-        log_pi: factor of π log π; None without a gradient of the entropy.
-        pi: factor of π²; None without a gradient of Σπ².
-        column: int64, the local column of the label; any value if another rank has it.
-        here: bool, this rank has the label's column, and the token counts.
-        target: the gradient in the label's column.
-        counted: bool; the gradient of all other rows is 0, whatever they contain.
+    gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), except ``target`` in the label's column
     """
 
-    offset: Tensor
-    constant: Tensor
-    log_pi: Tensor | None
-    pi: Tensor | None
-    column: Tensor
-    here: Tensor
-    target: Tensor
-    counted: Tensor
+    offset: Tensor  # log Σ exp of the row, times the temperature, so that log π = (logits - offset) / temperature
+    constant: Tensor  # factor of π
+    log_pi: Tensor | None  # factor of π log π; None without a gradient of the entropy
+    pi: Tensor | None  # factor of π²; None without a gradient of Σπ²
+    column: Tensor  # int64, the local column of the label; any value if another rank has it
+    here: Tensor  # bool, this rank has the label's column, and the token counts
+    target: Tensor  # the gradient in the label's column
+    counted: Tensor  # bool; the gradient of all other rows is 0, whatever they contain
 
     def at(self, index: slice | Tensor) -> RowGradients:
         """The factors of a part of the rows."""
-        return RowGradients(
-            offset=self.offset[index],
-            constant=self.constant[index],
-            log_pi=None if self.log_pi is None else self.log_pi[index],
-            pi=None if self.pi is None else self.pi[index],
-            column=self.column[index],
-            here=self.here[index],
-            target=self.target[index],
-            counted=self.counted[index],
-        )
+        parts: dict[str, Any] = {name: None if value is None else value[index] for name, value in vars(self).items()}
+        return RowGradients(**parts)
 
     def factors(self, part: slice) -> Factors:
         """(offset, constant, log_pi, pi) of a part of the rows, [rows, 1] each."""
@@ -107,13 +78,9 @@ class RowGradients:
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
     """The statistics of each row over its local columns; they can be merged over ranks.
 
-    Args:
-        logits: [t, v/tp], any float dtype; read once.
-        options: which statistics to compute.
-
-    Returns:
-        [2 to 4, t]: m = max of the logits; Σ exp(x - m), in which the logits are divided by the temperature, and so is
-        m; Σ exp(x - m) (x - m), for the entropy; Σ exp(x - m)², for the squares. Without a column, m is -inf.
+    From logits [t, v/tp] of any float dtype, which are read once, to [2 to 4, t]: m = max of the logits; Σ exp(x - m),
+    in which the logits are divided by the temperature, and so is m; Σ exp(x - m) (x - m), for the entropy;
+    Σ exp(x - m)², for the squares. Without a column, m is -inf.
     """
     count = 2 + options.entropy + options.squares
     found = torch.zeros(count, len(logits), dtype=arithmetic(logits.dtype), device=logits.device)
@@ -132,14 +99,7 @@ def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
 
 
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
-    """The gradient at the logits.
-
-    Args:
-        logits: [t, v/tp]; read once.
-        out: of the same shape and dtype, may be the logits themselves; overwritten.
-        gradients: the factors of each row.
-        options: as in the forward.
-    """
+    """The gradient at the logits [t, v/tp], which are read once, written to ``out``: like the logits, or these."""
     out[:, options.columns :] = 0
     if not options.columns or not len(logits):
         return

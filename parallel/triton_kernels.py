@@ -23,12 +23,9 @@ _LOWEST = tl.constexpr(-1e4)  # two to this power is 0, and so is it times that 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
     """:func:`megatron_rc.parallel.softmax.row_statistics`; a logit of -inf adds nothing, even if all are -inf.
 
-    Args:
-        logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous; the padding is not read.
-        options: which statistics to compute; ``chunk_size``, ``compile`` and ``holes`` have no effect.
-
-    Returns:
-        [2 to 4, t], float32. A NaN or inf among a row's logits makes all its sums NaN, but not always its maximum.
+    The logits [t, v/tp] are float32, bfloat16 or float16 with contiguous rows; the padding is not read. ``chunk_size``,
+    ``compile`` and ``holes`` have no effect. The result is float32. A NaN or inf among a row's logits makes all its
+    sums NaN, but not always its maximum.
     """
     count = 2 + options.entropy + options.squares
     found = torch.zeros(count, len(logits), dtype=torch.float32, device=logits.device)
@@ -55,11 +52,7 @@ def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
     """:func:`megatron_rc.parallel.softmax.write_gradient`; rows that do not count are not read.
 
-    Args:
-        logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous.
-        out: of the same shape and dtype, each row contiguous; overwritten; may be the logits themselves.
-        gradients: the factors of each row.
-        options: as in the forward.
+    The logits [t, v/tp] are float32, bfloat16 or float16; each row of them and of ``out`` is contiguous.
     """
     if not out.numel():
         return

@@ -182,11 +182,11 @@ class _VocabSoftmax(torch.autograd.Function):
         flat = (labels.permute(order).reshape(-1), counted_tokens(labels, mask).permute(order).reshape(-1))
         target = Target.find(*flat, spec, logits.shape[-1])
         statistics, ctx.holes = statistics_of(rows, target.counted, spec)
-        found = combine(statistics, target, target.logits(rows), spec)
+        offset, results = combine(statistics, target, target.logits(rows), spec)
         shape = [labels.shape[dim] for dim in order]
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        results = tuple(result.view(shape).permute(inverse) for result in found.masked(flat[1]))
-        ctx.save_for_backward(logits, labels, mask, found.offset, *[*results[1:], None, None][:2])
+        results = tuple(result.view(shape).permute(inverse) for result in results)
+        ctx.save_for_backward(logits, labels, mask, offset, *[*results[1:], None, None][:2])
         ctx.spec, ctx.order = spec, order
         ctx.set_materialize_grads(False)
         return results
@@ -222,19 +222,12 @@ def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """The labels' columns in the local shard; each [t].
+    """The labels' columns in the local shard; each [t]."""
 
-    Attributes:
-        column: int64, the local column; 0 if another rank has it.
-        here: bool, this rank has the column, and the token counts.
-        known: bool, the label lies in the whole vocabulary.
-        counted: bool, the token counts.
-    """
-
-    column: Tensor
-    here: Tensor
-    known: Tensor
-    counted: Tensor
+    column: Tensor  # int64, the local column; 0 if another rank has it
+    here: Tensor  # bool, this rank has the column, and the token counts
+    known: Tensor  # bool, the label lies in the whole vocabulary
+    counted: Tensor  # bool, the token counts
 
     @classmethod
     def find(cls, labels: Tensor, counted: Tensor, spec: CallSpec, width: int) -> Target:
@@ -253,31 +246,11 @@ class Target:
         return rows.gather(1, self.column.unsqueeze(1)).squeeze(1)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The results of each token over the whole vocabulary; each [t].
+def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(log Σ exp(x) times the temperature, (log-probs, and entropy and Σπ² if asked for)), [t] each, over all ranks.
 
-    Attributes:
-        offset: log Σ exp(x), times the temperature.
-        results: log-probs, and entropy and Σπ² if asked for.
-    """
-
-    offset: Tensor
-    results: list[Tensor]
-
-    def masked(self, counted: Tensor) -> list[Tensor]:
-        """The results, 0 where the token does not count."""
-        return [torch.where(counted, result, 0) for result in self.results]
-
-
-def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) -> Found:
-    """The results of all ranks' statistics.
-
-    Args:
-        statistics: this rank's, of :func:`row_statistics`.
-        target: the labels' columns.
-        chosen: [t], the labels' logits, valid for ``target.here``.
-        spec: the settings of the call.
+    Results are 0 if the token does not count. ``statistics`` are this rank's, of :func:`row_statistics`; ``chosen``,
+    [t], are the labels' logits, valid for ``target.here``.
 
     Collectives: one MAX of t, one SUM of 2t to 4t numbers over ``tp_group``.
     """
@@ -302,7 +275,7 @@ def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) 
         results.append(log_total - more[0] / total)
     if spec.sum_squares:
         results.append(more[1] / total.square())
-    return Found(maximum + log_total * spec.temperature, results)
+    return maximum + log_total * spec.temperature, tuple(torch.where(target.counted, one, 0) for one in results)
 
 
 def row_gradients(
@@ -318,14 +291,8 @@ def row_gradients(
 
         d log π_y / d x_v = [v = y] - π_v    d H / d x_v = -π_v (log π_v + H)    d Q / d x_v = 2 π_v (π_v - Q)
 
-    Args:
-        grads: [t] each, of the log-probs, the entropy and Q; None if the loss does not depend on it.
-        target: the labels' columns.
-        chosen: [t], the labels' logits, valid for ``target.here``.
-        offset: [t], of the forward.
-        entropy: [t], of the forward, if asked for.
-        squares: [t], Q of the forward, if asked for.
-        spec: the settings of the call.
+    ``grads``, [t] each, are of the log-probs, the entropy and Q; None if the loss does not depend on it. ``chosen`` are
+    the labels' logits, valid for ``target.here``; offset, entropy and Q (``squares``) are the forward's.
     """
 
     def scaled(grad: Tensor | None, counted: Tensor) -> Tensor | None:
@@ -345,14 +312,7 @@ def row_gradients(
     factor = constant if log_pi is None else constant + log_pi * chosen_log_pi.clamp(min=LOWEST_LOG_PI)
     factor = factor if pi is None else factor + pi * chosen_pi
     return RowGradients(
-        offset=offset,
-        constant=constant,
-        log_pi=log_pi,
-        pi=pi,
-        column=target.column,
-        here=target.here,
-        target=of_label + chosen_pi * factor,
-        counted=target.counted,
+        offset, constant, log_pi, pi, target.column, target.here, of_label + chosen_pi * factor, target.counted
     )
 
 

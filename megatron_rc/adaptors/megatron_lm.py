@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.tensors import checked_tensor
+from megatron_rc.adaptors.shared import checked_tensor
 from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout

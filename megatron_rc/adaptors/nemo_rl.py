@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.settings import check_micro_batch_config
-from megatron_rc.adaptors.tensors import MEASURED, checked_tensor, measured, weights_and_mask
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected_rows, measured
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
@@ -102,7 +100,8 @@ class CorrectedLoss:
         old = torch.nn.functional.pad(current, (1, 0)) if on_policy else _entry(data, "prev_logprobs", shape)
         mask = (_entry(data, "token_mask", shape) != 0) & (_entry(data, "sample_mask", shape[:1]) != 0).unsqueeze(1)
         mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
-        weights, accepted = self._corrected(old, rollout, mask)
+        given = {"allow_zero_log_probs": self.allow_zero_log_probs}
+        _, weights, accepted = corrected_rows(old, rollout, mask, self.config, **given)
         changed = {"advantages": advantages if weights is None else advantages * weights.to(advantages.dtype)}
         changed |= self._rejected(data, mask, accepted)
         if self.config.bad_log_probs != "error":  # a NaN times 0 is NaN
@@ -117,18 +116,6 @@ class CorrectedLoss:
             global_valid_toks=global_valid_toks,
         )
         return loss, {**metrics, **self._measured(old - rollout, mask, accepted, weights, global_valid_toks)}
-
-    def _corrected(self, old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
-        result = correct_rollouts(
-            old,
-            rollout,
-            mask,
-            self.config,
-            sequence_ids=torch.arange(len(mask), device=mask.device),
-            allow_zero_log_probs=self.allow_zero_log_probs,
-        )
-        result.check()
-        return weights_and_mask(result)
 
     def _rejected(self, data: Mapping[str, Any], mask: Tensor, accepted: Tensor) -> dict[str, Tensor]:
         """The mask without the rejected tokens, or without rejected sequences if the loss is a mean over sequences."""

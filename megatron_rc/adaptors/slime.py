@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.settings import check_micro_batch_config
+from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, measured
 from megatron_rc.adaptors.slime_chunks import Chunks
-from megatron_rc.adaptors.tensors import checked_tensor, measured
 from megatron_rc.batch.api import correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config

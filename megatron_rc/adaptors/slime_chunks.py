@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.tensors import checked_tensor
+from megatron_rc.adaptors.shared import checked_tensor
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
@@ -20,19 +20,8 @@ class Chunks:
 
     A sequence is padded to 2·cp equal chunks; a rank holds two. The local tokens of a response are the positions in
     these chunks that predict one of its tokens: from the prompt's last position to the sequence's last but one.
-
-    Args:
-        total_lengths: tokens of prompt and response.
-        response_lengths: tokens of the response.
-        cp: the group that holds the other chunks.
-
-    Attributes:
-        layout: the local chunks of whole sequences, packed.
-        lengths: the responses' lengths.
-        counts: local tokens of each response.
-
-    Raises:
-        ValueError: impossible lengths.
+    ``layout`` has the local chunks of whole sequences, packed; ``counts`` the local tokens of each response. ValueError
+    for impossible lengths.
     """
 
     def __init__(self, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: Group | None) -> None:

@@ -7,16 +7,12 @@ Arguments and results follow verl 0.9.1: ``verl/trainer/ppo/rollout_corr_helper.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.settings import refuse_criteria
-from megatron_rc.adaptors.tensors import checked_tensor, weights_and_mask
-from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.adaptors.shared import checked_tensor, corrected_rows, refuse_criteria
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
 from megatron_rc.loss.metrics import SUMS, LossStatistics
 from megatron_rc.loss.objectives import objective_of
@@ -82,18 +78,10 @@ class VerlCorrection:
         old = _field(tensors, "old_log_probs", mask.shape)
         rollout = _field(tensors, "rollout_log_probs", mask.shape)
         groups = _prompts(batch, len(mask)).to(mask.device) if config.needs_prompts else None
-        result = correct_rollouts(
-            old,
-            rollout,
-            mask != 0,
-            config,
-            group_ids=groups,
-            num_groups=None if groups is None else len(mask),
-            sequence_ids=torch.arange(len(mask), device=mask.device),
-            allow_zero_log_probs=self.allow_zero_log_probs,
+        prompts = {} if groups is None else {"group_ids": groups, "num_groups": len(mask)}
+        result, weights, accepted = corrected_rows(
+            old, rollout, mask != 0, config, allow_zero_log_probs=self.allow_zero_log_probs, **prompts
         )
-        result.check()
-        weights, accepted = weights_and_mask(result)
         tensors["response_mask"] = torch.where(accepted, mask, torch.zeros_like(mask))
         if weights is not None:
             tensors["rollout_is_weights"] = weights
@@ -135,23 +123,14 @@ class VerlCorrection:
         accepted, algorithm, metrics = mask, self.algorithm, {}
         if own.bypass_mode:
             algorithm = own.loss_type
-            result = self._in_bypass(own, old_log_prob, log_prob, advantages, mask)
-            metrics = result.metrics()
-            weights, accepted = weights_and_mask(result)
-            rollout_is_weights = weights if own.applies_weights else None
+            given = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
+            result, weights, accepted = corrected_rows(log_prob.detach(), old_log_prob, mask, own, **given)
+            metrics, rollout_is_weights = result.metrics(), weights if own.applies_weights else None
             if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
                 mask = mask & is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())
-        clip = _Clip.of(config, dual=objective_of(algorithm).takes_dual_clip)
+        clips = _clips(config, dual=objective_of(algorithm).takes_dual_clip)
         found = policy_loss(
-            log_prob,
-            old_log_prob,
-            advantages,
-            mask,
-            algorithm=algorithm,
-            clip_low=clip.low,
-            clip_high=clip.high,
-            dual_clip=clip.dual,
-            weights=rollout_is_weights,
+            log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=rollout_is_weights, **clips
         )
         info = config.get("global_batch_info", None) or {}
         loss = _aggregated(found.per_token, accepted, loss_agg_mode, info)
@@ -169,21 +148,6 @@ class VerlCorrection:
             _check(config)
             self.config = config
         return self.config
-
-    def _in_bypass(
-        self, config: RolloutCorrectionConfig, rollout: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor
-    ) -> CorrectionResult:
-        result = correct_rollouts(
-            log_prob.detach(),
-            rollout,
-            mask,
-            config,
-            advantages=advantages,
-            sequence_ids=torch.arange(len(mask), device=mask.device),
-            allow_zero_log_probs=self.allow_zero_log_probs,
-        )
-        result.check()
-        return result
 
 
 def _check(config: RolloutCorrectionConfig) -> None:
@@ -243,23 +207,17 @@ def _check_call(config: Any, log_prob: object, like: Mapping[str, object]) -> No
             checked_tensor(name, value, shape)
 
 
-@dataclass(frozen=True)
-class _Clip:
-    low: float
-    high: float
-    dual: float | None
-
-    @classmethod
-    def of(cls, config: Any, *, dual: bool) -> _Clip:
-        """The clip range; verl's default for dual clip is 3."""
-        low, high = (
-            _number(config, "clip_ratio" if config.get(name, None) is None else name)
-            for name in ("clip_ratio_low", "clip_ratio_high")
-        )
-        dual_clip = _number(config, "clip_ratio_c", 3.0) if dual else None
-        if dual_clip is not None and dual_clip <= 1:
-            raise ValueError(f"clip_ratio_c={dual_clip!r} of the actor's configuration must be above 1")
-        return cls(low, high, dual_clip)
+def _clips(config: Any, *, dual: bool) -> dict[str, Any]:
+    """The clip range of the actor's configuration; verl's default for dual clip is 3."""
+    clips: dict[str, Any] = {}
+    for name in ("clip_low", "clip_high"):
+        verls = name.replace("clip", "clip_ratio")
+        clips[name] = _number(config, "clip_ratio" if config.get(verls, None) is None else verls)
+    if dual:
+        clips["dual_clip"] = _number(config, "clip_ratio_c", 3.0)
+        if clips["dual_clip"] <= 1:
+            raise ValueError(f"clip_ratio_c={clips['dual_clip']!r} of the actor's configuration must be above 1")
+    return clips
 
 
 def _number(config: Any, name: str, default: float | None = None) -> float:
@@ -272,12 +230,8 @@ def _number(config: Any, name: str, default: float | None = None) -> float:
 def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, Any]) -> Tensor:
     """0-D: Σ m'ℓ over verl's denominators, times the data-parallel size, because verl's engines average gradients.
 
-    Args:
-        per_token: [b, r].
-        mask: [b, r] bool, m'.
-        mode: one of ``AGGREGATIONS``.
-        info: verl's ``global_batch_info``: dp_size, and batch_num_tokens, global_batch_size and loss_scale_factor; None
-            means the micro-batch's own number.
+    ``per_token`` and ``mask``, m', are [b, r]. ``info``, verl's ``global_batch_info``, has dp_size, batch_num_tokens,
+    global_batch_size and loss_scale_factor; without one of these the micro-batch's own number counts.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"loss_agg_mode={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_sequences
+from megatron_rc.advantages.shards import check_floats
 from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
@@ -17,36 +17,21 @@ from megatron_rc.parallel.groups import ParallelGroups, group_rank
 EPSILON = 1e-6
 
 
-def _grpo(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
-    return centred / (variance.sqrt() + EPSILON)
-
-
-def _grpo_no_std(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
-    return centred
-
-
 def _rloo(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
     return centred * torch.where(size > 1, size / (size - 1).clamp(min=1), 1)
 
 
-def _rloo_vectorized(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
-    return torch.where(size > 1, _rloo(centred, variance, size), 0)
-
-
-def _passk_no_std(lead: Tensor, variance: Tensor, size: Tensor) -> Tensor:
-    return lead + 0 * variance  # NaN if a reward of the prompt is not finite
-
-
 # From the reward less the mean of its group, the group's variance and its size, [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "grpo": _grpo,
-    "grpo-no-std": _grpo_no_std,
+    "grpo": lambda centred, variance, size: centred / (variance.sqrt() + EPSILON),
+    "grpo-no-std": lambda centred, variance, size: centred,
     "rloo": _rloo,
-    "rloo-vectorized": _rloo_vectorized,
-    "opo": _grpo_no_std,  # over another mean
-    "grpo-passk": _grpo,  # of the lead over the second best
-    "grpo-passk-no-std": _passk_no_std,
-    "gpg": _grpo_no_std,  # times one factor for the batch
+    "rloo-vectorized": lambda centred, variance, size: torch.where(size > 1, _rloo(centred, variance, size), 0),
+    "opo": lambda centred, variance, size: centred,  # over another mean
+    # Of the lead over the second best.
+    "grpo-passk": lambda lead, variance, size: lead / (variance.sqrt() + EPSILON),
+    "grpo-passk-no-std": lambda lead, variance, size: lead + 0 * variance,  # NaN if a reward is not finite
+    "gpg": lambda centred, variance, size: centred,  # times one factor for the batch
 }
 _OF_THE_BEST = ("grpo-passk", "grpo-passk-no-std")
 
@@ -113,14 +98,8 @@ def group_advantages(
     weights = _weights(rewards, estimator, lengths)
     batch = ParallelGroups.given(groups)
     _check_together(estimator, num_groups, groups)
-    if num_groups is None:
-        known, group = group_ids.unique(return_inverse=True)
-        add = _Totals(group, len(known), ParallelGroups())
-    else:
-        check_integer("num_groups", num_groups, least=0)
-        # The last one is of ids that belong to none.
-        group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
-        add = _Totals(group, num_groups + 1, batch)
+    add = _Totals.of(group_ids, num_groups, batch)
+    group = add.group
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
     count, size, weight, total = add(ones, *(torch.where(kept, each, 0) for each in (ones, weights, weights * rewards)))
     if num_groups is not None and count[num_groups]:
@@ -147,7 +126,7 @@ def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | Non
     check_tensors({"kept": kept}, group_ids=group_ids)
     if group_ids.dtype != torch.int64 or group_ids.dim() != 1:
         raise ValueError(f"group_ids is {group_ids.dtype} {tuple(group_ids.shape)}: expected int64, one a sequence")
-    check_sequences("rewards", rewards, len(group_ids))
+    check_floats("rewards", rewards, (len(group_ids),), "sequences")
     kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
     if kept.dtype != torch.bool or kept.shape != rewards.shape:
         raise ValueError(
@@ -200,6 +179,17 @@ class _Totals:
 
     def __init__(self, group: Tensor, number: int, groups: ParallelGroups) -> None:
         self.group, self.number, self.groups = group, number, groups
+
+    @classmethod
+    def of(cls, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups) -> _Totals:
+        """Sums for ids that are any numbers on this rank, or with ``num_groups`` lie below it on all ranks."""
+        if num_groups is None:
+            known, group = group_ids.unique(return_inverse=True)
+            return cls(group, len(known), ParallelGroups())
+        check_integer("num_groups", num_groups, least=0)
+        # The last one is of ids that belong to none.
+        group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
+        return cls(group, num_groups + 1, groups)
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         columns = torch.stack(values, dim=1)

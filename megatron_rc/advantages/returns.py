@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_sequences, check_tokens, layout_of
+from megatron_rc.advantages.shards import check_floats, layout_of
 from megatron_rc.advantages.whitening import whiten
 from megatron_rc.parallel.arguments import check_number
 from megatron_rc.parallel.collectives import all_reduce_max
@@ -54,7 +54,7 @@ def outcome_rewards(
     """
     groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
-    check_sequences("rewards", rewards, layout.num_sequences)
+    check_floats("rewards", rewards, (layout.num_sequences,), "sequences")
     device = response_mask.device
     positions = torch.where(response_mask, layout.positions().to(device, non_blocking=True), -1)
     last = torch.full((layout.num_sequences,), -1, dtype=torch.int64, device=device)
@@ -100,7 +100,7 @@ def gae(
     groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
     for name, tensor in (("rewards", rewards), ("values", values)):
-        check_tokens(name, tensor, response_mask)
+        check_floats(name, tensor, response_mask.shape, "tokens")
     for name, factor in (("gamma", gamma), ("lam", lam)):
         check_number(name, factor, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
     reward, value = (torch.where(response_mask, one.detach().double(), 0) for one in (rewards, values))
@@ -186,6 +186,6 @@ def remax(
         ValueError: shapes or dtypes are wrong.
     """
     layout = layout_of(response_mask, layout, groups)
-    check_sequences("baselines", baselines, layout.num_sequences)
+    check_floats("baselines", baselines, (layout.num_sequences,), "sequences")
     returns = discounted_returns(rewards, response_mask, layout=layout, groups=groups)
     return TokenAdvantages(torch.where(response_mask, returns - layout.expand(baselines.detach()), 0), returns)

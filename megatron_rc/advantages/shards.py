@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
@@ -21,19 +23,11 @@ def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroup
     return SequenceLayout.given(layout, "response_mask", mask, ParallelGroups.given(groups))
 
 
-def check_tokens(name: str, values: Tensor, mask: Tensor) -> None:
-    """Raise ValueError unless there is one float for each token."""
+def check_floats(name: str, values: Tensor, shape: Sequence[int], each: str) -> None:
+    """Raise ValueError unless there is one float for each token or sequence of this shape; ``each`` names them."""
     check_tensors({}, **{name: values})
-    if values.shape != mask.shape or not values.is_floating_point():
+    if tuple(values.shape) != tuple(shape) or not values.is_floating_point():
+        number = shape[0] if len(shape) == 1 else tuple(shape)
         raise ValueError(
-            f"{name} is {values.dtype} {tuple(values.shape)}: expected a float for each of {tuple(mask.shape)} tokens"
-        )
-
-
-def check_sequences(name: str, values: Tensor, number: int) -> None:
-    """Raise ValueError unless there is one float for each sequence."""
-    check_tensors({}, **{name: values})
-    if tuple(values.shape) != (number,) or not values.is_floating_point():
-        raise ValueError(
-            f"{name} is {values.dtype} {tuple(values.shape)}: expected a float for each of {number} sequences"
+            f"{name} is {values.dtype} {tuple(values.shape)}: expected a float for each of {number} {each}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_tokens, layout_of
+from megatron_rc.advantages.shards import check_floats, layout_of
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -43,7 +43,7 @@ def whiten(
     groups = ParallelGroups.given(groups)
     groups.check_sums()
     layout_of(response_mask, layout, groups)
-    check_tokens("values", values, response_mask)
+    check_floats("values", values, response_mask.shape, "tokens")
     exact = torch.where(response_mask, values.detach().double(), 0)
     sums = torch.stack([response_mask.sum(dtype=torch.float64), exact.sum()])
     count, total = all_reduce_sum(sums, groups.dp_cp)

@@ -71,18 +71,8 @@ def correct_rollouts(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit together (alike on all ranks).
     """
-    inputs = PlanInputs(
-        train_log_probs=train_log_probs,
-        rollout_log_probs=rollout_log_probs,
-        response_mask=response_mask,
-        layout=layout,
-        advantages=advantages,
-        rewards=rewards,
-        group_ids=group_ids,
-        sequence_ids=sequence_ids,
-        policy_versions=policy_versions,
-        mini_batch_ids=mini_batch_ids,
-    )
+    per_sequence = (advantages, rewards, group_ids, sequence_ids, policy_versions, mini_batch_ids)
+    inputs = PlanInputs(train_log_probs, rollout_log_probs, response_mask, layout, *per_sequence)
     counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
     return correct_batch(
         inputs, config, counts, ParallelGroups.given(groups), compile=compile, allow_zero_log_probs=allow_zero_log_probs

@@ -227,7 +227,8 @@ def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMi
     for one in batches:
         _check_tokens(one)
     for name in PER_SEQUENCE:
-        _check_sequences(name, batches)
+        if getattr(inputs, name) is not None:
+            _check_sequences(name, batches)
     return batches
 
 
@@ -315,8 +316,6 @@ def _check_sequences(name: str, batches: Sequence[OneMicroBatch]) -> None:
     floating, may_be_per_token = name in ("advantages", "rewards"), name in ("advantages", "policy_versions")
     for one in batches:
         value, layout = getattr(one, name), cast(SequenceLayout, one.layout)
-        if value is None:
-            return
         shape = layout.shape if may_be_per_token and is_per_token(name, batches) else (layout.num_sequences,)
         if value.shape != shape or (not value.is_floating_point() if floating else value.dtype != torch.int64):
             expected = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"

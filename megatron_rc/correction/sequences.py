@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.tokens import TokenDecisions, Tokens
-from megatron_rc.correction.weights import bounded_weights
+from megatron_rc.correction.tokens import TokenDecisions, Tokens, bounded_weights
 from megatron_rc.numerics import exp_ratio, numbers
 from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criterion import Divergence, Need
+from megatron_rc.settings.criterion import SequenceValues
 
 
 @dataclass(frozen=True)
@@ -125,31 +124,10 @@ def sum_tokens(
     )
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """The sums and extremes that a criterion's statistic is made of: of sequences, or of all responses of a prompt."""
-
-    num_tokens: Tensor  # [n] valid tokens, at least 1
-    num_lost: Tensor  # [n], for prompts: responses that lose every token to the other criteria
-    values: dict[str, Tensor]  # [n], by the name of the need
-
-    def sum(self, divergence: Divergence) -> Tensor:
-        """The sum of x over the valid tokens."""
-        return self.values[Need("sum", divergence).name]
-
-    def max(self, divergence: Divergence) -> Tensor:
-        """The largest x of a valid token; -inf without one."""
-        return self.values[Need("max", divergence).name]
-
-    def min(self, divergence: Divergence) -> Tensor:
-        """The smallest x of a valid token; +inf without one."""
-        return self.values[Need("min", divergence).name]
-
-
-def statistics_of(sums: SequenceSums) -> Statistics:
+def statistics_of(sums: SequenceSums) -> SequenceValues:
     """The statistics of whole sequences."""
     values = {"log_ratio": sums.log_ratio, **sums.needs, **sums.maxima, **sums.minima}
-    return Statistics(sums.num_tokens, torch.zeros_like(sums.valid), values)
+    return SequenceValues(sums.num_tokens, torch.zeros_like(sums.valid), values)
 
 
 def threshold_scale(sums: SequenceSums, config: RolloutCorrectionConfig) -> Tensor | None:

@@ -1,17 +1,28 @@
-"""Which sequences are rejected: verdicts from sums over whole sequences, and over all responses of a prompt."""
+"""Which sequences are rejected, and the counts that the loss is divided by.
+
+Verdicts follow from sums over whole sequences, and over all responses of a prompt; denominators follow from verdicts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
-from megatron_rc.correction.sequences import SequenceSums, Statistics, statistics_of, threshold_scale
+from megatron_rc.correction.sequences import (
+    SequenceSums,
+    sequence_weights,
+    statistics_of,
+    threshold_scale,
+)
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criterion import Criterion
+from megatron_rc.settings.criterion import Criterion, SequenceValues
+
+N = TypeVar("N")  # Tensor on the device, float on the host
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,37 @@ def accepted_masks(kept: Sequence[Tensor], shards: Shards, verdicts: Verdicts) -
     return found
 
 
+@dataclass(frozen=True)
+class Denominators(Generic[N]):
+    """Sums over the whole batch from which the loss's denominators follow."""
+
+    counts: Any  # [num_mini_batches, 4] tokens and sequences under m, then under m'; lists on the host, like the next
+    weights: Any  # [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights
+    total_weight: N  # the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences
+    weight_count: N  # the number of these weights
+
+
+def count_batch(
+    sums: SequenceSums, verdicts: Verdicts, shards: Shards, config: RolloutCorrectionConfig
+) -> Denominators[Tensor]:
+    """The part of this rank, 0 on all but the first CP rank, since each rank of ``cp`` knows whole sequences."""
+    tokens, accepted, first = verdicts.tokens, verdicts.accepted, shards.is_first_cp_rank
+    shared = sequence_weights(sums, config)
+    of_accepted = accepted_weight(sums, verdicts) if shared is None else shared * accepted
+    columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0, of_accepted], dim=1) * first
+    counts = columns.new_zeros(shards.counts.num_mini_batches, 5).index_add_(0, shards.mini_batch_ids, columns)
+    # The weights that batch normalisation averages, and how many each sequence has.
+    only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
+    if shared is not None:
+        count = (accepted if only_accepted else sums.valid) > 0
+        total = torch.where(count, shared, 0)
+    elif only_accepted or sums.weight is None:
+        total, count = of_accepted, accepted
+    else:
+        total, count = sums.weight, sums.valid
+    return Denominators(counts[:, :4], counts[:, 4], total.sum() * first, count.double().sum() * first)
+
+
 def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
     """[num_groups, k] float64 of this rank's responses: valid tokens, lost responses, then each sum that is needed."""
     lost = ((sums.response > 0) & (decide_sequences(sums, shards, config).accepted == 0)).double()
@@ -103,7 +145,7 @@ def _left(value: Tensor, negative: Tensor | None, accept: Tensor, accept_negativ
 def _prompt_verdict(criterion: Criterion, prompts: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """[num_groups] bool: the prompts that a criterion accepts."""
     valid, lost, *sums = prompts.unbind(1)
-    statistics = Statistics(valid.clamp(min=1), lost, dict(zip(prompt_needs(config), sums, strict=True)))
+    statistics = SequenceValues(valid.clamp(min=1), lost, dict(zip(prompt_needs(config), sums, strict=True)))
     verdict = criterion.within_bounds(criterion.statistic(statistics))
     if criterion.follows_others:
         # Another criterion on prompts that rejects one rejects all of its responses.

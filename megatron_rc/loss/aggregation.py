@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
-from megatron_rc.parallel.arguments import check_number, check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import SequenceLayout
@@ -58,10 +58,9 @@ def aggregate_loss(
     check_aggregation(mode, loss_scale_factor)
     check_tensors({"denominator_mask": denominator_mask}, per_token=per_token, mask=mask)
     counted = mask if denominator_mask is None else denominator_mask
-    for name, value in (("mask", mask), ("denominator_mask", counted)):
-        if value.shape != per_token.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(per_token.shape)} of per_token")
-        check_mask(name, value)
+    check_alike("per_token", per_token, mask=mask, denominator_mask=counted)
+    check_mask("mask", mask)
+    check_mask("denominator_mask", counted)
     groups = ParallelGroups.given(groups)
     groups.check_sums()
     layout = SequenceLayout.given(layout, "per_token", per_token, groups)
@@ -88,14 +87,8 @@ def _refuse(strays: Tensor) -> None:
 def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:
     """Σ mℓ of the local tokens, each divided by its sequence's n_i for ``seq-mean-token-mean``; 0-D float64.
 
-    Sums of float32 terms in float64 are the same for every order that a layout adds them in.
-
-    Args:
-        per_token: of the layout's local shape; the result stays in its graph even if nothing is counted.
-        mask: bool, like ``per_token``.
-        mode: the aggregation.
-        lengths: [n] float64, n_i of the whole sequences.
-        layout: which tokens these are.
+    Sums of float32 terms in float64 are the same for every order that a layout adds them in. ``lengths``, [n] float64,
+    are n_i of the whole sequences. The result stays in the graph of ``per_token`` even if nothing is counted.
     """
     terms = torch.where(mask, per_token, per_token.new_zeros(())).double()
     if mode == "seq-mean-token-mean":

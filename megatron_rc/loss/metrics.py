@@ -19,25 +19,16 @@ MAXIMA = ("log_ratio", "-log_ratio")
 
 @dataclass(frozen=True)
 class LossStatistics:
-    """Sums and maxima over the tokens of the response mask.
+    """Sums and maxima over the tokens of the response mask."""
 
-    Attributes:
-        sums: [len(SUMS)] float64, in the order of ``SUMS``.
-        maxima: [len(MAXIMA)] float64, in the order of ``MAXIMA``; -inf without a token.
-    """
-
-    sums: Tensor
-    maxima: Tensor = largest()
+    sums: Tensor  # [len(SUMS)] float64, in the order of ``SUMS``
+    maxima: Tensor = largest()  # [len(MAXIMA)] float64, in the order of ``MAXIMA``; -inf without a token
 
     @classmethod
     def of(cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> LossStatistics:
         """The statistics from 0-D tensors by name; a sum that is absent is 0."""
-        some = sums["tokens"]
-        zero = torch.zeros((), dtype=torch.float64, device=some.device)
-        return cls(
-            torch.stack([sums[name].detach().double() if name in sums else zero for name in SUMS]),
-            torch.stack([maxima[name].detach().double() for name in MAXIMA]),
-        )
+        nothing = cls.nothing(sums["tokens"].device)
+        return cls(nothing.plus(**sums).sums, torch.stack([maxima[name].detach().double() for name in MAXIMA]))
 
     @classmethod
     def nothing(cls, device: torch.device | None = None) -> LossStatistics:
@@ -46,11 +37,7 @@ class LossStatistics:
         return cls(zeros, torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device))
 
     def plus(self, **sums: Tensor) -> LossStatistics:
-        """These statistics with 0-D numbers added to their sums, by name.
-
-        Raises:
-            ValueError: a name that is not in ``SUMS``.
-        """
+        """These statistics with 0-D numbers added to their sums, by name; ValueError for a name not in ``SUMS``."""
         unknown = sums.keys() - set(SUMS)
         if unknown:
             raise ValueError(f"{sorted(unknown)[0]} is no statistic of the loss: use {', '.join(SUMS)}")
@@ -66,12 +53,7 @@ class LossStatistics:
 
 
 def derive_loss_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of ``docs/metrics.md`` that begin with ``loss/`` and ``policy/``, from global sums on the host.
-
-    Args:
-        sums: by the names of ``SUMS``.
-        maxima: by the names of ``MAXIMA``.
-    """
+    """The metrics of ``docs/metrics.md`` that begin with ``loss/`` and ``policy/``, from global sums on the host."""
     tokens = max(sums["tokens"], 1)
     highest, lowest = (maxima["log_ratio"], -maxima["-log_ratio"]) if sums["tokens"] else (0.0, 0.0)
     return {

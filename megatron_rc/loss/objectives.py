@@ -89,11 +89,7 @@ OBJECTIVES: dict[str, Objective] = {}
 
 
 def define(*objectives: Objective) -> None:
-    """Make objectives known by their names.
-
-    Raises:
-        ValueError: a name that is known already.
-    """
+    """Make objectives known by their names; ValueError for a name that is known already."""
     for objective in objectives:
         if objective.name in OBJECTIVES:
             raise ValueError(f"objective {objective.name!r} is defined already: give it another name")
@@ -101,11 +97,7 @@ def define(*objectives: Objective) -> None:
 
 
 def objective_of(name: str) -> Objective:
-    """The objective of this name.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The objective of this name; ValueError for an unknown one."""
     if name not in tuple(OBJECTIVES):  # a list has no hash
         raise ValueError(f"algorithm={name!r} is unknown: use one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[name]
@@ -160,41 +152,10 @@ def _reinforce(terms: TokenTerms) -> TokenLoss:
     return TokenLoss(-terms.advantages * terms.log_probs)
 
 
+# Name, words, loss; weighed_in_bypass, by_sequence, clips, takes_dual_clip.
 define(
-    Objective(
-        "ppo_clip",
-        "PPO clips ρ itself",
-        _ppo_clip,
-        weighed_in_bypass=False,
-        by_sequence=False,
-        clips=True,
-        takes_dual_clip=True,
-    ),
-    Objective(
-        "reinforce",
-        "REINFORCE, without clipping",
-        _reinforce,
-        weighed_in_bypass=True,
-        by_sequence=False,
-        clips=False,
-        takes_dual_clip=False,
-    ),
-    Objective(
-        "gspo",
-        "GSPO clips the geometric mean of a sequence's ρ",
-        _ppo_clip,
-        weighed_in_bypass=False,
-        by_sequence=True,
-        clips=True,
-        takes_dual_clip=True,
-    ),
-    Objective(
-        "cispo",
-        "CISPO weighs each token by its clipped ρ",
-        _cispo,
-        weighed_in_bypass=False,
-        by_sequence=False,
-        clips=True,
-        takes_dual_clip=False,
-    ),
+    Objective("ppo_clip", "PPO clips ρ itself", _ppo_clip, False, False, True, True),
+    Objective("reinforce", "REINFORCE, without clipping", _reinforce, True, False, False, False),
+    Objective("gspo", "GSPO clips the geometric mean of a sequence's ρ", _ppo_clip, False, True, True, True),
+    Objective("cispo", "CISPO weighs each token by its clipped ρ", _cispo, False, False, True, False),
 )

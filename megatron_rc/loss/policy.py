@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
-from megatron_rc.numerics import EXP_LIMIT, check_mask
-from megatron_rc.parallel.arguments import check_number, check_tensors
+from megatron_rc.numerics import check_mask, k2, k3
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -133,9 +134,7 @@ def policy_loss(
         advantages=advantages,
         response_mask=response_mask,
     )
-    for name, value in (("old_log_probs", old_log_probs), ("response_mask", response_mask), ("weights", weights)):
-        if value is not None and value.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
+    check_alike("log_probs", log_probs, old_log_probs=old_log_probs, response_mask=response_mask, weights=weights)
     check_mask("response_mask", response_mask)
     given, groups = groups, ParallelGroups.given(groups)
     # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
@@ -179,28 +178,17 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
         ValueError: another estimator, or shapes that differ.
     """
     check_tensors({}, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    if ref_log_probs.shape != log_probs.shape:
-        raise ValueError(
-            f"ref_log_probs has shape {tuple(ref_log_probs.shape)}: expected {tuple(log_probs.shape)} of log_probs"
-        )
+    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs)
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
     difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
-    value = _kl_value(estimator.removesuffix("+"), difference)
+    # k3 is clamped in both terms: the gradient of an unclamped second one would point away from the reference.
+    values: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": k2, "k3": lambda d: k3(-d)}
+    value = values[estimator.removesuffix("+")](difference)
     if not estimator.endswith("+"):
         return value
-    k2 = _kl_value("k2", difference)
-    return value.detach() + (k2 - k2.detach())
-
-
-def _kl_value(name: str, difference: Tensor) -> Tensor:
-    if name == "k1":
-        return difference
-    if name == "k2":
-        return difference.square() / 2
-    # Clamped in both terms: the gradient of an unclamped second one would point away from the reference.
-    negative = (-difference).clamp(max=EXP_LIMIT)
-    return torch.expm1(negative) - negative
+    gradient = k2(difference)
+    return value.detach() + (gradient - gradient.detach())
 
 
 def _check_dual_clip(objective: Objective, dual_clip: float | None) -> None:
@@ -216,11 +204,7 @@ def _check_clips(clip_low: float, clip_high: float, dual_clip: float | None) -> 
 
 
 def _sequence_mean(
-    log_ratio: Tensor,
-    mask: Tensor,
-    layout: SequenceLayout,
-    groups: ParallelGroups,
-    known: Tensor | None,
+    log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, groups: ParallelGroups, known: Tensor | None
 ) -> Tensor:
     """The mean of log r over each whole sequence, at its tokens; 0 without a token."""
     if known is None:

@@ -16,14 +16,9 @@ def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor,
     Li, Wu and Shen 2025, "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
     Approximation". v_prox is the version at the start of the rollout batch; docs/mathematics.md says why.
 
-    Args:
-        log_probs: log π_θ, any shape, nats.
-        rollout_log_probs: log π_rollout, of the same shape.
-        staleness: int64, broadcasts against them: v_prox - v_rollout, at least 0.
-        updates: v_θ - v_prox, optimizer steps since, the skipped ones too.
-
-    Returns:
-        Like ``log_probs``; log π_θ if log π_rollout is unusable, so that only the latter is found to be bad.
+    All are of the same shape, in nats; ``staleness``, int64, is v_prox - v_rollout, at least 0, and broadcasts against
+    them. ``updates`` is v_θ - v_prox, optimizer steps since, the skipped ones too. The result is log π_θ if log
+    π_rollout is unusable, so that only the latter is found to be bad.
     """
     if not updates:
         return log_probs.detach().clone()

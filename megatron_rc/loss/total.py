@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.loss.policy import PolicyLoss, PolicyLossConfig, kl_penalty, policy_loss
-from megatron_rc.parallel.arguments import check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_tensors
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
@@ -28,26 +28,11 @@ def token_loss(
 ) -> PolicyLoss:
     """The loss of every token, and its measures: w · (policy objective) - entropy_coef · entropy + kl_coef · KL.
 
-    Args:
-        objective: the algorithm and the coefficients.
-        log_probs: log π_θ; differentiated.
-        old_log_probs: as in :func:`policy_loss`, like the next two.
-        advantages: one a sequence, or one a token.
-        response_mask: bool; the entropy at other positions is not masked here.
-        weights: multiply the policy objective alone.
-        entropy: like ``log_probs``; None without an entropy bonus.
-        ref_log_probs: like ``log_probs``; None without a KL penalty.
-        layout: as in :func:`policy_loss`, like the next two.
-        groups: ``cp`` holds the other slices of the sequences.
-        sequence_log_ratio: the mean of log r over each whole sequence, if it is known.
-
-    Raises:
-        ValueError: a tensor that a coefficient needs is missing, or has another shape than the log-probs.
+    Arguments are as in :func:`policy_loss`; ``entropy`` (not masked here) and ``ref_log_probs`` are like
+    ``log_probs``, or None if their coefficient is 0. ValueError for a missing tensor, or one of another shape.
     """
     check_tensors({"entropy": entropy, "ref_log_probs": ref_log_probs}, log_probs=log_probs)
-    for name, value in (("ref_log_probs", ref_log_probs), ("entropy", entropy)):
-        if value is not None and value.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
+    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
     # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
     policy = policy_loss(

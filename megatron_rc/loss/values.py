@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
-from megatron_rc.parallel.arguments import check_number, check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
 from megatron_rc.parallel.softmax import arithmetic
 
 SUMS = ("tokens", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
@@ -40,21 +40,16 @@ def value_loss(
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", Eq. 9 (the squared error), and the clipping of its
     published implementation (Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients").
 
-    Args:
-        values: V of the state that each label is predicted from, of the layout's local shape; differentiated.
-        returns: R, the targets, of the same shape.
-        mask: bool, like ``values``: the tokens that count; others change no bit of the result or the gradient.
-        old_values: V_old, like ``values``, of the critic before its steps on the rollout batch; needed with ``clip``.
-        clip: c, in the unit of the rewards; None: no clipping.
-        weights: w, like ``values``, detached; default 1.
+    Tensors are like ``values``, V of the state that each label is predicted from, of the layout's local shape;
+    differentiated. ``returns``: R, the targets. ``mask``: bool, the tokens that count; others change no bit of the
+    result or the gradient. ``old_values``: V_old, of the critic before its steps on the rollout batch; needed with
+    ``clip``, c, in the unit of the rewards. ``weights``: w, detached; default 1.
 
     Raises:
         ValueError: shapes that do not fit, a clip that is not positive, or one without old values.
     """
     check_tensors({"old_values": old_values, "weights": weights}, values=values, returns=returns, mask=mask)
-    for name, value in (("returns", returns), ("mask", mask), ("old_values", old_values), ("weights", weights)):
-        if value is not None and value.shape != values.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(values.shape)} of values")
+    check_alike("values", values, returns=returns, mask=mask, old_values=old_values, weights=weights)
     check_mask("mask", mask)
     if clip is not None:
         words = "must be positive and finite, and needs old_values: pass both, or neither"
@@ -81,9 +76,6 @@ def derive_value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of ``docs/metrics.md`` that begin with ``critic/``, from global sums on the host.
 
     The explained variance is 1 - Var(R - V) / Var(R), and 0 if all returns are equal.
-
-    Args:
-        sums: by the names of ``SUMS``.
     """
     tokens = max(sums["tokens"], 1)
     mean, error = sums["returns"] / tokens, sums["errors"] / tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from megatron_rc.correction.denominators import Denominators, N
+from megatron_rc.correction.verdicts import Denominators, N
 from megatron_rc.measures.token_measures import TestedSums, TokenSums
 from megatron_rc.parallel.collectives import largest, smallest
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from megatron_rc.measures.distributions import derive_quantiles
 from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, PolicySums, StatisticSums
-from megatron_rc.measures.moments import extreme, ratio, sample_std, spread
 from megatron_rc.measures.sequence_measures import REWARD_SIGNS
 from megatron_rc.measures.token_measures import TokenSums
-from megatron_rc.measures.weight_metrics import weight_metrics
+from megatron_rc.measures.weight_metrics import extreme, ratio, sample_std, spread, weight_metrics
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.denominators import count_batch
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import (
     SequenceSums,
@@ -17,9 +16,8 @@ from megatron_rc.correction.sequences import (
     statistics_of,
     threshold_scale,
 )
-from megatron_rc.correction.tokens import blocks_of
-from megatron_rc.correction.verdicts import Verdicts
-from megatron_rc.correction.weights import log_bounds, scaled_bounds
+from megatron_rc.correction.tokens import blocks_of, log_bounds, scaled_bounds
+from megatron_rc.correction.verdicts import Verdicts, count_batch
 from megatron_rc.measures.data import data_sums
 from megatron_rc.measures.header import (
     BatchHeader,

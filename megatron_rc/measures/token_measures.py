@@ -7,11 +7,10 @@ from typing import Generic
 
 from torch import Tensor
 
-from megatron_rc.correction.denominators import N
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import BlockSequences, SequenceSums
-from megatron_rc.correction.tokens import TokenDecisions
-from megatron_rc.correction.weights import log_bounds
+from megatron_rc.correction.tokens import TokenDecisions, log_bounds
+from megatron_rc.correction.verdicts import N
 from megatron_rc.numerics import EXP_LIMIT
 from megatron_rc.parallel.collectives import Pair, largest, pack, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig

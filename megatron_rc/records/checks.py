@@ -18,26 +18,16 @@ _FLOATS = (torch.float32, torch.float64)
 
 
 class Field(NamedTuple):
-    """The form of one of the record's tensors.
+    """The form of one of the record's tensors."""
 
-    Attributes:
-        per_token: True for [n, s], like ``tokens``; False for [n].
-        dtypes: the accepted dtypes.
-        words: the dtypes in an error message.
-        more: number of further dimensions.
-        is_optional: the record may lack it.
-    """
-
-    per_token: bool
-    dtypes: tuple[torch.dtype, ...]
-    words: str
-    more: int = 0
+    per_token: bool  # True for [n, s], like ``tokens``; False for [n]
+    dtypes: tuple[torch.dtype, ...]  # the accepted ones
+    words: str  # the dtypes in an error message
+    more: int = 0  # number of further dimensions
     is_optional: bool = False
 
 
 _LOG_PROBS = "float32 or float64, as half precision shifts the ratios by percents"
-
-
 FIELDS = {
     "tokens": Field(True, _INTEGERS, "integers, for example int64"),
     "response_mask": Field(True, (torch.bool,), "bool"),
@@ -56,12 +46,7 @@ TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN at tokens that the tra
 
 
 def check_structure(columns: Mapping[str, Any]) -> None:
-    """Check the shapes, dtypes and devices of all fields; values are not read.
-
-    Raises:
-        TypeError: a field is no tensor.
-        ValueError: names the field, its form and the expected form.
-    """
+    """Check shapes, dtypes and devices of all fields, not values; TypeError or ValueError names field and form."""
     for name in FIELDS:
         value = columns.get(name)
         if value is None and name in OPTIONAL:
@@ -89,16 +74,10 @@ def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
 def check_values(
     columns: Mapping[str, Tensor], top_k: int, vocab_size: int | None, *, allow_bad_log_probs: bool = False
 ) -> None:
-    """Check the values in a batch whose structure is right.
+    """Check the values in a batch whose structure is right; ValueError names the field, the sample and the position.
 
-    Args:
-        columns: the batch's tensors by field name.
-        top_k: the sampling's; with 1 every log-prob is 0.
-        vocab_size: token ids must be below it; None: not checked.
-        allow_bad_log_probs: do not check log-probs at sampled tokens.
-
-    Raises:
-        ValueError: names the field, the sample and the position.
+    ``top_k`` is the sampling's: with 1 every log-prob is 0. Token ids must be below ``vocab_size``, if it is given.
+    With ``allow_bad_log_probs`` log-probs at sampled tokens are not checked.
     """
     _check_ids(columns)
     ids, tokens, versions = columns["sample_ids"], columns["tokens"], columns["policy_versions"]

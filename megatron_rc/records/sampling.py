@@ -28,11 +28,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """The parameters from a mapping that has each field.
-
-        Raises:
-            ValueError: an unknown or a missing name.
-        """
+        """The parameters from a mapping; ValueError unless it has each field, and no other name."""
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping):
             raise ValueError(f"sampling parameters are {values!r}: expected {', '.join(sorted(names))} by name")
@@ -42,13 +38,9 @@ class SamplingParams:
         return cls(**values)
 
     def check(self, allow_truncated_sampling: bool = False) -> None:
-        """Check each parameter, and all of them together.
+        """Check each parameter, and all together; ValueError names the parameter, its value and the remedy.
 
-        Args:
-            allow_truncated_sampling: accept top_p < 1 and top_k > 0.
-
-        Raises:
-            ValueError: names the parameter, its value and the remedy.
+        ``allow_truncated_sampling``: accept top_p < 1 and top_k > 0.
         """
         temperature, top_p, top_k, mode = self.temperature, self.top_p, self.top_k, self.log_probs_mode
         if not (_is_number(temperature) and 0 < temperature < math.inf):

@@ -17,18 +17,12 @@ _KEY = "megatron_rc"  # the header's key in a safetensors file's metadata
 
 
 def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write a file that appears under its name when it is complete.
+    """Write a file that appears under its name when it is complete; an existing one is replaced, or left if that fails.
 
-    Args:
-        path: the file's path; an existing file is replaced. Its folder must exist.
-        tensors: tensors of safetensors' dtypes; they are copied to the host.
-        header: values for JSON.
-
-    Raises:
-        ImportError: safetensors is not installed.
-        OSError: the file cannot be written; an existing file is unchanged.
+    Tensors are copied to the host; the header's values go into JSON. ImportError without safetensors; OSError if the
+    file cannot be written, as in a folder that does not exist.
     """
-    _need_safetensors()
+    need_safetensors()
     from safetensors.torch import save_file
 
     # Copies: safetensors refuses two tensors that share memory.
@@ -43,10 +37,8 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside ``path``, which replaces it if the block succeeds, and is removed otherwise.
 
-    If ``path`` is a link, the file that it leads to is replaced.
-
-    Raises:
-        OSError: ``path`` is a folder, a device or a pipe, or its folder does not exist.
+    If ``path`` is a link, the file that it leads to is replaced. OSError if it is a folder, a device or a pipe, or its
+    folder does not exist.
     """
     path = Path(path)
     if path.is_dir():
@@ -69,12 +61,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, on the host, and the header of a file of :func:`write_file`.
 
-    Raises:
-        ImportError: safetensors is not installed.
-        FileNotFoundError: there is no such file.
-        ValueError: the file is cut off, damaged, or was not written by :func:`write_file`.
+    ImportError without safetensors; FileNotFoundError without a file; ValueError if it is cut off, damaged, or another.
     """
-    _need_safetensors()
+    need_safetensors()
     from safetensors import SafetensorError, safe_open
 
     path = existing(path)
@@ -97,18 +86,15 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
-    """The path, if it is a file.
-
-    Raises:
-        FileNotFoundError: it is none.
-    """
+    """The path, if it is a file; else FileNotFoundError."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'missing'}: expected a file of rollouts")
     return path
 
 
-def _need_safetensors() -> None:
+def need_safetensors() -> None:
+    """Raise ImportError, with the remedy, if safetensors or a package that it needs is not installed."""
     try:
         import safetensors.torch  # noqa: F401
     except ModuleNotFoundError as problem:

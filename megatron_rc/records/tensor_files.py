@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.records.storage import need_safetensors
+
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
 MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file
 
@@ -17,12 +19,8 @@ MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, on the host; equal texts, such as verl's ``uid``, become equal numbers.
 
-    Args:
-        path: safetensors, ``.pt`` or ``.pth`` (a dict of tensors, alone or below ``batch``), or ``.npz``.
-
-    Raises:
-        ImportError: the library that reads it is not installed.
-        ValueError: it is damaged, holds anything else than data, or unpacks to more than ``MOST_BYTES``.
+    Read are safetensors, ``.pt`` and ``.pth`` (a dict of tensors, alone or below ``batch``) and ``.npz``. ImportError
+    without the library for it; ValueError if the file is damaged, holds objects, or unpacks to over ``MOST_BYTES``.
     """
     _check_size(path)
     if path.suffix == ".npz":
@@ -43,11 +41,10 @@ def _check_size(path: Path) -> None:
 
 
 def _of_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ModuleNotFoundError as problem:
-        raise ImportError(f"{path} needs {problem.name}, which is not installed: pip install safetensors") from None
+    need_safetensors()
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except SafetensorError as problem:

@@ -34,11 +34,7 @@ class Bounds:
 
 
 def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
-    """``"lo_hi"`` as a pair, ``"u"`` or u as a number; bounds are finite, positive and in order.
-
-    Raises:
-        ValueError: names the field and the value.
-    """
+    """``"lo_hi"`` as a pair, ``"u"`` or u as a number; ValueError unless finite, positive and in order."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{field}={value!r} must be a finite positive number, or a pair of them as 'lo_hi'")
     parts = [_number(field, part) for part in value.split("_")] if isinstance(value, str) else [value]
@@ -55,15 +51,9 @@ def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
 def weight_bounds(
     threshold: float | str | None, mode: str | None, lower: float | None
 ) -> tuple[str, tuple[float, float]]:
-    """(mode, (lower, upper)) of the weights; with ``truncate`` the lower bound, 1/u, is for metrics alone.
+    """(mode, (lower, upper)) of the weights, from the fields ``rollout_is_threshold``, ``_mode`` and ``_lower``.
 
-    Args:
-        threshold: ``rollout_is_threshold``; None means 2.0.
-        mode: ``rollout_is_mode``.
-        lower: ``rollout_is_threshold_lower``.
-
-    Raises:
-        ValueError: names the field, the value and the remedy.
+    With ``truncate`` the lower bound, 1/u, is for metrics alone. ValueError names the field, the value and the remedy.
     """
     bounds = ratio_bounds("rollout_is_threshold", DEFAULT_WEIGHT_THRESHOLD if threshold is None else threshold)
     if isinstance(bounds, tuple):
@@ -114,11 +104,7 @@ def positive(field: str, value: object) -> None:
 
 
 def aligned(field: str, value: Threshold, names: list[str]) -> list[str | None]:
-    """One text for each name; a single text serves all names.
-
-    Raises:
-        ValueError: a number of texts other than one and the number of names.
-    """
+    """One text for each name; a single text serves all names; ValueError for another number of texts."""
     if value is None:
         return [None] * len(names)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):

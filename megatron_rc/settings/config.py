@@ -59,7 +59,7 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields alone: the derived criteria hold functions."""
-        return _restored, (type(self), self.to_dict(), self.notes)
+        return functools.partial(type(self), **self.to_dict(), notes=self.notes), ()
 
     def describe(self) -> str:
         """The config in words and as flags, one fact a line; the notes of a translation come last."""
@@ -155,12 +155,6 @@ def _warn_of_verl(config: RolloutCorrectionConfig) -> None:
             return
 
 
-def _restored(
-    kind: type[RolloutCorrectionConfig], fields: dict[str, Any], notes: tuple[str, ...]
-) -> RolloutCorrectionConfig:
-    return kind(**fields, notes=notes)
-
-
 def check_config(config: object) -> None:
     """Raise ValueError, with the remedy, unless ``config`` is a :class:`RolloutCorrectionConfig`."""
     if isinstance(config, RolloutCorrectionConfig):
@@ -176,11 +170,7 @@ def check_config(config: object) -> None:
 
 
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:
-    """A preset by name, with the numbers of a release; default: the newest (:mod:`megatron_rc.settings.presets`).
-
-    Raises:
-        ValueError: no such preset or release.
-    """
+    """A preset by name, with the numbers of a release; default: the newest. ValueError if there is none."""
     one_of("preset", name, PRESETS)
     make = getattr(RolloutCorrectionConfig, name)
     if release is not None:

@@ -6,7 +6,8 @@ import logging
 
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.bounds import one_of, positive
-from megatron_rc.settings.fields import SWITCHES, CorrectionFields
+from megatron_rc.settings.fields import DEFAULTS, SWITCHES, CorrectionFields
+from megatron_rc.settings.overrides import OF_WEIGHTS
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rollout_is": (None, "token", "sequence", "geometric"),
@@ -46,32 +47,19 @@ def check_together(config: CorrectionFields) -> None:
 
 def _check_weights(config: CorrectionFields) -> None:
     """Refuse settings of the weights that do nothing."""
+
+    def refuse(name: str, reason: str, remedy: str) -> None:
+        raise ValueError(f"{name}={getattr(config, name)!r} does nothing {reason}: {remedy}, or drop {name}")
+
     if config.rollout_is is None:
-        for name in ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode"):
-            if getattr(config, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(config, name)!r} does nothing without rollout_is: set rollout_is to token, "
-                    f"sequence or geometric, or drop {name}"
-                )
-        if not config.rollout_is_apply:
-            raise ValueError(
-                "rollout_is_apply=False does nothing without rollout_is, whose weights it measures: set rollout_is, or "
-                "drop this"
-            )
-        if config.rollout_is_batch_normalize:
-            raise ValueError(
-                "rollout_is_batch_normalize=True does nothing without rollout_is: set rollout_is, or drop this"
-            )
+        for name in (*OF_WEIGHTS, "rollout_is_batch_normalize"):
+            if getattr(config, name) != DEFAULTS[name]:
+                refuse(name, "without rollout_is", "set rollout_is to token, sequence or geometric")
     if config.rollout_is_batch_normalize and not config.rollout_is_apply:
-        raise ValueError(
-            "rollout_is_batch_normalize=True does nothing with rollout_is_apply=False, which applies no weights: drop "
-            "one of them"
-        )
+        remedy = "drop rollout_is_apply=False"
+        refuse("rollout_is_batch_normalize", "with rollout_is_apply=False, which applies no weights", remedy)
     if config.rollout_is_batch_normalize_scope != "all" and not config.rollout_is_batch_normalize:
-        raise ValueError(
-            f"rollout_is_batch_normalize_scope={config.rollout_is_batch_normalize_scope!r} does nothing without "
-            "rollout_is_batch_normalize: set that too, or drop the scope"
-        )
+        refuse("rollout_is_batch_normalize_scope", "without rollout_is_batch_normalize", "set that too")
 
 
 def _check_scale(config: CorrectionFields) -> None:

@@ -22,11 +22,7 @@ ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean
 
 
 def define(*criteria: Criterion) -> None:
-    """Add criteria to the table.
-
-    Raises:
-        ValueError: a name that is in use, or another divergence with a name in use.
-    """
+    """Add criteria to the table; ValueError for a name in use, or another divergence with a name in use."""
     for criterion in criteria:
         if criterion.name in CRITERIA or criterion.name in ALIASES:
             raise ValueError(f"criterion {criterion.name!r} is defined already: give it another name")
@@ -40,11 +36,7 @@ def define(*criteria: Criterion) -> None:
 
 
 def parse_criteria(names: str | None, threshold: Threshold, lower: Threshold) -> tuple[Criterion, ...]:
-    """The criteria that ``rollout_rs``, ``rollout_rs_threshold`` and ``rollout_rs_threshold_lower`` describe.
-
-    Raises:
-        ValueError: names the field, the value and the remedy.
-    """
+    """The criteria that ``rollout_rs``, ``rollout_rs_threshold`` and its ``_lower`` describe; or ValueError."""
     criteria = [CRITERIA[name] for name in criterion_names(names)]
     bounded = [criterion.name for criterion in criteria if criterion.bounds.takes_threshold]
     if not bounded:
@@ -52,7 +44,7 @@ def parse_criteria(names: str | None, threshold: Threshold, lower: Threshold) ->
             if value is not None:
                 raise ValueError(
                     f"{field}={value!r} does nothing without a criterion in rollout_rs that takes a bound: name one, "
-                    f"{field}={value!r} does nothing without a criterion in rollout_rs that takes a bound: name one, "
+                    "for example token_k1, or drop the threshold"
                 )
     if bounded and threshold is None:
         raise ValueError(f"rollout_rs={names!r} needs rollout_rs_threshold: one bound, or one a criterion")
@@ -64,17 +56,15 @@ def parse_criteria(names: str | None, threshold: Threshold, lower: Threshold) ->
             "drop it"
         )
     lowers = dict(zip(two_sided, aligned("rollout_rs_threshold_lower", lower, two_sided), strict=True))
-    return tuple(
-        _bounded(criterion, thresholds.get(criterion.name), lowers.get(criterion.name)) for criterion in criteria
-    )
+    found = []
+    for one in criteria:
+        low, high = one.bounds.read(one.name, thresholds.get(one.name) or "", lowers.get(one.name))
+        found.append(dataclasses.replace(one, lower=low, upper=high))
+    return tuple(found)
 
 
 def criterion_names(text: str | None) -> list[str]:
-    """The canonical names in a comma list, in its order, without duplicates.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The canonical names in a comma list, in its order, without duplicates; ValueError for an unknown one."""
     if text is not None and not isinstance(text, str):
         raise ValueError(f"rollout_rs={text!r} must be a comma list of criteria, for example 'token_k1,seq_mean_k3'")
     names = [part.strip() for part in text.split(",") if part.strip()] if text else []
@@ -82,11 +72,6 @@ def criterion_names(text: str | None) -> list[str]:
         if ALIASES.get(name, name) not in CRITERIA:
             raise ValueError(f"rollout_rs={name!r} is unknown: use {', '.join(CRITERIA)}")
     return list(dict.fromkeys(ALIASES.get(name, name) for name in names))
-
-
-def _bounded(criterion: Criterion, threshold: str | None, lower: str | None) -> Criterion:
-    low, high = criterion.bounds.read(criterion.name, threshold or "", lower)
-    return dataclasses.replace(criterion, lower=low, upper=high)
 
 
 def _sum_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,25 +51,31 @@ class Need(NamedTuple):
         return "log_ratio" if of_log_ratio else f"{self.how}_{self.divergence.name}"
 
 
-class SequenceValues(Protocol):
-    """The values that a statistic may use: [n] float64 each, of whole sequences or of all responses of a prompt."""
+@dataclass(frozen=True)
+class SequenceValues:
+    """The values that a statistic may use: [n] float64 each, of whole sequences or of all responses of a prompt.
 
-    @property
-    def num_tokens(self) -> Tensor:
-        """Valid tokens, at least 1."""
+    Attributes:
+        num_tokens: valid tokens, at least 1.
+        num_lost: for prompts: number of responses of which other criteria reject every token.
+        values: sums and extremes, by the name of the need; ``sum``, ``max`` and ``min`` read them.
+    """
 
-    @property
-    def num_lost(self) -> Tensor:
-        """For prompts: number of responses of which other criteria reject every token."""
+    num_tokens: Tensor
+    num_lost: Tensor
+    values: Mapping[str, Tensor]
 
     def sum(self, divergence: Divergence) -> Tensor:
         """The sum of x over the valid tokens."""
+        return self.values[Need("sum", divergence).name]
 
     def max(self, divergence: Divergence) -> Tensor:
         """The largest x of a valid token; -inf without one."""
+        return self.values[Need("max", divergence).name]
 
     def min(self, divergence: Divergence) -> Tensor:
         """The smallest x of a valid token; +inf without one."""
+        return self.values[Need("min", divergence).name]
 
 
 @dataclass(frozen=True)
@@ -153,30 +159,13 @@ def _problems_of_divergence(divergence: Divergence) -> list[str]:
     return [f"of gives {values.min().item():g}, below least"] if values.min() < divergence.least else []
 
 
-class _Probe:
-    """Two made sequences that record the values that a statistic asks for; each answer has other numbers."""
+class _Asked(dict[str, Tensor]):
+    """The values of two made sequences that a statistic asks for; each answer has other numbers."""
 
-    def __init__(self) -> None:
-        self.asked: set[object] = set()
-        self.num_tokens = torch.ones(2, dtype=torch.float64)
-
-    def _answer(self, key: object) -> Tensor:
-        self.asked.add(key)
-        count = len(self.asked)
-        return torch.tensor([1 + 0.7 * count, 2 + 0.3 * count**2], dtype=torch.float64)
-
-    @property
-    def num_lost(self) -> Tensor:
-        return self._answer("num_lost")
-
-    def sum(self, divergence: Divergence) -> Tensor:
-        return self._answer(Need("sum", divergence))
-
-    def max(self, divergence: Divergence) -> Tensor:
-        return self._answer(Need("max", divergence))
-
-    def min(self, divergence: Divergence) -> Tensor:
-        return self._answer(Need("min", divergence))
+    def __missing__(self, name: str) -> Tensor:
+        count = len(self) + 1
+        self[name] = torch.tensor([1 + 0.7 * count, 2 + 0.3 * count**2], dtype=torch.float64)
+        return self[name]
 
 
 def _problems(criterion: Criterion) -> list[str]:
@@ -204,12 +193,15 @@ def _problems(criterion: Criterion) -> list[str]:
 
 
 def _problems_of_statistic(criterion: Criterion) -> list[str]:
-    probe = _Probe()
-    value = criterion.statistic(probe)
-    needed = {*criterion.needs, *(["num_lost"] if criterion.follows_others else [])}
+    asked, ones = _Asked(), torch.ones(2, dtype=torch.float64)
+    value, without_lost = (
+        criterion.statistic(SequenceValues(ones, lost, asked)) for lost in (torch.tensor([1.3, 2.9]).double(), 0 * ones)
+    )
     if not isinstance(value, Tensor) or value.shape != (2,) or value.dtype != torch.float64:
         return ["statistic must give one float64 number for each sequence"]
-    if probe.asked != needed:
+    if asked.keys() != {need.name for need in criterion.needs} or (
+        torch.equal(value, without_lost) == criterion.follows_others
+    ):
         names = [f"{need.how} of {need.divergence.name}" for need in criterion.needs]
         return [f"statistic must use exactly needs and num_lost (follows_others): {', '.join(names) or 'nothing'}"]
     if not value.isfinite().all() or value[0] == value[1]:

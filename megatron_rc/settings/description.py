@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.fields import CorrectionFields
-from megatron_rc.settings.spelling import flags_of
+from megatron_rc.settings.fields import DEFAULTS, CorrectionFields
 
 _WEIGHTS = {
     "token": "token weights w_t = ρ_t",
@@ -71,3 +72,21 @@ def _weights(config: CorrectionFields) -> list[str]:
     elif not config.applies_weights:
         lines.append("the weights are measured, not applied: the ratio of the loss is the correction")
     return lines
+
+
+def flag_of(field: str) -> str:
+    """The flag of a field."""
+    return f"--{field.replace('_', '-')}"
+
+
+def flags_of(config: CorrectionFields) -> str:
+    """The flags that make this config: ``--rollout-is``, and each field that differs from its default."""
+    words: list[str] = []
+    for name, value in config.to_dict().items():
+        if value == DEFAULTS[name] and name != "rollout_is":
+            continue
+        if isinstance(value, bool):
+            words.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        else:
+            words.append(f"{flag_of(name)}={'none' if value is None else value}")
+    return shlex.join(words)

@@ -11,11 +11,7 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """The fields of a file.
-
-    Raises:
-        ValueError: no such file, no text, or no mapping; names the path and the remedy.
-    """
+    """The fields of a file; ValueError, with path and remedy, if there is none, or it holds no text or no mapping."""
     import yaml
 
     text = _read_text(path)

@@ -13,11 +13,11 @@ from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.bounds import DEFAULT_WEIGHT_THRESHOLD
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.criteria import CRITERIA
+from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.fields import DEFAULTS, FIELDS, SWITCHES
 from megatron_rc.settings.overrides import OF_WEIGHTS, overridden
 from megatron_rc.settings.presets import PRESETS, RELEASES
-from megatron_rc.settings.spelling import flag_of
 
 # Help texts without the default, except of fields whose default is None.
 _HELP = {
@@ -55,35 +55,27 @@ _DIALECT = "--rollout-correction-dialect"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
 _OF_MEGATRONS_SWITCH = ("rollout_is", *OF_WEIGHTS)  # fields that the switch sets, so that no flag may set them too
 _BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
-# The flag, with underscores, of each field of the objective.
-LOSS_FLAGS = {
-    "algorithm": "policy_loss",
-    "clip_low": "grpo_clamp_eps_lower",
-    "clip_high": "grpo_clamp_eps_upper",
-    "dual_clip": "ppo_dual_clip",
-    "aggregation": "loss_aggregation",
-    "loss_scale_factor": "loss_scale_factor",
-    "kl_coef": "grpo_kl_beta",
-    "kl_estimator": "kl_estimator",
-    "entropy_coef": "grpo_entropy_term_weight",
+# The flag, with underscores, of each field of the objective, and its help without the default.
+_LOSS_OPTIONS = {
+    "algorithm": ("policy_loss", "objective of the policy; default: ppo_clip, or --loss-type in bypass mode"),
+    "clip_low": ("grpo_clamp_eps_lower", "lower clip: the objective clips the ratio below 1 minus this"),
+    "clip_high": ("grpo_clamp_eps_upper", "upper clip: the objective clips the ratio above 1 plus this"),
+    "dual_clip": ("ppo_dual_clip", "limit of the loss at this times |A| for A < 0, above 1; default: none"),
+    "aggregation": ("loss_aggregation", "way from the tokens' losses to one number"),
+    "loss_scale_factor": (
+        "loss_scale_factor",
+        "divisor of the aggregations token-sum and seq-mean-token-sum-norm, which need it; no default",
+    ),
+    "kl_coef": ("grpo_kl_beta", "weight of the KL penalty to the reference policy"),
+    "kl_estimator": ("kl_estimator", "estimator of --grpo-kl-beta's KL; see docs/mathematics.md"),
+    "entropy_coef": ("grpo_entropy_term_weight", "weight of the entropy bonus"),
 }
-_LOSS_OPTIONS: dict[str, dict[str, Any]] = {
-    "policy_loss": {
-        "metavar": f"{{{','.join(OBJECTIVES)}}}",
-        "help": "objective of the policy; default: ppo_clip, or --loss-type in bypass mode",
-    },
-    "loss_aggregation": {"choices": AGGREGATIONS, "help": "way from the tokens' losses to one number"},
-    "loss_scale_factor": {
-        "type": float,
-        "help": "divisor of the aggregations token-sum and seq-mean-token-sum-norm, which need it; no default",
-    },
-    "grpo_clamp_eps_lower": {"type": float, "help": "lower clip: the objective clips the ratio below 1 minus this"},
-    "grpo_clamp_eps_upper": {"type": float, "help": "upper clip: the objective clips the ratio above 1 plus this"},
-    "ppo_dual_clip": {"type": float, "help": "limit of the loss at this times |A| for A < 0, above 1; default: none"},
-    "grpo_kl_beta": {"type": float, "help": "weight of the KL penalty to the reference policy"},
-    "kl_estimator": {"choices": KL_ESTIMATORS, "help": "estimator of --grpo-kl-beta's KL; see docs/mathematics.md"},
-    "grpo_entropy_term_weight": {"type": float, "help": "weight of the entropy bonus"},
+_LOSS_WORDS: dict[str, dict[str, Any]] = {  # the other fields of the objective are numbers
+    "algorithm": {"metavar": f"{{{','.join(OBJECTIVES)}}}"},
+    "aggregation": {"choices": AGGREGATIONS},
+    "kl_estimator": {"choices": KL_ESTIMATORS},
 }
+LOSS_FLAGS = {field: flag for field, (flag, _) in _LOSS_OPTIONS.items()}
 T = TypeVar("T")
 
 
@@ -112,10 +104,9 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     text = f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound"
     _add(parser, group, _MEGATRON_LIMIT, type=float, help=text)
     loss = _group(parser, "loss")
-    for field, name in LOSS_FLAGS.items():
-        how = dict(_LOSS_OPTIONS[name])
-        how["help"] = _with_default(how["help"], getattr(PolicyLossConfig, field))
-        _add(parser, loss, flag_of(name), **how)
+    for field, (name, words) in _LOSS_OPTIONS.items():
+        how = _LOSS_WORDS.get(field, {"type": float})
+        _add(parser, loss, flag_of(name), help=_with_default(words, getattr(PolicyLossConfig, field)), **how)
     return parser
 
 

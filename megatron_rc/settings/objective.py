@@ -23,9 +23,8 @@ def resolve_objective(
 ) -> PolicyLossConfig:
     """The objective with its algorithm filled in: ``ppo_clip``, in bypass mode the correction's ``loss_type``.
 
-    Raises:
-        ValueError: settings that contradict each other, or cannot be exact together (``has_auxiliary_losses``: the
-            model adds losses of its own to the gradients; ``one_pass``: the loss corrects, with π_θ as π_old).
+    ValueError for settings that contradict each other, or cannot be exact together (``has_auxiliary_losses``: the model
+    adds losses of its own to the gradients; ``one_pass``: the loss corrects, with π_θ as π_old).
     """
     algorithm = config.loss_type if config.bypass_mode else "ppo_clip"
     if one_pass:

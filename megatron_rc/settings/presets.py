@@ -12,6 +12,9 @@ from megatron_rc.settings.bounds import one_of
 
 NEWEST = "2026-08"
 RELEASES = (NEWEST, "2025-11")
+_LIU = 'Liu et al. 2025, "When Speed Kills Stability"'
+_LING = 'Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"'
+_SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 Bound = float | str
 C = TypeVar("C", bound="Presets")
 M = TypeVar("M")
@@ -31,9 +34,9 @@ def _alias(preset: M, origin: str) -> M:
     return _variant(preset, f"Alias of ``{{preset}}``: {origin}.", {})
 
 
-def _in_bypass_mode(preset: M, loss_type: str, doc: str) -> M:
+def _in_bypass_mode(preset: M, loss_type: str, words: str, paper: str) -> M:
     """A preset with the same arguments in bypass mode."""
-    return _variant(preset, doc, {"bypass_mode": True, "loss_type": loss_type})
+    return _variant(preset, f"{words}\n\n{paper}.", {"bypass_mode": True, "loss_type": loss_type})
 
 
 def _variant(preset: M, doc: str, fields: dict[str, Any]) -> M:
@@ -77,9 +80,8 @@ class Presets:
         """Tokens whose ratio is out of bounds get weight 0, the others ρ_t (IcePop). For mixtures of experts.
 
         Tokens with weight 0 count in the denominators of the loss. ``threshold`` is "lo_hi", or the upper bound alone,
-        with ``threshold_lower`` or 0.5 as the lower one.
-
-        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
+        with ``threshold_lower`` or 0.5 as the lower one. Ling Team 2025, "Every Step Evolves: Scaling Reinforcement
+        Learning for Trillion-Scale Thinking Model".
         """
         return cls(**_icepop(threshold, threshold_lower))
 
@@ -87,9 +89,8 @@ class Presets:
     def decoupled_seq_is(cls: type[C], threshold: float = 2.0) -> C:
         """Sequence-level truncated importance sampling: w = min(Π ρ_t, threshold). Unbiased except for the truncation.
 
-        For short responses: the variance of the product grows with the length.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        For short responses: the variance of the product grows with the length. Liu et al. 2025, "When Speed Kills
+        Stability".
         """
         return cls(**_weights("sequence", threshold))
 
@@ -102,9 +103,7 @@ class Presets:
     ) -> C:
         """Sequence weights, and sequences whose product of ratios is out of bounds are rejected (Seq-MIS).
 
-        For a large mismatch, at which the tail of the weights is noise.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        For a large mismatch, at which the tail of the weights is noise. Liu et al. 2025, "When Speed Kills Stability".
         """
         return cls(
             **_weights("sequence", is_threshold),
@@ -134,9 +133,8 @@ class Presets:
         """Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought.
 
         Unlike a product of ratios, the mean does not depend on the length. ``rs_threshold`` is "0.999_1.001";
-        ``release="2025-11"``: 1.001, which means [1/1.001, 1.001], with a veto at 1e-4.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        ``release="2025-11"``: 1.001, which means [1/1.001, 1.001], with a veto at 1e-4. Liu et al. 2025, "When Speed
+        Kills Stability".
         """
         return cls(rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release))
 
@@ -166,7 +164,7 @@ class Presets:
     ) -> C:
         """``decoupled_geo_rs`` and ``decoupled_seq_is`` together: the filter, and weights for the rest.
 
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        Liu et al. 2025, "When Speed Kills Stability".
         """
         return cls(
             **_weights("sequence", is_threshold),
@@ -177,7 +175,7 @@ class Presets:
     def decoupled_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
         """``decoupled_geo_rs`` and ``decoupled_token_is`` together: the filter, with weights of low variance.
 
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        Liu et al. 2025, "When Speed Kills Stability".
         """
         return cls(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
@@ -185,10 +183,9 @@ class Presets:
     def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
         """Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound, in nats; no weights.
 
-        Steadier than the geometric mean for a small mismatch: ratios on both sides of 1 cannot cancel.
-
-        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
-        Reinforcement Learning".
+        Steadier than the geometric mean for a small mismatch: ratios on both sides of 1 cannot cancel. Schulman 2020,
+        "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement
+        Learning".
         """
         return cls(rollout_is=None, **_k3(rs_threshold))
 
@@ -196,8 +193,7 @@ class Presets:
     def decoupled_k3_rs_seq_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01) -> C:
         """``decoupled_k3_rs`` and ``decoupled_seq_is`` together.
 
-        Schulman 2020, "Approximating KL Divergence"; Liu et al. 2025, "When Speed Kills Stability: Demystifying RL
-        Collapse from the Training-Inference Mismatch".
+        Schulman 2020, "Approximating KL Divergence"; Liu et al. 2025, "When Speed Kills Stability".
         """
         return cls(**_weights("sequence", is_threshold), **_k3(rs_threshold))
 
@@ -217,9 +213,8 @@ class Presets:
         For long responses, in which a single token's divergence can make the surrogate objective invalid. The paper's
         theory bounds the exact divergence; for samples it uses k3 for the mean, which is unbiased, and ``|log ρ|`` for
         the maximum, which is symmetric (k2 is half its square). Choose bounds for your mismatch: the defaults are
-        verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2.
-
-        Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
+        verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2. Li et al. 2025,
+        "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
         """
         bounds = f"{mean_threshold!r},{max_threshold!r}"
         return cls(rollout_is=None, rollout_rs="seq_mean_k3,seq_max_k2", rollout_rs_threshold=bounds)
@@ -231,7 +226,6 @@ class Presets:
         """PPO clips π_θ / π_rollout, and this is the correction; no weights. The fastest, for a small mismatch.
 
         ``release="2025-11"`` also measures token weights truncated at ``threshold`` (2.0), without applying them.
-
         Schulman et al. 2017, "Proximal Policy Optimization Algorithms".
         """
         if not _is_newest(release):
@@ -263,64 +257,28 @@ class Presets:
     # Decoupled presets in bypass mode: ρ = π_θ / π_rollout, and π_old := π_rollout needs no extra forward pass.
 
     bypass_ppo_clip_geo_rs = _in_bypass_mode(
-        decoupled_geo_rs,
-        "ppo_clip",
-        """``bypass_ppo_clip``, and sequences whose geometric mean ratio is out of bounds are rejected.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """,
+        decoupled_geo_rs, "ppo_clip", "``bypass_ppo_clip`` with the rejection of ``decoupled_geo_rs``.", _LIU
     )
     bypass_ppo_clip_k3_rs = _in_bypass_mode(
-        decoupled_k3_rs,
-        "ppo_clip",
-        """``bypass_ppo_clip``, and sequences whose mean k3 is above a bound are rejected.
-
-        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
-        Reinforcement Learning".
-        """,
+        decoupled_k3_rs, "ppo_clip", "``bypass_ppo_clip`` with the rejection of ``decoupled_k3_rs``.", _SCHULMAN
     )
     bypass_pg_is = _in_bypass_mode(
-        decoupled_seq_is,
-        "reinforce",
-        """REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ, without PPO's clipping.
-
-        Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; Liu
-        et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """,
+        decoupled_seq_is, "reinforce", "REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ.", _LIU
     )
     bypass_pg_token_icepop = _in_bypass_mode(
-        decoupled_token_icepop,
-        "reinforce",
-        """REINFORCE with token weights that are 0 out of bounds (IcePop). Bounds as in ``decoupled_token_icepop``.
-
-        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
-        """,
+        decoupled_token_icepop, "reinforce", "REINFORCE with the weights of ``decoupled_token_icepop``.", _LING
     )
     bypass_pg_geo_rs = _in_bypass_mode(
-        decoupled_geo_rs,
-        "reinforce",
-        """REINFORCE without weights on sequences whose geometric mean ratio is within bounds. For long responses.
-
-        Bounds and releases as in ``decoupled_geo_rs``.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """,
+        decoupled_geo_rs, "reinforce", "REINFORCE with the rejection of ``decoupled_geo_rs``, without weights.", _LIU
     )
     bypass_pg_geo_rs_seq_tis = _in_bypass_mode(
-        decoupled_geo_rs_seq_tis,
-        "reinforce",
-        """``bypass_pg_geo_rs`` and ``bypass_pg_is`` together: the filter and sequence weights.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """,
+        decoupled_geo_rs_seq_tis, "reinforce", "``bypass_pg_geo_rs`` and ``bypass_pg_is`` together.", _LIU
     )
     bypass_pg_geo_rs_token_tis = _in_bypass_mode(
         decoupled_geo_rs_token_tis,
         "reinforce",
-        """``bypass_pg_geo_rs`` with token weights: less variance than sequence weights, more bias.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """,
+        "``bypass_pg_geo_rs`` with token weights: less variance, more bias.",
+        _LIU,
     )
 
     # Other names of presets, with the name's origin.

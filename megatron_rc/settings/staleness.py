@@ -18,15 +18,10 @@ FIELD = "rollout_staleness_scale"
 
 @dataclass(frozen=True)
 class StalenessScale:
-    """Factors of bounds, a step function of the staleness.
+    """Factors of bounds, a step function of the staleness."""
 
-    Attributes:
-        steps: the staleness from which each factor applies; ascending, from 1 on.
-        factors: one more than steps; the first, below the first step, is 1.
-    """
-
-    steps: tuple[int, ...]
-    factors: tuple[float, ...]
+    steps: tuple[int, ...]  # the staleness from which each factor applies; ascending, from 1 on
+    factors: tuple[float, ...]  # one more than steps; the first, below the first step, is 1
 
     def levels(self, staleness: Tensor) -> Tensor:
         """The index of the factor for each staleness, int64, like ``staleness``."""
@@ -43,11 +38,7 @@ def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def parse_staleness_scale(text: object) -> StalenessScale | None:
-    """The factors that ``"1:1.5,4:2"`` describes: 1.5 from a staleness of 1 on, 2 from 4 on.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
+    """The factors that ``"1:1.5,4:2"`` describes: 1.5 from a staleness of 1 on, 2 from 4 on; or ValueError."""
     if text is None:
         return None
     if not isinstance(text, str) or not text.strip():

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.batch.sums import correct_batch, empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
-from megatron_rc.correction.weights import normalization
+from megatron_rc.correction.tokens import normalization
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.collectives import broadcast_record, first_text, map_record

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rc.batch.sums import local_batch
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
-from megatron_rc.correction.weights import normalization
+from megatron_rc.correction.tokens import normalization
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.proximal import interpolate
 from megatron_rc.measures.header import BatchHeader

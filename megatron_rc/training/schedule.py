@@ -12,7 +12,7 @@ from megatron_rc.correction.inputs import on_device
 from megatron_rc.loss.aggregation import loss_sum
 from megatron_rc.loss.total import token_loss
 from megatron_rc.numerics import is_log_prob
-from megatron_rc.parallel.arguments import check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_tensors
 from megatron_rc.parallel.groups import group_size
 from megatron_rc.training.micro_batch import Counted, MicroBatch
 from megatron_rc.training.plan import LossScale, PlannedStep
@@ -183,10 +183,7 @@ def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: T
     """The response mask without the tokens that ``bad_log_probs`` rejects: their values must not reach a sum."""
     rollout = micro_batch.rollout_log_probs
     check_tensors({}, log_probs=log_probs, rollout_log_probs=rollout)
-    if rollout.shape != log_probs.shape:
-        raise ValueError(
-            f"rollout_log_probs has shape {tuple(rollout.shape)}: expected {tuple(log_probs.shape)} of log_probs"
-        )
+    check_alike("log_probs", log_probs, rollout_log_probs=rollout)
     if correction.config.bad_log_probs == "error":
         return micro_batch.response_mask
     train = log_probs.detach() if correction.config.corrects_in_loss else old

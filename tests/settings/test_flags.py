@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.flags import (
     LOSS_FLAGS,
     add_rollout_correction_args,
@@ -16,7 +17,6 @@ from megatron_rc.settings.flags import (
     rollout_correction_config_from_args,
 )
 from megatron_rc.settings.presets import PRESETS
-from megatron_rc.settings.spelling import flag_of
 
 UNTRUNCATED = math.exp(20)
 MEASURED = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_apply": False}

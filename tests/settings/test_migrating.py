@@ -10,9 +10,9 @@ from megatron_rc.doctor.metric_names import NAMES_OF
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.policy import KL_ESTIMATORS
 from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.dialects import BY_NAME
 from megatron_rc.settings.fields import FIELDS
-from megatron_rc.settings.spelling import flag_of
 from tests.settings.test_documents import quoted, rows
 from tests.support.paths import ROOT
 

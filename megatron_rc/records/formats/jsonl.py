@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.records.checks import OPTIONAL, TRAINER_LOG_PROBS
-from megatron_rc.records.formats.rows import one_sequence, spans, tensor_of
+from megatron_rc.records.formats.rows import experts_of, one_sequence, spans, tensor_of
 from megatron_rc.records.rollout import (
     FINISH_REASONS,
     SCHEMA_VERSION,
@@ -24,18 +24,10 @@ from megatron_rc.records.rollout import (
 )
 from megatron_rc.records.storage import existing, replacing
 
-_REQUIRED = {
-    "schema_version",
-    "sample_id",
-    "group_id",
-    "reward",
-    "finish_reason",
-    "sampling",
-    "tokens",
-    "response_mask",
-    "rollout_log_probs",
-    "policy_versions",
-}
+_REQUIRED = set(
+    "schema_version sample_id group_id reward finish_reason sampling tokens response_mask rollout_log_probs "
+    "policy_versions".split()
+)
 
 
 def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -> int:
@@ -190,9 +182,7 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
     reason = record["finish_reason"]
     if reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason is {reason!r}: expected one of {', '.join(FINISH_REASONS)}")
-    experts = record.get("routed_experts")
-    if experts is not None:
-        experts = tensor_of(record, "routed_experts", (length, None, None), integers=True)
+    experts = experts_of(record, "routed_experts", (length,))
     return one_sequence(
         tokens,
         torch.tensor(mask, dtype=torch.bool),

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_rc.records.formats.rows import (
     as_int32,
     cut_off,
+    experts_of,
     finish_reasons,
     flags_of,
     log_probs_of,
@@ -84,7 +85,7 @@ def from_nemo_rl(
         rewards=tensor_of(fields, "total_reward", (rows,), "score the responses first").float(),
         finish_reasons=_finish_reasons(fields, tokens),
         sampling=sampling,
-        routed_experts=_experts(fields, shape),
+        routed_experts=experts_of(fields, "routed_experts", shape),
         old_log_probs=old,
     )
 
@@ -137,12 +138,6 @@ def _finish_reasons(fields: Mapping[str, Any], tokens: Tensor) -> Tensor:
     return finish_reasons(tensor_of(fields, "truncated", (len(tokens),)) != 0)
 
 
-def _experts(fields: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor | None:
-    if fields.get("routed_experts") is None:
-        return None
-    return as_int32("routed_experts", tensor_of(fields, "routed_experts", (*shape, None, None), integers=True))
-
-
 def _flatten(logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
     """The fields of a training batch from each sequence's messages, padded on the right."""
     rows = [[_message(message, row, index) for index, message in enumerate(log)] for row, log in enumerate(logs)]
@@ -179,9 +174,9 @@ def _message(message: Mapping[str, Any], row: int, index: int) -> dict[str, Tens
         own = {"input_ids": tokens, "token_mask": mask, "generation_logprobs": torch.zeros(number)}
         if generated:
             own["generation_logprobs"] = log_probs_of(message, "generation_logprobs", (number,))
-        if message.get("routed_experts") is not None:
-            experts = tensor_of(message, "routed_experts", (number, None, None), integers=True)
-            own["routed_experts"] = as_int32("routed_experts", experts)
+        experts = experts_of(message, "routed_experts", (number,))
+        if experts is not None:
+            own["routed_experts"] = experts
     except ValueError as problem:
         raise ValueError(f"message {index} of sequence {row}: {problem}") from None
     return own

@@ -12,20 +12,12 @@ _OF_SEQUENCES = ("input_ids", "routed_experts")
 
 
 def padded(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields with a ``DataProto``'s padding and attention mask, from nested tensors.
+    """The fields with a ``DataProto``'s padding and attention mask, from nested tensors of n rows of any length.
 
-    Args:
-        tensors: prompts and responses, one of them nested: n rows of any length [l]; response_mask, rollout_log_probs,
-            old_log_probs, token_level_scores and rm_scores: as long as the responses; input_ids and routed_experts: as
-            long as both. If neither is nested, the result is ``tensors``.
-
-    Returns:
-        prompts [n, p], padded on the left; responses and fields of their length [n, r + 1], padded on the right;
-        attention_mask and fields of whole sequences [n, p + r + 1]. The last column of the responses is padding in
-        every row, because the tensors do not tell which response reached the limit.
-
-    Raises:
-        ValueError: names a field that has no rows, or rows of another length.
+    Responses and fields of their length become [n, r + 1], padded on the right; prompts [n, p], padded on the left;
+    attention_mask, input_ids and routed_experts [n, p + r + 1]. The last column of the responses is padding in every
+    row, because the tensors do not tell which response reached the limit. If neither prompts nor responses are nested,
+    the result is ``tensors``. ValueError names a field that has no rows, or rows of another length.
     """
     if not any(isinstance(value := tensors.get(name), Tensor) and value.is_nested for name in ("prompts", "responses")):
         return tensors

@@ -52,11 +52,7 @@ def one_sequence(
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
-    """The integers in four bytes.
-
-    Raises:
-        ValueError: one of them does not fit.
-    """
+    """The integers in four bytes; ValueError if one of them does not fit."""
     limits = torch.iinfo(torch.int32)
     if ((values < limits.min) | (values > limits.max)).any():
         raise ValueError(f"{name} has numbers beyond 32 bits, up to {int(values.abs().max())}: expected int32")
@@ -79,14 +75,8 @@ def spans(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 def shifted(values: Tensor, offset: Tensor, keep: Tensor, filler: float) -> Tensor:
     """Every row moved by its own distance: out[i, t] = values[i, t + offset[i]] if ``keep[i, t]``, else the filler.
 
-    Args:
-        values: [n, s, ...].
-        offset: [n] int64.
-        keep: [n, width] bool; for True, t + offset[i] lies in [0, s).
-        filler: for all other places.
-
-    Returns:
-        [n, width, ...], the dtype of ``values``.
+    From ``values`` [n, s, ...], ``offset`` [n] int64 and ``keep`` [n, width] bool to [n, width, ...]. For True in
+    ``keep``, t + offset[i] lies in [0, s).
     """
     column = torch.arange(keep.shape[1], device=values.device) + offset.unsqueeze(1)
     row = torch.arange(len(values), device=values.device).unsqueeze(1)
@@ -103,8 +93,7 @@ def sampled_log_probs(batch: RolloutBatch) -> Tensor:
 def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
     """Log π_old [n, s], 0.0 at tokens that were not sampled; None if the record has none.
 
-    Raises:
-        ValueError: the trainer scored only some of the sampled tokens; the program's records have no place for that.
+    ValueError if the trainer scored only some of the sampled tokens: the program's records have no place for that.
     """
     if batch.old_log_probs is None:
         return None
@@ -148,17 +137,10 @@ def numbered(keys: Iterable[Hashable]) -> list[int]:
 def tensor_of(
     fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "", *, integers: bool = False
 ) -> Tensor:
-    """A field as a tensor, from a tensor or nested lists, with its shape checked.
+    """A field of another program's record as a tensor, from a tensor or nested lists, with its shape checked.
 
-    Args:
-        fields: another program's record.
-        name: the field's name.
-        shape: None for dimensions of any size.
-        remedy: what to do if it is missing.
-        integers: refuse other dtypes; an empty list passes.
-
-    Raises:
-        ValueError: it is missing, no tensor, of another shape, or not of integers.
+    ``shape`` has None for dimensions of any size; ``integers`` refuses other dtypes (an empty list passes). ValueError
+    if it is missing, with the ``remedy``, or does not fit.
     """
     if fields.get(name) is None:
         raise ValueError(f"{name} is missing" + (f": {remedy}" if remedy else ""))
@@ -193,6 +175,13 @@ def log_probs_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | Non
     return value
 
 
+def experts_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None]) -> Tensor | None:
+    """A field of routed experts, [*shape, layers, top_k] int32; None if it is missing."""
+    if fields.get(name) is None:
+        return None
+    return as_int32(name, tensor_of(fields, name, (*shape, None, None), integers=True))
+
+
 def finish_reasons(is_cut_off: Tensor) -> Tensor:
     """[n]: ``length`` if the limit was reached, else ``stop``: for programs that know no more."""
     return torch.where(is_cut_off, _LENGTH, _STOP)
@@ -212,13 +201,8 @@ def describe(shape: Sequence[int | None]) -> str:
 def version_of(policy_version: int | None, found: Iterable[Any], sample: int) -> int:
     """The weight version of a sequence: the caller's, or the oldest in its record; 0 if the record has none.
 
-    Args:
-        policy_version: the caller's version.
-        found: the record's versions, as numbers or as text.
-        sample: the sequence's index, for the message.
-
-    Raises:
-        ValueError: a version of the record is no integer, or does not fit 32 bits.
+    ``found`` are the record's versions, as numbers or as text; ValueError names the ``sample`` if one is no integer, or
+    does not fit 32 bits.
     """
     found = list(found) if policy_version is None else [policy_version]
     try:

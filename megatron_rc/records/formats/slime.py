@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.records.formats.rows import (
-    as_int32,
+    experts_of,
     flags_of,
     log_probs_of,
     one_sequence,
@@ -91,14 +91,16 @@ def _sequence(
     length, response = len(tokens), sample["response_length"]
     if not isinstance(response, int) or not 0 <= response <= length:
         raise ValueError(f"response_length is {response!r}: expected 0 to {length}, the number of tokens")
-    log_probs = torch.zeros(length)
-    remedy = "the engine was not asked for log-probs"
-    if response:
-        log_probs[length - response :] = log_probs_of(sample, "rollout_log_probs", (response,), remedy)
-    old = None
-    if sample.get("log_probs") is not None:
-        old = torch.zeros(length)
-        old[length - response :] = log_probs_of(sample, "log_probs", (response,))
+
+    def placed(name: str, remedy: str = "") -> Tensor:
+        """[length]: the response's log-probs behind zeros for the prompt."""
+        values = log_probs_of(sample, name, (response,), remedy).float()
+        return torch.nn.functional.pad(values, (length - response, 0))
+
+    log_probs = (
+        placed("rollout_log_probs", "the engine was not asked for log-probs") if response else torch.zeros(length)
+    )
+    old = None if sample.get("log_probs") is None else placed("log_probs")
     mask = torch.zeros(length, dtype=torch.bool)
     if not sample.get("remove_sample"):
         mask[length - response :] = _loss_mask(sample, response)
@@ -142,10 +144,9 @@ def _loss_mask(sample: Mapping[str, Any], response: int) -> Tensor:
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
     """[length, layers, top_k]: SGLang has no route for the last token, after which no token follows."""
-    if sample.get("rollout_routed_experts") is None:
+    experts = experts_of(sample, "rollout_routed_experts", (length - 1,))
+    if experts is None:
         return None
-    experts = tensor_of(sample, "rollout_routed_experts", (length - 1, None, None), integers=True)
-    experts = as_int32("rollout_routed_experts", experts)
     return torch.cat([experts, experts.new_full((1, *experts.shape[1:]), NO_EXPERT)])
 
 

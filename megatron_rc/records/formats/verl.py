@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rc.records.formats.nested import padded
 from megatron_rc.records.formats.rows import (
     as_int32,
+    experts_of,
     finish_reasons,
     flags_of,
     numbered,
@@ -64,27 +65,27 @@ def from_verl(
     log_probs = tensor_of(tensors, "rollout_log_probs", responses, remedy)
     start, length = width - attention[:, :width].sum(dim=1), attention.sum(dim=1)
     keep = torch.arange(int(length.max()) if len(length) else 0, device=tokens.device) < length.unsqueeze(1)
+
+    def placed(values: Tensor) -> Tensor:
+        """Values of the responses behind zeros for the prompts, without the padding before them."""
+        return shifted(torch.nn.functional.pad(values, (width, 0)), start, keep, 0)
+
     versions = _versions(non_tensors, policy_version, len(tokens)).to(tokens.device)
-    experts = tensors.get("routed_experts")
-    if experts is not None:
-        experts = tensor_of(tensors, "routed_experts", (*tokens.shape, None, None), integers=True)
-        experts = shifted(as_int32("routed_experts", experts), start, keep, NO_EXPERT)
+    experts = experts_of(tensors, "routed_experts", tokens.shape)
     # In bypass mode verl writes the engine's log-probs.
     old = trainer_log_probs(tensors, "old_log_probs", responses, mask, log_probs)
-    if old is not None:
-        old = shifted(_after_prompt(old, width), start, keep, 0)
     return RolloutBatch(
         tokens=shifted(tokens, start, keep, 0),
-        response_mask=shifted(_after_prompt(mask, width), start, keep, 0),
-        rollout_log_probs=shifted(_after_prompt(log_probs, width), start, keep, 0),
+        response_mask=placed(mask),
+        rollout_log_probs=placed(log_probs),
         policy_versions=versions.unsqueeze(1).expand_as(keep).contiguous(),
         sample_ids=torch.arange(len(tokens), device=tokens.device),
         group_ids=torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), device=tokens.device).long(),
         rewards=_scores(tensors, responses),
         finish_reasons=finish_reasons(attention[:, width:].all(dim=1)),
         sampling=sampling,
-        routed_experts=experts,
-        old_log_probs=old,
+        routed_experts=None if experts is None else shifted(experts, start, keep, NO_EXPERT),
+        old_log_probs=None if old is None else placed(old),
     )
 
 
@@ -114,23 +115,27 @@ def to_verl(
     source = torch.arange(width + long, device=first.device) + offset.unsqueeze(1)
     keep = (source >= 0) & (source < end.unsqueeze(1))
     input_ids = shifted(batch.tokens, offset, keep, pad_token_id)
+
+    def of_responses(values: Tensor) -> Tensor:
+        return shifted(values, offset, keep, 0)[:, width:].clone()
+
     last = (source[:, width:] == (end - 1).unsqueeze(1)) & keep[:, width:]
     last[:, 0] |= ~last.any(dim=1)  # a sequence without a response keeps its reward
     tensors = {
         "prompts": input_ids[:, :width].clone(),
         "responses": input_ids[:, width:].clone(),
-        "response_mask": shifted(batch.response_mask.long(), offset, keep, 0)[:, width:].clone(),
+        "response_mask": of_responses(batch.response_mask.long()),
         "input_ids": input_ids,
         "attention_mask": keep.long(),
         "position_ids": (keep.cumsum(dim=1) - 1).clamp(min=0),
-        "rollout_log_probs": shifted(sampled_log_probs(batch), offset, keep, 0)[:, width:].clone(),
+        "rollout_log_probs": of_responses(sampled_log_probs(batch)),
         "rm_scores": torch.where(last, batch.rewards.unsqueeze(1), 0.0),
     }
     if batch.routed_experts is not None:
         tensors["routed_experts"] = shifted(batch.routed_experts, offset, keep, NO_EXPERT)
     old = scored_log_probs(batch, "verl")
     if old is not None:
-        tensors["old_log_probs"] = shifted(old, offset, keep, 0)[:, width:].clone()
+        tensors["old_log_probs"] = of_responses(old)
     return tensors, _non_tensors(batch)
 
 
@@ -198,11 +203,6 @@ def _of_each(non_tensors: Mapping[str, Sequence[Any]], name: str, rows: int) -> 
     if len(non_tensors[name]) != rows:
         raise ValueError(f"{name} has {len(non_tensors[name])} entries: expected {rows}, one a sequence")
     return non_tensors[name]
-
-
-def _after_prompt(values: Tensor, width: int) -> Tensor:
-    """[n, r] to [n, p + r], with 0 for the prompts."""
-    return torch.nn.functional.pad(values, (width, 0))
 
 
 def _width(lengths: Tensor, wanted: int | None, name: str) -> int:

@@ -22,17 +22,10 @@ DIALECTS = tuple(BY_NAME)
 
 
 def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """This package's fields from another program's settings.
+    """(this package's fields, notes) from another program's settings, alone or inside the sections of its files.
 
-    Args:
-        fields: the settings, alone or inside the sections of the program's configuration files.
-        dialect: one of ``DIALECTS``.
-
-    Returns:
-        (fields, notes of a line each: first the translation, then settings that changed or were dropped).
-
-    Raises:
-        ValueError: an unknown dialect or setting, or a value that the program would refuse or that cannot work here.
+    The notes are lines: first the translation, then settings that changed or were dropped. ValueError for an unknown
+    dialect or setting, or a value that the program would refuse or that cannot work here.
     """
     one_of("dialect", dialect, DIALECTS)
     program = BY_NAME[dialect]

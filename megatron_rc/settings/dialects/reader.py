@@ -13,15 +13,9 @@ NO_LOWER_BOUND = 1e-300
 
 
 class Settings:
-    """The settings of one configuration of another program, and the notes of their translation.
+    """The user's settings of another program, with its defaults, and the notes of their translation.
 
-    Args:
-        given: the user's settings; every key is one of ``defaults``.
-        defaults: every known key with the program's default.
-
-    Attributes:
-        notes: one line for each setting that was dropped or means something else here.
-        given: the keys that the user gave.
+    A note is a line on a setting that was dropped or means something else here.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -34,41 +28,25 @@ class Settings:
         return self._values[name]
 
     def boolean(self, name: str) -> bool:
-        """The value of a setting that is true or false.
-
-        Raises:
-            ValueError: another value.
-        """
+        """The value of a setting that is true or false; ValueError for another one."""
         value = self._values[name]
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be true or false")
         return value
 
     def choice(self, name: str, allowed: tuple[str | None, ...]) -> str | None:
-        """The value of a setting that is one of several words.
-
-        Raises:
-            ValueError: another word.
-        """
-        one_of(name, self._values[name], allowed)
+        """The value of a setting that is one of several words; ValueError for another one."""
         value: str | None = self._values[name]
+        one_of(name, value, allowed)
         return value
 
     def number(self, name: str) -> float | None:
-        """The value of a setting that is a finite number, a text of one, or None.
-
-        Raises:
-            ValueError: another value.
-        """
+        """The value of a setting that is a finite number, a text of one, or None; ValueError for another one."""
         value = self._values[name]
         return None if value is None else finite(name, value)
 
     def positive(self, name: str) -> float:
-        """The value of a setting that is a finite number above 0.
-
-        Raises:
-            ValueError: another value, or None.
-        """
+        """The value of a setting that is a finite number above 0; ValueError for another one, or None."""
         value = self.number(name)
         if value is None or value <= 0:
             raise ValueError(f"{name}={value!r} must be a finite positive number")
@@ -81,13 +59,7 @@ class Settings:
     def bounds(self, lower: str, upper: str, default: float | None = None) -> tuple[float, float]:
         """Bounds on ρ from two settings; an absent lower one means 1 / upper, one of 0 or less no lower bound.
 
-        Args:
-            lower: the setting of the lower bound.
-            upper: the setting of the upper bound.
-            default: the upper bound, with a note, if the setting is absent.
-
-        Raises:
-            ValueError: no upper bound, or a lower one that is not below it.
+        ``default`` is the upper bound, with a note, if the setting is absent. ValueError unless lower < upper.
         """
         if self._values[upper] is None and default is not None:
             self.notes.append(f"{upper} is absent: {default}")
@@ -96,11 +68,7 @@ class Settings:
         return self.interval(1 / high if low is None else low, high, lower, upper)
 
     def interval(self, low: float, high: float, lower: str, upper: str) -> tuple[float, float]:
-        """The bounds, of which a low one of 0 or less is replaced; ``lower`` and ``upper`` name them in messages.
-
-        Raises:
-            ValueError: the lower one is not below the upper one.
-        """
+        """The bounds, a low one of 0 or less replaced; ValueError, with both names, if they are not in order."""
         if low <= 0:
             self.notes.append(f"{lower}={low:g} is no bound: written as {NO_LOWER_BOUND:g}")
             low = NO_LOWER_BOUND
@@ -122,11 +90,7 @@ class Settings:
 
 
 def finite(name: str, value: object) -> float:
-    """A finite number, or the number that a text spells (YAML 1.1 reads 1e-4 as a text).
-
-    Raises:
-        ValueError: anything else, NaN and infinity included.
-    """
+    """A finite number, or the number that a text spells (YAML 1.1 reads 1e-4 as a text); ValueError for the rest."""
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)) or "_" in str(value):
             raise ValueError
@@ -167,24 +131,13 @@ def clamped(settings: Settings, lower: str, upper: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configuration of one program in one of its releases.
+    """The configuration of one program in one of its releases."""
 
-    Attributes:
-        name: the name for ``from_dict``.
-        defaults: every known setting with the program's default.
-        read: translates the settings into this package's fields.
-        sections: sections of the program's files, each inside the one before; the last one holds the settings.
-        shares_section: the section also holds other settings, which are dropped with a note.
-        elsewhere: settings in other sections, by the section's name.
-        switched_off: the settings that a section of null means.
-        spelled: the name in ``defaults`` of a key.
-    """
-
-    name: str
-    defaults: Mapping[str, Any]
-    read: Callable[[Settings], dict[str, Any]]
-    sections: tuple[str, ...] = ()
-    shares_section: bool = False
-    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    switched_off: Mapping[str, Any] = field(default_factory=dict)
-    spelled: Callable[[str], str] = str
+    name: str  # for ``from_dict``
+    defaults: Mapping[str, Any]  # every known setting with the program's default
+    read: Callable[[Settings], dict[str, Any]]  # translates the settings into this package's fields
+    sections: tuple[str, ...] = ()  # of the program's files, each inside the one before; the last has the settings
+    shares_section: bool = False  # the section also holds other settings, which are dropped with a note
+    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # settings of other sections, by section
+    switched_off: Mapping[str, Any] = field(default_factory=dict)  # the settings that a section of null means
+    spelled: Callable[[str], str] = str  # the name in ``defaults`` of a key

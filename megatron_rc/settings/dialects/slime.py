@@ -73,11 +73,7 @@ def slime(settings: Settings) -> dict[str, Any]:
 
 
 def _spelling(settings: Settings) -> dict[str, Any]:
-    """The settings of the spelling that was used, or else of the example.
-
-    Raises:
-        ValueError: settings of two spellings.
-    """
+    """The settings of the spelling that was used, or else of the example; ValueError for settings of two."""
     used = {
         whose: min(settings.given & set(names)) for whose, names in _SPELLINGS.items() if settings.given & set(names)
     }
@@ -90,12 +86,9 @@ def _spelling(settings: Settings) -> dict[str, Any]:
 def _weights(
     settings: Settings, prefix: str, *, masks_weights: bool = False
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
-    """(fields of the weights, bounds of the criterion that ``mask`` means).
+    """(fields of the weights, bounds of the criterion that ``mask`` means), from settings with a prefix.
 
-    Args:
-        settings: the settings.
-        prefix: the prefix of their names.
-        masks_weights: ``mask`` sets weights out of bounds to 0, as in October 2025, instead of rejecting.
+    With ``masks_weights``, ``mask`` sets weights out of bounds to 0, as in October 2025, instead of rejecting.
     """
     lower, upper = f"{prefix}_lower_bound", f"{prefix}_upper_bound"
     level = settings.choice(f"{prefix}_level", tuple(ALIASES))

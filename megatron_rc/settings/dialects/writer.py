@@ -24,16 +24,9 @@ _DIGITS = 12  # of a bound: the precision of exp(log(1.001))
 
 
 def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """A program's settings for a config, and in words the fields that they lack.
+    """A program's settings for a config, and in words the fields that they lack; ValueError for an unknown dialect.
 
     Weights that are measured, not applied, are left out: other programs have no such switch.
-
-    Args:
-        config: the correction.
-        dialect: one of ``DIALECTS``.
-
-    Raises:
-        ValueError: an unknown dialect.
     """
     one_of("dialect", dialect, tuple(_WRITERS))
     program, write = _WRITERS[dialect]
