@@ -48,12 +48,8 @@ def make_asks(
     """Make one request for each prompt; seeds differ, so that equal prompts get different responses.
 
     Raises:
-        ValueError: a prompt is empty, the temperature is not above 0, or no new tokens are wanted.
+        ValueError: a prompt is empty.
     """
-    if params.temperature <= 0:
-        raise ValueError(f"temperature is {params.temperature}: expected a number above 0")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
     empty = [index for index, prompt in enumerate(prompts) if not prompt]
     if empty:
         raise ValueError(f"prompt {empty[0]} is empty: a response needs at least one token before it")

@@ -21,15 +21,7 @@ from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
 from megatron_rc.launch.engines import EngineError
-from megatron_rc.launch.engines.requests import (
-    API_KEY,
-    MOST_BYTES,
-    HttpStatusError,
-    Request,
-    Retries,
-    check_key,
-    check_url,
-)
+from megatron_rc.launch.engines.requests import API_KEY, MOST_BYTES, HttpStatusError, Request, Retries
 
 Result = TypeVar("Result")
 EXCERPT = 300  # characters of a server's answer in an error
@@ -71,23 +63,18 @@ class HttpClient:
     late or too large.
 
     Args:
-        url: ``http://host:port`` or ``https://...``, without a path.
+        url: address that passes ``check_url``.
         timeout: seconds for one answer, from connecting to its last byte.
         retries: rules of retries.
-        api_key: bearer token; never shown.
+        api_key: bearer token that passes ``check_key``; never shown.
 
     Attributes:
         absences: number of attempts that found no server.
-
-    Raises:
-        ValueError: the url is no address, or the key cannot be sent.
     """
 
     def __init__(
         self, url: str, timeout: float = 600.0, retries: Retries | None = None, api_key: str | None = None
     ) -> None:
-        check_url(url)
-        check_key(api_key)
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries or Retries()
         self.absences = 0
         self._key = api_key

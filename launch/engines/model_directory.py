@@ -29,9 +29,6 @@ class ModelDirectory:
         eos_token_id: token that ends a response.
         dtype: round weights to this type, one of ``rounding.DTYPES``; default: no rounding.
         shard_bytes: size at which a file is closed and the next one begins.
-
-    Raises:
-        ValueError: the parent directory does not exist.
     """
 
     def __init__(
@@ -43,8 +40,6 @@ class ModelDirectory:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.path = Path(path).absolute()
-        if not self.path.parent.is_dir():
-            raise ValueError(f"the directory for rollout weights is {self.path}, but {self.path.parent} does not exist")
         self._shard_bytes = shard_bytes
         self._tied = bool(config.tie_word_embeddings)
         self._config = copy.deepcopy(config)

@@ -38,7 +38,7 @@ class Retries:
     longest_wait: float = 8.0
 
     def wait(self, failures: int, asked: float) -> float:
-        """Seconds to wait after ``failures``; a random part of up to a half keeps clients from returning together."""
+        """Seconds to wait after ``failures`` attempts, cut at random by up to a half so that clients spread out."""
         doubled = self.first_wait * 2.0 ** min(failures - 1, 30)
         return min(self.longest_wait, max(asked, doubled * random.SystemRandom().uniform(0.5, 1.0)))
 

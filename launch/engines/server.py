@@ -85,7 +85,7 @@ class ServerEngine(ABC):
         A server that is restarted meanwhile gets its weights again, and samples the whole batch again.
 
         Raises:
-            ValueError: wrong prompts or parameters.
+            ValueError: a prompt is empty.
             EngineError: the server failed, or an answer must not be trained on.
         """
         if self.version < 0:

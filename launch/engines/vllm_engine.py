@@ -95,7 +95,7 @@ class VllmEngine:
         """Sample one response for each prompt, in their order; see :class:`RolloutEngine`.
 
         Raises:
-            ValueError: wrong prompts or parameters.
+            ValueError: a prompt is empty.
             EngineError: no weights were loaded, or an answer must not be trained on.
         """
         if self.version < 0:

@@ -38,8 +38,9 @@ class LocalTokens(MicroBatch):
         positions: position of each token in its sequence, of the same shape.
         labels: the next token of each token, of the same shape.
         routed_experts: ``[..., layers, top_k]`` like the tokens, -1 if unknown; None if no record has them.
-        values: the critic's values before its steps on the rollout batch, like the tokens; None without a critic.
-        returns: targets of the values, like the tokens; None without a critic.
+        values: the critic's values before its steps on the rollout batch, like the tokens; None without a critic and
+            before the last stage.
+        returns: targets of the values, like the tokens; None in the same cases.
     """
 
     tokens: Tensor

@@ -100,14 +100,12 @@ def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDa
         chunk.broadcast_params()
     if ddp_config.overlap_grad_reduce:
         # With these functions the schedule reduces gradients during the last micro-batch's backward pass.
-        _set_one_or_all(transformer, "no_sync_func", [chunk.no_sync for chunk in model])
-        _set_one_or_all(transformer, "grad_sync_func", [chunk.start_grad_sync for chunk in model])
+        stops, starts = [chunk.no_sync for chunk in model], [chunk.start_grad_sync for chunk in model]
+        # Megatron's schedules take a function for one chunk, a list for several.
+        transformer.no_sync_func, transformer.grad_sync_func = (
+            (stops, starts) if len(model) > 1 else (stops[0], starts[0])
+        )
     return model
-
-
-def _set_one_or_all(transformer: TransformerConfig, name: str, functions: list[Any]) -> None:
-    """Set a field of Megatron's config to the only function, or to the list of several."""
-    setattr(transformer, name, functions if len(functions) > 1 else functions[0])
 
 
 def build_optimizer(
