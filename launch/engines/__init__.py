@@ -1,4 +1,4 @@
-"""Rollout engines: what samples responses, on the first rank of each data-parallel replica."""
+"""Rollout engines: programs that sample responses, one on the first rank of each data-parallel replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rc.records.rollout import SamplingParams
 
 
 class EngineError(RuntimeError):
-    """An engine that cannot be used, or an answer that is not to be trained on; the message names the remedy."""
+    """An engine failed, or gave an answer that must not be trained on; the message names a remedy."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Sample:
     """One response.
 
     Attributes:
-        token_ids: the sampled tokens, the end-of-text token included where it was sampled.
-        log_probs: of each of them, in nats, under the distribution it was sampled from.
-        finish_reason: ``stop`` (end of text) or ``length``; ``abort``: dropped, without a token.
-        fault: what is wrong with its log-probs, where the engine gave some that are none.
+        token_ids: sampled tokens, with the end-of-text token if it was sampled.
+        log_probs: log-prob of each token in nats, under the distribution that it was sampled from.
+        finish_reason: ``stop`` (end of text), ``length``, or ``abort`` for a dropped response without tokens.
+        fault: description of an unusable log-prob; None if all are usable.
     """
 
     token_ids: list[int]
@@ -33,32 +33,36 @@ class Sample:
 
 
 class RolloutEngine(Protocol):
-    """What the trainer asks of an engine.
+    """Interface of an engine.
 
     Attributes:
-        version: of the weights it samples from: the optimizer steps that made them.
+        version: number of optimizer steps that made the engine's weights.
 
-    An engine that samples in another process, so that the trainer can go on meanwhile, says so with a true attribute
-    ``is_elsewhere``: with ``--rollout-staleness`` its ``sample`` is called on a thread, never during ``load_weights``.
-    One that can be started again while the trainer goes on counts that in an attribute ``restarts``.
+    Two attributes are optional. ``is_elsewhere`` is true for an engine that samples in another process; then
+    ``--rollout-staleness`` calls ``sample`` on a thread while the trainer goes on, but never during ``load_weights``.
+    ``restarts`` counts the restarts of an engine that can be restarted while the trainer goes on.
     """
 
     version: int
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over ``(Hugging Face name, tensor)`` pairs, all of the model, one at a time.
+        """Take over all weights of the model, one at a time.
+
+        Args:
+            weights: pairs of a Hugging Face name and a tensor.
+            version: number of optimizer steps that made them.
 
         Raises:
-            ValueError: a tensor that the model lacks, that comes twice, of another shape, or that never came.
+            ValueError: a tensor is unknown, comes twice, has another shape, or is missing.
         """
         ...
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """One response for each prompt of token ids; the same seed and weights give the same responses.
+        """Sample one response for each prompt of token ids; the same seed and weights give the same responses.
 
         Raises:
-            EngineError: it failed as a whole, not in a single response.
+            EngineError: the engine failed as a whole, not in a single response.
         """
         ...

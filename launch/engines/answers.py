@@ -1,4 +1,4 @@
-"""What an engine sends and what it may answer: seeds of single requests, and the checks that every sample passes."""
+"""Requests for single responses, with a seed each, and the checks that every answer passes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOWEST = -9000.0  # vLLM's server writes -9999 for minus infinity
 
 @dataclass(frozen=True)
 class Ask:
-    """One response to be sampled.
+    """Request for one response.
 
     Attributes:
-        index: of the prompt within the batch.
+        index: position of the prompt in the batch.
         prompt: token ids.
-        params: of the distribution.
-        max_new_tokens: that the response may have.
-        eos_token_id: ends it.
-        seed: of this request alone.
+        params: parameters of the distribution.
+        max_new_tokens: largest number of tokens in the response.
+        eos_token_id: token that ends the response.
+        seed: seed of this request alone.
     """
 
     index: int
@@ -38,22 +38,18 @@ class Ask:
 
     @property
     def most_bytes(self) -> int:
-        """More than any answer to it has: no engine writes a kilobyte about a token."""
+        """Upper bound of the size of an answer: no engine writes a kilobyte about one token."""
         return MOST_BYTES + 1024 * (len(self.prompt) + self.max_new_tokens)
 
 
 def make_asks(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int, eos_token_id: int
 ) -> list[Ask]:
-    """One request a prompt, each with a seed of its own, so that equal prompts get different responses.
+    """Make one request for each prompt; seeds differ, so that equal prompts get different responses.
 
     Raises:
-        ValueError: an empty prompt, a temperature that is not above 0, or no new tokens.
+        ValueError: a prompt is empty.
     """
-    if params.temperature <= 0:
-        raise ValueError(f"temperature is {params.temperature}: expected a number above 0")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
     empty = [index for index, prompt in enumerate(prompts) if not prompt]
     if empty:
         raise ValueError(f"prompt {empty[0]} is empty: a response needs at least one token before it")
@@ -64,31 +60,31 @@ def make_asks(
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of request ``index``: 31 bits, equal in every process; a counter would repeat across steps."""
+    """Seed of request ``index``: 31 bits, equal in every process. A hash, because a counter repeats across steps."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33
 
 
 def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: str) -> Sample:
-    """The sample of an answer, after a check of what is the same in all that the engine gives.
+    """Make a sample of an answer, after checks.
 
-    Log-probs that are none become NaN, and its ``fault``.
+    An unusable log-prob becomes NaN and is described in ``Sample.fault``, because it concerns one response. The errors
+    below concern every answer of the engine.
 
     Args:
-        ask: what was asked for.
-        token_ids: of the answer, as they came.
-        log_probs: of the answer, as they came.
-        reason: the engine's finish reason: ``stop`` or ``length``.
-        source: names the engine in errors.
+        ask: the request.
+        token_ids: token ids as the engine sent them.
+        log_probs: log-probs as the engine sent them.
+        reason: finish reason as the engine sent it.
+        source: name of the engine in errors.
 
     Raises:
-        EngineError: fields that are absent, of another type or length, or a response that ends before it should: so
-            are all that the engine gives.
+        EngineError: a field is absent or has a wrong type or length, or the response ended too early.
     """
     where = f"{source}, prompt {ask.index}:"
-    if not _is_list_of(token_ids, int):
+    if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
         raise EngineError(
-            f"{where} the answer's token ids are {_short(token_ids)}, expected a list of integers: ask for an engine "
+            f"{where} the answer's token ids are {_short(token_ids)}, expected a list of integers: use an engine "
             "version that returns them"
         )
     if not token_ids:
@@ -99,14 +95,16 @@ def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: s
         )
     if len(log_probs) != len(token_ids):
         raise EngineError(f"{where} {len(log_probs)} log-probs for {len(token_ids)} tokens: the answer cannot be used")
-    numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
     if len(token_ids) <= ask.max_new_tokens:
         _check_end(ask, token_ids, reason, where)
-    return Sample(token_ids, numbers, _finish_reason(ask, token_ids), fault_in_log_probs(log_probs, where))
+    numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
+    # Engines write "length" if end-of-text comes exactly at the length limit.
+    finish_reason = "stop" if token_ids[-1] == ask.eos_token_id else "length"
+    return Sample(token_ids, numbers, finish_reason, fault_in_log_probs(log_probs, where))
 
 
 def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
-    """The first that is no log-prob, in words that begin with ``where``."""
+    """Description of the first unusable log-prob, beginning with ``where``; None if all are usable."""
     for position, value in enumerate(log_probs):
         if not _is_log_prob(value):
             return (
@@ -117,9 +115,11 @@ def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
 
 
 def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
-    """A response ends with the end-of-text token, its only one, or at the length that was asked for."""
+    """Check that the response ends with its only end-of-text token, or at the requested length."""
     if reason not in ("stop", "length"):
-        raise EngineError(f"{where} the response ended with {_short(reason)}, expected 'stop' or 'length': see its log")
+        raise EngineError(
+            f"{where} the response ended with {_short(reason)}, expected 'stop' or 'length': see the engine's log"
+        )
     if ask.eos_token_id in token_ids[:-1]:
         raise EngineError(
             f"{where} the response goes on after end-of-text token {ask.eos_token_id}: do the engine and the trainer "
@@ -138,22 +138,9 @@ def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
     )
 
 
-def _finish_reason(ask: Ask, token_ids: list[int]) -> str:
-    """Engines call a response that ends with end-of-text at its last place either; it is a whole one."""
-    return "stop" if token_ids[-1] == ask.eos_token_id else "length"
-
-
 def _is_log_prob(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        # False of NaN and both infinities, and no error for an integer beyond all floats.
-        and LOWEST < value <= POSITIVE_LIMIT
-    )
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+    # The comparison is false for NaN and infinities, and raises no error for an integer beyond all floats.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and LOWEST < value <= POSITIVE_LIMIT
 
 
 def _short(value: Any) -> str:

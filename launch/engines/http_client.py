@@ -1,6 +1,6 @@
-"""JSON over HTTP to a rollout server: many requests at once, limits of time and size, errors of one sentence.
+"""JSON over HTTP to a rollout server: concurrent requests, retries, and limits of time and size.
 
-httpx2 speaks HTTP and keeps connections; when to try again, and when to give up, is decided here.
+httpx2 speaks HTTP and keeps connections; this module decides when to retry and when to give up.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
 from megatron_rc.launch.engines import EngineError
-from megatron_rc.launch.engines.requests import (
-    API_KEY,
-    MOST_BYTES,
-    HttpStatusError,
-    Request,
-    Retries,
-    check_key,
-    check_url,
-)
+from megatron_rc.launch.engines.requests import API_KEY, MOST_BYTES, HttpStatusError, Request, Retries
 
 Result = TypeVar("Result")
-EXCERPT = 300  # characters of a server's answer that an error repeats
+EXCERPT = 300  # characters of a server's answer in an error
 CONNECT_SECONDS = 10.0
 TOO_MANY = 429
-# What a proxy answers while no server stands behind it.
-AWAY = (502, 503, 504)
-# One line a request otherwise.
+AWAY = (502, 503, 504)  # answers of a proxy without a server behind it
+# httpx2 logs a line for each request at a lower level.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why an attempt may be followed by another: in words, whether no server answered, and what wait it asks for."""
+    """A failed attempt that may be retried.
+
+    Attributes:
+        problem: description.
+        is_away: no server answered.
+        is_busy: the server answered 429.
+        asked: seconds that the server asks to wait.
+    """
 
     problem: str
     is_away: bool
@@ -53,35 +51,30 @@ class _Failure:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Those that the system trusts; reading them takes longer than a client is made in."""
+    """The system's trusted certificates; cached, because reading them is slow."""
     return ssl.create_default_context()
 
 
 class HttpClient:
-    """Sends requests to one server, from any thread.
+    """Sends requests to one server, from any thread. Ignores proxies in the environment.
 
-    An answer has ``timeout`` seconds. A server that is away (connections refused or broken, 502 to 504) or busy (429)
-    has as long to come back, from the first failure of a request; other 5xx are retried a few times, other statuses and
-    answers that are late or too large are not. Proxies from the environment are not used.
+    Retried are failed connections, 502 to 504 (the server is away) and 429 (busy), for ``timeout`` seconds after the
+    first failure, and other 5xx, ``retries.attempts`` times. Errors at once are other statuses, and answers that are
+    late or too large.
 
     Args:
-        url: ``http://host:port`` or ``https://...``, without a path.
-        timeout: seconds of one answer, from connecting to its last byte.
-        retries: of one request.
-        api_key: sent as a bearer token, and never shown.
+        url: address that passes ``check_url``.
+        timeout: seconds for one answer, from connecting to its last byte.
+        retries: rules of retries.
+        api_key: bearer token that passes ``check_key``; never shown.
 
     Attributes:
-        absences: attempts so far that found no server.
-
-    Raises:
-        ValueError: the url is not one, or the key cannot be sent.
+        absences: number of attempts that found no server.
     """
 
     def __init__(
         self, url: str, timeout: float = 600.0, retries: Retries | None = None, api_key: str | None = None
     ) -> None:
-        check_url(url)
-        check_key(api_key)
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries or Retries()
         self.absences = 0
         self._key = api_key
@@ -90,19 +83,19 @@ class HttpClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request, read as JSON.
+        """Send a request and read the answer as JSON.
 
         Raises:
-            EngineError: no answer, a refusal, or one that is not JSON.
+            EngineError: see :meth:`call`; or the answer is not JSON.
         """
         return self._parsed(path, self.call(method, path, body))
 
     def call(self, method: str, path: str, body: Any = None) -> bytes:
-        """The body of the answer to a request.
+        """Send a request and return the answer's body.
 
         Raises:
-            HttpStatusError: a status other than 2xx, 429 and 5xx.
-            EngineError: no answer in time, one that is too large, or none after all attempts.
+            HttpStatusError: the server refused the request.
+            EngineError: the answer is late or too large, or all attempts failed.
         """
 
         async def alone() -> bytes:
@@ -114,15 +107,15 @@ class HttpClient:
     def read_all(
         self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int
     ) -> list[Result]:
-        """``read(index, answer)`` of every request, in their order; the first error of any ends all of them.
+        """Send all requests and return ``read(index, answer)`` of each in their order; the first error ends all.
 
         Args:
-            requests: answered with JSON.
+            requests: requests whose answers are JSON.
             read: called as soon as an answer is there.
-            concurrency: requests under way at once; each has a connection, which the next one takes over.
+            concurrency: largest number of requests and of connections at a time.
 
         Raises:
-            EngineError: see :meth:`json`; or what ``read`` raises.
+            EngineError: see :meth:`json`; or an error of ``read``.
         """
         results: dict[int, Result] = {}
         errors: list[Exception] = []
@@ -148,29 +141,30 @@ class HttpClient:
         return [results[index] for index in range(len(requests))]
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Ask for ``path`` until the server answers 2xx: it may still be loading its model.
+        """Request ``path`` until the server answers 2xx; it may still be loading its model.
 
         Raises:
-            EngineError: it does not within so many seconds.
+            EngineError: the server is not ready after ``seconds``.
         """
+        deadline = time.monotonic() + seconds
+
+        async def attempt(connections: httpx2.AsyncClient) -> str:
+            try:
+                answer = await self._attempt(connections, Request("GET", path))
+            except HttpStatusError as error:
+                return str(error)
+            return "" if isinstance(answer, bytes) else answer.problem
 
         async def wait() -> str:
             problem = ""
             async with self._connections(1) as connections:
-                deadline = time.monotonic() + seconds
                 while True:
                     try:
                         with anyio.fail_after(max(self.retries.first_wait, deadline - time.monotonic())):
-                            answer = await self._attempt(connections, Request("GET", path))
-                        if isinstance(answer, bytes):
-                            return ""
-                        problem = answer.problem
+                            problem = await attempt(connections)
                     except TimeoutError:
-                        # The end of all attempts, which may have come too soon for this one: what was known stays.
                         return f"{problem}, then silence" if problem else "silence"
-                    except HttpStatusError as error:
-                        problem = str(error)
-                    if time.monotonic() >= deadline:
+                    if not problem or time.monotonic() >= deadline:
                         return problem
                     await anyio.sleep(min(1.0, self.retries.first_wait))
 
@@ -182,19 +176,19 @@ class HttpClient:
             )
 
     def _connections(self, number: int) -> httpx2.AsyncClient:
-        """To the server, kept from one request to the next."""
+        """Client with up to ``number`` connections, which requests reuse."""
         return httpx2.AsyncClient(
             base_url=self.url,
             headers=self._headers,
             verify=_certificates(),
             trust_env=False,
             limits=httpx2.Limits(max_connections=number, max_keepalive_connections=number),
-            # The whole attempt has a limit; a connection is made soon or not at all.
+            # ``_insist`` limits the whole attempt; connecting has a shorter limit.
             timeout=httpx2.Timeout(None, connect=min(self.timeout, CONNECT_SECONDS)),
         )
 
     async def _insist(self, connections: httpx2.AsyncClient, request: Request) -> bytes:
-        """The answer, after as many attempts as it takes and as are allowed."""
+        """Body of the answer, after retries."""
         failures = failures_of_the_server = 0
         give_up = math.inf
         while True:
@@ -220,11 +214,11 @@ class HttpClient:
             await anyio.sleep(self.retries.wait(failures, answer.asked))
 
     async def _attempt(self, connections: httpx2.AsyncClient, request: Request) -> bytes | _Failure:
-        """The body of one answer, or why there is none; statuses that no further attempt mends are raised."""
+        """Body of one answer, or a failure that may be retried; a status that is not retried is raised."""
         try:
             status, data, asked = await self._exchange(connections, request)
         except httpx2.TransportError as error:
-            return _Failure(_in_words(error), is_away=True)
+            return _Failure(_cause(error), is_away=True)
         if 200 <= status < 300:
             return data
         problem = f"status {status}: {self._excerpt(data)}" if data else f"status {status}"
@@ -233,7 +227,7 @@ class HttpClient:
         return _Failure(problem, status in AWAY, status == TOO_MANY, asked)
 
     async def _exchange(self, connections: httpx2.AsyncClient, request: Request) -> tuple[int, bytes, float]:
-        """(status, body, seconds that the server asks to wait); of a refusal the beginning of the body is enough."""
+        """Send once; (status, body, seconds that the server asks to wait). A refusal's body may be cut."""
         content = None if request.body is None else json.dumps(request.body, allow_nan=False)
         data = bytearray()
         async with connections.stream(request.method, request.path, content=content) as response:
@@ -246,7 +240,9 @@ class HttpClient:
                     )
                 if len(data) > MOST_BYTES and not response.is_success:
                     break
-        return response.status_code, bytes(data), _seconds(response.headers.get("Retry-After"))
+        asked = response.headers.get("Retry-After", "").strip()
+        # The other form of the header, a date, is ignored.
+        return response.status_code, bytes(data), float(asked) if asked.isdecimal() else 0.0
 
     def _parsed(self, path: str, data: bytes) -> Any:
         try:
@@ -258,20 +254,15 @@ class HttpClient:
             ) from error
 
     def _excerpt(self, data: bytes) -> str:
-        """The beginning of an answer, in one line; servers may repeat what they were sent."""
+        """The beginning of an answer in one line, without the key, which servers may repeat."""
         if self._key:
             data = data.replace(self._key.encode(), API_KEY.encode())
         return " ".join(data[: 4 * EXCERPT].decode("utf-8", "replace").split())[:EXCERPT]
 
 
-def _in_words(error: BaseException) -> str:
-    """What the system said: libraries' own words for a refused connection are "All connection attempts failed"."""
+def _cause(error: BaseException) -> str:
+    """The system's own error, such as ConnectionRefusedError, inside the library's."""
     while inner := error.__cause__ or error.__context__:
-        # One failure for each address of a name.
+        # A group has one error for each address of a name.
         error = getattr(inner, "exceptions", [inner])[0]
     return f"{type(error).__name__}: {error}"
-
-
-def _seconds(header: str | None) -> float:
-    """``Retry-After`` as a number; its other form, a date, counts as absent."""
-    return float(header) if header and header.strip().isdecimal() else 0.0

@@ -1,4 +1,4 @@
-"""A model as Hugging Face stores it: what engines read weights from that share a file system with the trainer."""
+"""Directory with a model in Hugging Face's format, through which engines get weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from megatron_rc.launch.weights.safetensors_files import SHARD_BYTES, write_tens
 
 
 class ModelDirectory:
-    """``config.json`` and safetensors at one path, replaced as a whole at every write.
+    """``config.json`` and safetensors in one directory, replaced as a whole at every write.
 
-    Tied embeddings are written as two tensors, and the config says that they are not tied. Engines that repack the
-    output layer at start (vLLM) would otherwise keep the first one for ever, silently.
+    Tied embeddings are written as two tensors, and the config says that they are not tied. Otherwise an engine that
+    repacks the output layer at its start, such as vLLM, would silently keep the first output layer for ever.
 
     Args:
-        path: of the directory; what stands there is replaced. Its parent must exist.
-        config: of the model (a ``transformers`` config).
-        eos_token_id: ends a response.
-        dtype: what the weights are rounded to, one of ``rounding.DTYPES``; default: as they come.
-        shard_bytes: a file is closed once it holds as many.
-
-    Raises:
-        ValueError: the parent directory is not there.
+        path: the directory, whose parent must exist; an older directory at this path is replaced.
+        config: ``transformers`` config of the model.
+        eos_token_id: token that ends a response.
+        dtype: round weights to this type, one of ``rounding.DTYPES``; default: no rounding.
+        shard_bytes: size at which a file is closed and the next one begins.
     """
 
     def __init__(
@@ -43,8 +40,6 @@ class ModelDirectory:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.path = Path(path).absolute()
-        if not self.path.parent.is_dir():
-            raise ValueError(f"the directory for rollout weights is {self.path}, but {self.path.parent} does not exist")
         self._shard_bytes = shard_bytes
         self._tied = bool(config.tie_word_embeddings)
         self._config = copy.deepcopy(config)
@@ -61,26 +56,26 @@ class ModelDirectory:
         self._rounded = Rounding(model, dtype) if dtype else None
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Write all weights, one shard in memory at a time; a reader never finds half of a model.
+        """Write all weights, with one shard in memory at a time; a reader never finds an incomplete model.
 
-        The old model stays until the new one is whole: the file system, often memory, must have room for both.
+        The old model stays until the new one is complete, so that the file system needs room for both.
 
         Args:
-            weights: ``(Hugging Face name, tensor)``, all of the model.
+            weights: pairs of a Hugging Face name and a tensor, all of the model.
 
         Returns:
-            The path of the directory.
+            Path of the directory.
 
         Raises:
-            ValueError: a tensor that the model lacks, that comes twice, of another shape, or that never came.
+            ValueError: a tensor is unknown, comes twice, has another shape, or is missing.
             EngineError: the files cannot be written.
         """
-        part = self.path.with_name(self.path.name + ".part")
+        part, old = (self.path.with_name(self.path.name + end) for end in (".part", ".old"))
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            self._write(part, weights)
-            old = self.path.with_name(self.path.name + ".old")
+            write_tensors(part, self._tensors(weights), self._shard_bytes)
+            self._config.save_pretrained(part)
             shutil.rmtree(old, ignore_errors=True)
             if self.path.exists():
                 self.path.rename(old)
@@ -90,12 +85,8 @@ class ModelDirectory:
             raise EngineError(f"rollout weights cannot be written to {self.path}: {error}: make room there") from error
         return self.path
 
-    def _write(self, part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-        write_tensors(part, self._tensors(weights), self._shard_bytes)
-        self._config.save_pretrained(part)
-
     def _tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What is written: rounded, and with an output layer."""
+        """Checked and rounded weights, with a separate output layer."""
         for name, tensor in checked(weights, self._expected):
             if self._rounded is not None:
                 tensor = self._rounded(name, tensor)

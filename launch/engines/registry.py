@@ -1,4 +1,4 @@
-"""The table of rollout engines: how each is made, and which flags it needs."""
+"""Table of rollout engines, with a constructor and the flags of each."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What an engine of one data-parallel replica is made of.
+    """Arguments of an engine's constructor, for one data-parallel replica.
 
     Attributes:
-        config: of the run.
-        model: the same model as a ``transformers`` config.
-        eos_token_id: ends a response.
-        pad_token_id: fills batches.
-        replica: data-parallel rank: which server of ``--rollout-url``, and which folder of ``--rollout-weights-dir``.
+        config: settings of the run.
+        model: ``transformers`` config of the model.
+        eos_token_id: token that ends a response.
+        pad_token_id: token that fills batches.
+        replica: data-parallel rank; chooses the server of ``--rollout-url`` and the folder in
+            ``--rollout-weights-dir``.
     """
 
     config: RunConfig
@@ -47,13 +48,13 @@ class EngineKind:
     """One engine of the table.
 
     Attributes:
-        make: the engine, on the first rank of a replica; imports what it needs.
-        needs: settings of the engine section that it cannot do without.
-        takes: settings of that section that it can do without. Others of the kind would do nothing, and are refused.
-        package: that must be installed, named like the extra that brings it; empty: none.
+        make: constructor, called on the first rank of a replica; imports the engine's packages.
+        needs: required settings of the engine section.
+        takes: optional settings of that section. A setting of another engine is refused, because it would do nothing.
+        package: required package, which the extra of the same name installs; empty: none.
 
     Raises:
-        ValueError: a setting that does not exist.
+        ValueError: a setting does not exist.
     """
 
     make: Callable[[EngineInputs], RolloutEngine]
@@ -63,7 +64,7 @@ class EngineKind:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What of the engine section it uses, besides what all engines do."""
+        """Settings of the engine section that this engine uses, and not every engine."""
         return (*self.needs, *self.takes)
 
     def __post_init__(self) -> None:
@@ -73,16 +74,16 @@ class EngineKind:
 
 
 def make_engine(config: RunConfig, eos_token_id: int, pad_token_id: int, replica: int) -> RolloutEngine:
-    """The engine of one data-parallel replica, on its first rank.
+    """Make the engine of one data-parallel replica, on its first rank.
 
     Raises:
-        EngineError: vLLM cannot run beside this trainer.
-        RuntimeError: no Hugging Face architecture describes the model: the checks were not asked for an engine.
+        EngineError: vLLM cannot run in this trainer's surroundings.
+        RuntimeError: no Hugging Face architecture describes the model, which the checks of the flags refuse.
     """
     family = find_family(config)
     if family is None:
         raise RuntimeError("an engine needs a model of a Hugging Face architecture")
-    # A whole model in memory each, whichever engine needed it.
+    # Killed runs leave a whole model each in memory, whichever engine this run uses.
     remove_left_behind(_memory(), _PREFIX)
     model = family.hugging_face_config(config)
     return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, eos_token_id, pad_token_id, replica))
@@ -102,7 +103,7 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
 
     dtype, rounded = inputs.config.engine.rollout_dtype, None
     if dtype not in DTYPES:
-        # vLLM would round other layers, and other weights at every start: what it reads is rounded already.
+        # vLLM would round other layers, and differently at each start; so the files hold rounded weights.
         dtype, rounded = "fp32" if inputs.config.launch.on_cpu else "bf16", dtype
     directory = _directory(inputs, rounded)
     return VllmEngine(directory, dtype, inputs.eos_token_id, inputs.config.training.seq_length)
@@ -111,26 +112,29 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 
-    return VllmServerEngine(
-        _client(inputs),
-        _directory(inputs),
-        inputs.eos_token_id,
-        model=inputs.config.engine.rollout_model,
-        concurrency=inputs.config.engine.rollout_concurrency,
-        start_timeout=inputs.config.engine.rollout_timeout,
-    )
+    return VllmServerEngine(**_server_arguments(inputs), model=inputs.config.engine.rollout_model)
 
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 
-    return SglangServerEngine(
-        _client(inputs),
-        _directory(inputs),
-        inputs.eos_token_id,
-        concurrency=inputs.config.engine.rollout_concurrency,
-        start_timeout=inputs.config.engine.rollout_timeout,
-    )
+    return SglangServerEngine(**_server_arguments(inputs))
+
+
+def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
+    from megatron_rc.launch.engines.http_client import HttpClient
+
+    engine = inputs.config.engine
+    if engine.rollout_url is None:
+        raise RuntimeError("a server needs an address: the settings were not checked")
+    url, retries = engine.rollout_url.split(",")[inputs.replica], Retries(attempts=engine.rollout_attempts)
+    return {
+        "client": HttpClient(url, engine.rollout_timeout, retries, api_key=os.environ.get(API_KEY)),
+        "directory": _directory(inputs),
+        "eos_token_id": inputs.eos_token_id,
+        "concurrency": engine.rollout_concurrency,
+        "start_timeout": engine.rollout_timeout,
+    }
 
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
@@ -144,23 +148,12 @@ ENGINES = {
 
 
 def _memory() -> str:
-    """A folder in memory, if there is one."""
+    """A folder in memory, if the system has one; else the folder for temporary files."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
-def _client(inputs: EngineInputs) -> Any:
-    from megatron_rc.launch.engines.http_client import HttpClient
-
-    engine = inputs.config.engine
-    if engine.rollout_url is None:
-        raise RuntimeError("a server needs an address: the settings were not checked")
-    url = engine.rollout_url.split(",")[inputs.replica]
-    retries = Retries(attempts=engine.rollout_attempts)
-    return HttpClient(url, timeout=engine.rollout_timeout, retries=retries, api_key=os.environ.get(API_KEY))
-
-
 def _directory(inputs: EngineInputs, dtype: str | None = None) -> Any:
-    """Where a replica's weights are handed over, rounded to ``dtype``; without one of their own they go when we end."""
+    """The replica's directory of weights, rounded to ``dtype``; without ``--rollout-weights-dir`` removed at exit."""
     from megatron_rc.launch.engines.model_directory import ModelDirectory
 
     given = inputs.config.engine.rollout_weights_dir

@@ -1,4 +1,4 @@
-"""What a rollout server is asked, where, and how often."""
+"""Requests to a rollout server, the rules of retries, and the checks of its address and key. Imports no HTTP client."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 from megatron_rc.launch.engines import EngineError
 
-API_KEY = "ROLLOUT_API_KEY"  # the environment variable with the servers' key
-MOST_BYTES = 1 << 20  # of an answer that has no tokens
+API_KEY = "ROLLOUT_API_KEY"  # environment variable with the servers' key
+MOST_BYTES = 1 << 20  # largest answer without tokens
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent; ``body`` as JSON. An answer of more than ``most_bytes`` is an error."""
+    """One HTTP request; ``body`` is sent as JSON, and an answer above ``most_bytes`` is an error."""
 
     method: str
     path: str
@@ -25,12 +25,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a request is sent that the server fails on, and how long the client waits in between.
+    """Number of attempts of a request, and the waits between them.
 
     Attributes:
-        attempts: at most so many answers with a status of 5xx that does not say that the server is away.
-        first_wait: seconds before the second attempt; doubles with each further one.
-        longest_wait: seconds, the bound of the doubling and of what a server asks for in ``Retry-After``.
+        attempts: largest number of answers with status 5xx; 502 to 504 do not count, because the server is away.
+        first_wait: seconds before the second attempt; doubles with each further attempt.
+        longest_wait: bound in seconds, also of a wait that the server asks for in ``Retry-After``.
     """
 
     attempts: int = 6
@@ -38,16 +38,16 @@ class Retries:
     longest_wait: float = 8.0
 
     def wait(self, failures: int, asked: float) -> float:
-        """Seconds to wait after so many failures; up to a half less, so that many clients do not return as one."""
+        """Seconds to wait after ``failures`` attempts, cut at random by up to a half so that clients spread out."""
         doubled = self.first_wait * 2.0 ** min(failures - 1, 30)
         return min(self.longest_wait, max(asked, doubled * random.SystemRandom().uniform(0.5, 1.0)))
 
 
 class HttpStatusError(EngineError):
-    """The server refused a request for good: a status that is not retried.
+    """The server refused a request with a status that is not retried.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -56,10 +56,10 @@ class HttpStatusError(EngineError):
 
 
 def check_url(url: str) -> None:
-    """Whether the address can be that of a server.
+    """Check the address of a server.
 
     Raises:
-        ValueError: says what is expected, and repeats nothing that may be secret.
+        ValueError: it is no address, or has a path or a password; a password is not repeated.
     """
     if "@" in url:
         raise ValueError(
@@ -70,14 +70,14 @@ def check_url(url: str) -> None:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         is_address = is_address and url.isprintable()
-    except ValueError:  # no port, or no address of IPv6
+    except ValueError:  # a wrong port or IPv6 address
         is_address = False
     if not is_address or parts.path.strip("/") or parts.query or parts.fragment:
         raise ValueError(f"the rollout server's address is {url!r}: expected http://host:port, without a path")
 
 
 def check_key(key: str | None) -> None:
-    """Whether a header can carry the key of the servers.
+    """Check that an HTTP header can carry the servers' key.
 
     Raises:
         ValueError: it cannot; the key is not repeated.

@@ -1,4 +1,4 @@
-"""Weights as an engine of fewer bits would hold them: rounded at every sync, so that the mismatch is a real one."""
+"""Weights rounded to a narrower type at every sync, so that the mismatch with the trainer is a real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Rounding:
     """Rounds the weights of one model.
 
     Args:
-        model: a ``transformers`` model of that architecture; its values are not used.
+        model: ``transformers`` model of the architecture; its values are not used.
         dtype: one of ``DTYPES``.
     """
 
@@ -26,7 +26,7 @@ class Rounding:
         self._exact = set(kept_buffers(model))
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """The weight of this name as it is computed with, in float32."""
+        """Round the weight of this name; float32."""
         if name in self._exact:  # the bias of experts, which engines keep in float32
             return tensor.float()
         if self._transposed.get(name):
@@ -35,15 +35,15 @@ class Rounding:
 
 
 def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
-    """The values that weights of ``dtype`` stand for, in float32; where arithmetic is bfloat16 they are rounded again.
+    """Round to the values that ``dtype`` can hold; float32.
 
-    ``fp8-e4m3`` and ``int8`` keep one float32 scale for each output row of a linear layer, as engines do; everything
-    else (embeddings, norms, the output layer) is bfloat16 there.
+    ``fp8-e4m3`` and ``int8`` use one float32 scale for each output row of a linear layer, as engines do. Embeddings,
+    norms and the output layer are bfloat16 with these types. An engine that computes in bfloat16 rounds again.
 
     Args:
-        tensor: [out, in], or of any shape where it is not quantizable.
+        tensor: [out, in]; any shape if not quantizable.
         dtype: one of ``DTYPES``.
-        quantizable: the weight of a linear layer.
+        quantizable: the weight belongs to a linear layer.
     """
     tensor = tensor.float()
     if dtype == "fp32":
@@ -58,7 +58,7 @@ def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
 
 
 def _linear_weights(model: torch.nn.Module) -> dict[str, bool]:
-    """Names of the linear layers' weights but for experts', and whether they are stored [in, out] (GPT-2's Conv1D)."""
+    """Names of linear layers' weights, and whether they are stored [in, out] as in GPT-2's Conv1D; experts excepted."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What rollout servers have in common: weights through a directory, samples through concurrent requests."""
+"""Base of the engines that are rollout servers: weights through a directory, samples through concurrent requests."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Request
 from megatron_rc.records.rollout import SamplingParams
 
-TRIES = 3  # of a batch, or of a hand-over of weights, in which a server is restarted
+TRIES = 3  # attempts of a batch, or of an update of weights, if a server is restarted meanwhile
 _log = logging.getLogger("megatron_rc")
 
 
 class RestartedError(EngineError):
-    """A server lost the weights that it was given: it was started again."""
+    """A server was restarted and has lost its weights."""
 
 
 class ServerEngine(ABC):
-    """A :class:`RolloutEngine` on the other side of HTTP.
+    """A :class:`RolloutEngine` behind HTTP.
 
     Weights are written to ``directory``, which the server reads under the same path. The first write comes before the
-    server is waited for, so that it can be started on that directory.
+    wait for the server, so that a user can start the server on the directory.
 
     Args:
-        client: to the server.
-        directory: for the weights, on a file system that both see; one engine each.
-        eos_token_id: ends a response.
-        concurrency: requests under way at once.
-        start_timeout: seconds to wait for a server that does not answer yet.
+        client: client of the server.
+        directory: directory of weights, for this engine alone, on a file system that the server sees.
+        eos_token_id: token that ends a response.
+        concurrency: largest number of requests at a time.
+        start_timeout: seconds to wait for the server's first answer.
 
     Attributes:
-        restarts: how often it lost its weights, or was away while it got them, and got them again.
+        restarts: number of times that the server lost its weights, or was away during an update of weights.
     """
 
     is_elsewhere = True
@@ -51,118 +51,119 @@ class ServerEngine(ABC):
         concurrency: int = 64,
         start_timeout: float = 600.0,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}: expected at least 1")
         self.client, self.directory, self.eos = client, directory, eos_token_id
         self.concurrency, self.start_timeout = concurrency, start_timeout
         self.version, self.restarts = -1, 0
-        self._met = False
+        # Whether the server knows the version of its weights, and forgets it at a restart.
+        self._keeps_version = False
+        self._is_checked = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights, let the server read them, and drop what it computed with the old ones.
+        """Write the weights, let the server read them, and clear its prefix cache.
 
-        After a failure nothing is sampled until another call succeeds: the server may hold a mixture. vLLM then stays
-        paused.
+        After a failure the engine samples nothing until a later call succeeds, because the server may hold a mixture.
+        A vLLM server then stays paused.
 
         Raises:
             ValueError: wrong weights; see :meth:`ModelDirectory.write`.
-            EngineError: the server is not there, cannot be used, or did not take the weights over.
+            EngineError: the server is absent, unfit, or did not take the weights.
         """
         self.version = -1
         path = str(self.directory.write(weights))
-        if not self._met:
+        if not self._is_checked:
             self.client.wait_until_ready("/health", self.start_timeout)
-            self._meet()
-            self._met = True
-        self._hand_over(path, version)
+            self._check_server()
+            self._is_checked = True
+        self._update(path, version)
         self.version = version
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """One response for each prompt, in their order; see :class:`RolloutEngine`.
+        """Sample one response for each prompt, in their order; see :class:`RolloutEngine`.
 
-        A server that is restarted meanwhile gets its weights again, and samples all of them anew.
+        A server that is restarted meanwhile gets its weights again, and samples the whole batch again.
 
         Raises:
-            ValueError: prompts or parameters that no engine takes.
-            EngineError: the server failed, or an answer cannot be trained on.
+            ValueError: a prompt is empty.
+            EngineError: the server failed, or an answer must not be trained on.
         """
         if self.version < 0:
             raise EngineError(f"{self.client.url} holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
+        requests = [self._request(ask) for ask in asks]
         self._check_params(asks)
         for left in reversed(range(TRIES)):
             absences = self.client.absences
             try:
-                samples = self._sample(asks)
-                self._check_version(was_away=self.client.absences > absences)
+                samples = self.client.read_all(
+                    requests, lambda index, answer: self._read(asks[index], answer), self.concurrency
+                )
+                if self._keeps_version:
+                    self._check_version()
+                elif self.client.absences > absences:
+                    self._check_held(None)  # the server may have been restarted
                 return samples
             except RestartedError as error:
                 if not left:
                     raise
                 self.restarts += 1
                 _log.warning("%s: it gets them again, and the batch is sampled again", error)
-                self._meet()
-                self._hand_over(str(self.directory.path), self.version)
+                self._check_server()
+                self._update(str(self.directory.path), self.version)
         raise AssertionError("the last try returns or raises")
 
-    def _sample(self, asks: Sequence[Ask]) -> list[Sample]:
-        requests = [self._request(ask) for ask in asks]
-        return self.client.read_all(requests, lambda index, answer: self._read(asks[index], answer), self.concurrency)
-
-    def _hand_over(self, path: str, version: int) -> None:
-        """Have the server take the weights over; again from the beginning where it was away meanwhile."""
+    def _update(self, path: str, version: int) -> None:
+        """Let the server read the weights; again from the beginning if the server was away meanwhile."""
         for _ in range(TRIES):
             absences = self.client.absences
             self._swap(path, version)
             if self.client.absences == absences:
                 return
             self.restarts += 1
-        raise EngineError(f"{self.client.url} went away in each of {TRIES} hand-overs of weights: see its log")
+        raise EngineError(f"{self.client.url} went away in each of {TRIES} updates of its weights: see its log")
 
-    def _check_held(self, held: Any, where: str) -> None:
-        """Whether the weights that a server says it holds are those that it was given."""
+    def _check_held(self, held: Any) -> None:
+        """Compare the version that the server names with the version of its last update.
+
+        Raises:
+            RestartedError: the server names no version of a trainer.
+            EngineError: the server names another version.
+        """
         if held == str(self.version):
             return
         if isinstance(held, str) and held.isdecimal():
-            raise EngineError(f"{where} holds weights {held}, expected {self.version}: who else updates it?")
-        raise RestartedError(f"{where} lost the weights of step {self.version}, as a server does that is restarted")
+            raise EngineError(
+                f"{self.client.url} holds weights {held}, expected {self.version}: does another program update them?"
+            )
+        raise RestartedError(f"{self.client.url} lost the weights of step {self.version}, probably in a restart")
 
     @abstractmethod
-    def _meet(self) -> None:
-        """Check once that the server is the right one."""
+    def _check_server(self) -> None:
+        """Check that this is the right kind of server, with the right settings."""
 
     @abstractmethod
     def _swap(self, path: str, version: int) -> None:
-        """Have the server read the weights at ``path``, and drop its prefix cache."""
+        """Let the server read the weights at ``path`` and clear its prefix cache."""
 
     @abstractmethod
     def _check_params(self, asks: Sequence[Ask]) -> None:
-        """Refuse what the server cannot sample with the log-probs of the sampled distribution."""
+        """Refuse parameters for which the server's log-probs are not those of the sampled distribution."""
 
     @abstractmethod
-    def _check_version(self, was_away: bool) -> None:
-        """Refuse samples of a server that does not hold the weights of ``version`` any more.
-
-        Args:
-            was_away: it could not be reached for a moment, while the batch was sampled.
-
-        Raises:
-            RestartedError: it was started again.
-            EngineError: it holds others.
-        """
+    def _check_version(self) -> None:
+        """After a batch, check the version of a server that keeps it; see :meth:`_check_held`."""
 
     @abstractmethod
     def _request(self, ask: Ask) -> Request:
-        """What asks the server for one response."""
+        """HTTP request for one response."""
 
     @abstractmethod
     def _read(self, ask: Ask, answer: Any) -> Sample:
-        """The response in an answer, checked."""
+        """Read and check the response in an answer."""
 
     def _field(self, answer: Any, *keys: str | int) -> Any:
-        """``answer[keys[0]][keys[1]]...``, or an error that says which of them is absent."""
+        """``answer[keys[0]][keys[1]]...``; an absent key is an error."""
         value = answer
         for key in keys:
             try:
@@ -170,6 +171,20 @@ class ServerEngine(ABC):
             except (KeyError, IndexError, TypeError) as error:
                 path = ".".join(map(str, keys))
                 raise EngineError(
-                    f"{self.client.url} answered without {path}: is this the server, and the version, that was meant?"
+                    f"{self.client.url} answered without {path}: is this the right server, in a supported version?"
                 ) from error
         return value
+
+
+def sampling_fields(ask: Ask) -> dict[str, Any]:
+    """Sampling parameters with equal names in both servers; a server takes unnamed ones from its model's files."""
+    return {
+        "temperature": ask.params.temperature,
+        "top_p": ask.params.top_p,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": [ask.eos_token_id],
+        "skip_special_tokens": False,
+    }

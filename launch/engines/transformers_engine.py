@@ -14,25 +14,26 @@ from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tens
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.records.rollout import SamplingParams
 
-# Below so many tokens matrix products may use another kernel, whose last digits differ.
+# With fewer tokens matrix products may use another kernel, whose last digits differ.
 _LEAST_SHARED = 64
 
 
 class TransformersEngine:
     """Samples from a ``transformers`` model on this process's device.
 
-    Weights are rounded to ``dtype`` at every sync. On a CPU, which has no units for fewer bits, the arithmetic
-    stays float32; on a GPU it is bfloat16 unless ``dtype`` is fp32.
+    Weights are rounded to ``dtype`` at every sync. A CPU computes in float32, because it has no units for fewer bits.
+    A GPU computes in bfloat16, or in float32 if ``dtype`` is fp32.
 
-    A prompt that stands there several times is read once; its responses begin with copies of its keys and values. Not
-    in a model with experts, whose matrix products have as many rows as tokens come to each: other digits would follow.
+    A prompt with several responses is read once, and its keys and values are copied. A model with experts reads each
+    response's prompt: its matrix products have one row for each token of an expert, and fewer rows would change the
+    last digits.
 
     Args:
-        config: of the model (a ``transformers`` config).
+        config: ``transformers`` config of the model.
         dtype: one of ``rounding.DTYPES``.
-        eos_token_id: ends a response.
-        pad_token_id: fills batches; never sampled into a response.
-        device: where the model lives.
+        eos_token_id: token that ends a response.
+        pad_token_id: token that fills batches; never part of a response.
+        device: device of the model.
     """
 
     is_elsewhere = False
@@ -44,7 +45,7 @@ class TransformersEngine:
         self.model = AutoModelForCausalLM.from_config(config, dtype=compute, attn_implementation="sdpa")
         self.model = self.model.to(device).eval().requires_grad_(False)
         for buffer in kept_buffers(self.model).values():
-            buffer.data = buffer.data.float()  # as a model is that is read from files
+            buffer.data = buffer.data.float()  # as in a model that is read from files
         self.eos, self.pad, self.device = eos_token_id, pad_token_id, device
         self.version = -1
         self._rounded = Rounding(self.model, dtype)
@@ -64,19 +65,13 @@ class TransformersEngine:
         """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`.
 
         Raises:
-            ValueError: ``top_p`` below 1, which this engine does not know.
+            ValueError: ``top_p`` is below 1, which this engine does not support.
         """
         if params.top_p != 1:
             raise ValueError(f"top_p is {params.top_p}: the transformers engine samples with 1")
         generator = torch.Generator(self.device).manual_seed(seed)
-        longest = max(map(len, prompts))
-        read, places = self._read_once(prompts, longest)
-        padding = [longest - len(prompt) for prompt in read]
-        rows = [[self.pad] * left + list(prompt) for left, prompt in zip(padding, read, strict=True)]
-        tokens = torch.tensor(rows, device=self.device)
-        starts = torch.tensor(padding, device=self.device).unsqueeze(1)
-        positions = (torch.arange(longest, device=self.device).unsqueeze(0) - starts).clamp(min=0)
-        attention = (torch.arange(longest, device=self.device).unsqueeze(0) >= starts).long()
+        read, places = self._read_once(prompts)
+        tokens, positions, attention = self._padded(read)
         running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
         cache, chosen, log_probs = None, [], []
         for _ in range(max_new_tokens):
@@ -92,14 +87,9 @@ class TransformersEngine:
             if len(logits) < len(prompts):
                 cache.batch_select_indices(places)
                 logits, positions, attention = logits[places], positions[places], attention[places]
-            distribution = torch.log_softmax(_among(logits.float() / params.temperature, params), dim=-1)
-            # Of logits that are no numbers nothing can be sampled: such a response ends, with a log-prob that says so.
-            broken = distribution[:, :1].isnan()
-            tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
-            tokens = torch.where(broken, self.eos, tokens)
-            # -1 marks what comes after the end of text.
-            chosen.append(torch.where(running, tokens.squeeze(1), -1))
-            log_probs.append(distribution.gather(1, tokens).squeeze(1))
+            tokens, values = self._draw(logits, params, generator)
+            chosen.append(torch.where(running, tokens.squeeze(1), -1))  # -1 after the end of text
+            log_probs.append(values)
             running = running & (tokens.squeeze(1) != self.eos)
             if not running.any():
                 break
@@ -107,15 +97,33 @@ class TransformersEngine:
             attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)
         return self._samples(torch.stack(chosen, dim=1), torch.stack(log_probs, dim=1))
 
-    def _read_once(
-        self, prompts: Sequence[Sequence[int]], longest: int
-    ) -> tuple[Sequence[Sequence[int]], Tensor | None]:
-        """(the prompts to be read, for each prompt its place among them); all of them, and None, if that is as well."""
+    def _read_once(self, prompts: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], Tensor | None]:
+        """(different prompts, position of each prompt among them); (all prompts, None) if they are not shared."""
         different = list(dict.fromkeys(map(tuple, prompts)))
-        if not self._shares_prompts or len(different) == len(prompts) or len(different) * longest < _LEAST_SHARED:
+        tokens = len(different) * max(map(len, prompts))
+        if not self._shares_prompts or len(different) == len(prompts) or tokens < _LEAST_SHARED:
             return prompts, None
         numbers = {prompt: number for number, prompt in enumerate(different)}
         return different, torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=self.device)
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, positions and attention mask [b, s] of prompts, padded on the left."""
+        longest = max(map(len, prompts))
+        rows = [[self.pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        starts = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.device).unsqueeze(1)
+        positions = torch.arange(longest, device=self.device).unsqueeze(0) - starts
+        return torch.tensor(rows, device=self.device), positions.clamp(min=0), (positions >= 0).long()
+
+    def _draw(self, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Tokens [b, 1] drawn from logits [b, v], and their log-probs [b].
+
+        A response whose logits are NaN ends, with NaN as its log-prob.
+        """
+        distribution = torch.log_softmax(_among(logits.float() / params.temperature, params), dim=-1)
+        broken = distribution[:, :1].isnan()
+        tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
+        tokens = torch.where(broken, self.eos, tokens)
+        return tokens, distribution.gather(1, tokens).squeeze(1)
 
     def _samples(self, tokens: Tensor, log_probs: Tensor) -> list[Sample]:
         samples = []
@@ -127,7 +135,7 @@ class TransformersEngine:
 
 
 def _among(logits: Tensor, params: SamplingParams) -> Tensor:
-    """[b, v]: minus infinity behind the ``top_k`` largest; which of equal ones stay is not defined."""
+    """Logits [b, v] with all but the ``top_k`` largest set to minus infinity; ties are broken arbitrarily."""
     if not params.top_k:
         return logits
     kept = logits.topk(params.top_k, dim=-1)

@@ -1,4 +1,4 @@
-"""Optimizer steps that are left out on all ranks alike, what is written down of them, and how many may be."""
+"""Steps that are left out on all ranks: records of bad batches, and the limit on steps that do not change the model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BadSteps:
     """Prepares batches and makes steps with the trainer, by ``--bad-steps`` and ``--max-skipped-steps``.
 
     Args:
-        config: of the run.
-        trainer: that makes the steps.
-        collector: that knows which ranks write batches down.
+        config: settings of the run.
+        trainer: trainer that makes the steps.
+        collector: collector, which knows the ranks that write records.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, collector: RolloutCollector) -> None:
@@ -38,15 +38,15 @@ class BadSteps:
         self._without_signal = trainer.left_out.without_signal
         self._why = "as before the checkpoint" if trainer.left_out.in_a_row else ""
         loss = config.loss
-        # Otherwise the gradient is not 0 although every advantage is.
+        # With these terms the gradient is not 0 although every advantage is.
         has_other_terms = loss.entropy_coef or loss.kl_coef or config.has_auxiliary_losses
         self._skips_without_signal = config.guards.skip_steps_without_signal and not has_other_terms
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch | None:
-        """The batch, ready for its steps; None where its steps are left out.
+        """Prepare a batch for its steps; None if ``--bad-steps skip`` leaves them out.
 
         Raises:
-            BadStepError: on every rank, where ``--bad-steps`` says stop.
+            BadStepError: on every rank, with ``--bad-steps stop``.
         """
         try:
             return self.trainer.prepare(batch, baselines)
@@ -56,7 +56,7 @@ class BadSteps:
             return None
 
     def with_signals(self, prepared: PreparedBatch, nonzero: Sequence[float]) -> PreparedBatch:
-        """The batch, by ``--skip-steps-without-signal`` with the mini-batches whose steps are skipped.
+        """Mark the mini-batches whose steps ``--skip-steps-without-signal`` skips.
 
         Args:
             prepared: the batch.
@@ -68,16 +68,16 @@ class BadSteps:
     def update(
         self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
     ) -> dict[str, float]:
-        """Metrics of a step that was made, or left out.
+        """Make a step or leave it out, and return its metrics.
 
         Args:
-            batch: the records, as they came.
-            prepared: the same; None: its steps are left out.
-            update: how many steps were made on it.
-            mini_batch: of it.
+            batch: the records.
+            prepared: the prepared batch; None if its steps are left out.
+            update: number of earlier steps on the batch.
+            mini_batch: number of the step's mini-batch.
 
         Raises:
-            BadStepError: on every rank, where ``--bad-steps`` says stop.
+            BadStepError: on every rank, with ``--bad-steps stop``.
         """
         if prepared is None:
             return self.trainer.skip(is_bad=True)
@@ -96,16 +96,16 @@ class BadSteps:
         return metrics
 
     def complaint(self, row: Mapping[str, float]) -> str | None:
-        """Why the run cannot go on, or at its end not be called finished: its steps leave the model as it was.
+        """Error of a run whose steps do not change the model; None if it may go on.
 
-        A gradient of 0 is right where all rewards of each prompt are alike: such a step, made or skipped, says nothing.
+        A step without signal, made or skipped, does not count: its gradient is rightly 0.
 
         Args:
-            row: metrics of the step that was made, or left out; told once for each.
+            row: metrics of a step, made or left out; called once for each step.
         """
-        left_out, critic = self.trainer.left_out, self.config.critic
+        left_out, critic, limit = self.trainer.left_out, self.config.critic, self.config.guards.max_skipped_steps
         if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:
-            return None  # the critic alone learns
+            return None
         was_without_signal, self._without_signal = self._was_without_signal, left_out.without_signal
         if was_without_signal:
             return self._complaint_at_the_end()
@@ -116,12 +116,15 @@ class BadSteps:
         elif row["reward/nonzero_advantages"] > 0:
             left_out.in_a_row += 1
             self._why = "their gradient was 0: a model that is ruined, as by --lr"
-        if left_out.in_a_row >= self.config.guards.max_skipped_steps and not self._is_settling(row):
-            return f"the last {left_out.in_a_row} steps left the model as it was ({self._why}); {self._allowed}"
+        if left_out.in_a_row >= limit and not self._searches_scale(row):
+            return (
+                f"the last {left_out.in_a_row} steps left the model as it was ({self._why}); --max-skipped-steps "
+                f"{limit} allows no more"
+            )
         return self._complaint_at_the_end()
 
     def _complaint_at_the_end(self) -> str | None:
-        """Most of the steps since the start, the last ones, changed nothing."""
+        """Error of a finished run if most of its steps, the last ones, did not change the model."""
         if self.trainer.iteration < self.config.training.train_iters:
             return None
         steps = self.trainer.iteration - self._begun
@@ -131,22 +134,18 @@ class BadSteps:
             return f"{idle} of the run's {steps} steps, the last ones, left the model as it was ({self._why})"
         return None
 
-    def _is_settling(self, row: Mapping[str, float]) -> bool:
-        """Whether Megatron still looks for a scale of the loss: it starts high, and halves at each overflow."""
+    def _searches_scale(self, row: Mapping[str, float]) -> bool:
+        """Whether Megatron still searches a loss scale: it starts high and halves at each overflow."""
         given = self.config.megatron.given
         return given.get("loss_scale") is None and row.get("loss_scale", 0) > given.get("min_loss_scale", 1.0)
 
     @property
     def _was_without_signal(self) -> bool:
-        """Whether the newest step was left out since no response has an advantage."""
+        """Whether the newest step was left out because no response has an advantage."""
         return self.trainer.left_out.without_signal > self._without_signal
 
-    @property
-    def _allowed(self) -> str:
-        return f"--max-skipped-steps {self.config.guards.max_skipped_steps} allows no more"
-
     def _judge(self, error: BadStepError) -> None:
-        """Raise it, or say that the run goes on; a bad batch is not told of at each of its steps."""
+        """Raise the error, or warn once that the step or the whole batch is left out."""
         if self.config.guards.bad_steps == "stop":
             raise error
         self._why = str(error)
@@ -154,7 +153,7 @@ class BadSteps:
             _log.warning("%s; left out by --bad-steps skip, the batch is in %s", error, self.folder)
 
     def _write(self, batch: RolloutBatch, step: int, error: BadStepError) -> None:
-        """The batch of each replica, under its step as ``--load-rollouts`` reads it, and beside it what was wrong."""
+        """Write each replica's batch in the format of ``--load-rollouts``, named by its first step, and the error."""
         if not self.collector.is_engine_rank:
             return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.trainer.iteration + 1, "error": str(error)}
@@ -164,5 +163,5 @@ class BadSteps:
             if self.collector.replica == 0:
                 with (self.folder / f"step-{step:07d}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
-        except OSError as problem:  # must not take the place of what was wrong, nor end this rank alone
+        except OSError as problem:  # log only: raising would hide the step's error and end this rank alone
             _log.error("the bad batch of step %d could not be written to %s: %s", step, self.folder, problem)

@@ -1,9 +1,9 @@
-"""The check that a rollout batch is of the trainer's weights, from log-probs that training computes anyway.
+"""Check that the engines sampled a rollout batch from the trainer's weights; training computes its log-probs anyway.
 
-The trainer scores each token that the engine has sampled: before the steps in decoupled mode, else in the loss of the
-first step that is made. Until a weight changes both have the same weights, so that the two log-probs differ by rounding
-alone. Every rank hears of it before the optimizer changes a weight, with the norm of the gradient; or at the end of the
-step, if none is made. It cannot tell with rollouts of older weights, or of records.
+The trainer scores each sampled token: before the steps in decoupled mode, else in the loss of the batch's first step.
+Until a weight changes, trainer and engine have equal weights, so that their log-probs differ by rounding alone. All
+ranks learn the result with the gradient norm, before the optimizer changes a weight, or at the end of a step that is
+left out. Rollouts of older weights, or from records, cannot be checked.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_rc.parallel import ParallelGroups
 
 
 class BatchCheck:
-    """The engines' log-probs of the newest rollout batch beside the trainer's.
+    """Comparison of the engines' log-probs of the newest rollout batch with the trainer's.
 
     Args:
-        config: of the run.
-        groups: of this rank.
+        config: settings of the run.
+        groups: process groups of this rank.
 
     Attributes:
-        is_on: the batches are compared; off until somebody hands the trainer's weights to engines.
-        is_open: log-probs of the loss are wanted.
-        metrics: of the newest batch; empty until the ranks have heard of it.
+        is_on: compare batches; off until the trainer's weights go to engines.
+        is_open: log-probs of the loss are needed.
+        metrics: result for the newest batch; empty until all ranks have shared their numbers.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -36,11 +36,11 @@ class BatchCheck:
         self.metrics: dict[str, float] = {}
 
     def begin(self, step: int, old: Tensor | None, local: LocalTokens) -> None:
-        """A rollout batch begins, on every rank. Collectives: none.
+        """Begin a rollout batch, on every rank. Collectives: none.
 
         Args:
-            step: optimizer steps that the weights have behind them, those of the trainer and of the engines.
-            old: log π_old of the local tokens; None before the last stage, and if the loss finds the log-probs.
+            step: number of optimizer steps that made the weights of trainer and engines.
+            old: log π_old of the local tokens; None before the last stage, and if the loss computes it.
             local: the tokens.
         """
         self._distance.clear()
@@ -50,22 +50,22 @@ class BatchCheck:
             self._distance.add(old, local, local.positions)
 
     def add(self, log_probs: Tensor, local: LocalTokens) -> None:
-        """Add a micro-batch of a loss, before any weight has changed since ``begin``. Collectives: none."""
+        """Add a micro-batch of a loss, before a weight has changed since ``begin``. Collectives: none."""
         self._distance.add(log_probs, local, local.positions)
 
     @property
     def numbers(self) -> list[float]:
-        """The numbers that the next agreement of all ranks carries: as many on each, none if nothing is to be told."""
+        """This rank's numbers for the next agreement of all ranks, equally many on each; empty if already shared."""
         return self._distance.numbers if self._is_pending else []
 
     def hear(self, shared: list[float]) -> None:
         """Judge the numbers of all ranks. Collectives: none.
 
         Args:
-            shared: what the agreement made of ``numbers``.
+            shared: largest of each of the ``numbers`` over all ranks.
 
         Raises:
-            AgreedError: on every rank alike, if an engine is further off than rounding explains: it names the replica.
+            AgreedError: on every rank, if an engine disagrees by more than rounding explains; it names the replica.
         """
         replicas = self._distance.replicas(shared) if shared else []
         if replicas:

@@ -1,7 +1,7 @@
-"""Distances between the log-probs of the engines and of the trainer, replica by replica, and the verdict on them.
+"""Distances between the log-probs of each replica's engine and of the trainer, and their limit.
 
-Each last-stage rank adds up its own tokens. The sums of all of them reach every rank in an agreement that is made
-anyway: each rank has a place of its own there, so that the element-wise maximum brings them together.
+Each last-stage rank adds up its own tokens. Every rank gets all sums in an agreement of all ranks, which is made anyway
+and returns element-wise maxima: each rank fills its own places of a list of zeros.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.training.micro_batch import MicroBatch
 
-# Of each rank: Σ|Δ log-prob| and tokens, then the numbers of lag_distances.
+# Numbers of one rank: Σ|Δ log-prob|, number of tokens, and four sums of lag_distances.
 _NUMBERS = 6
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The distance of one replica's engine.
+    """Distance of one replica's engine.
 
     Attributes:
         number: data-parallel rank.
-        mean: mean |Δ log-prob| in nats, over its tokens.
-        by_lag: the sums of ``lag_distances``.
+        mean: mean |Δ log-prob| of the replica's tokens, in nats.
+        by_lag: sums of ``lag_distances``.
     """
 
     number: int
@@ -41,11 +41,11 @@ class Replica:
 
 
 class EngineDistance:
-    """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with the same weights.
+    """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with equal weights.
 
     Args:
-        config: of the run.
-        groups: of this rank.
+        config: settings of the run.
+        groups: process groups of this rank.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -63,9 +63,9 @@ class EngineDistance:
         """Add the tokens of a micro-batch, on the last stage. Collectives: none.
 
         Args:
-            train: log-probs of the trainer, like the tokens.
+            train: the trainer's log-probs, like the tokens.
             local: the tokens.
-            positions: of the tokens in their whole sequences.
+            positions: positions of the tokens in their whole sequences.
         """
         train, rollout = train.detach(), local.rollout_log_probs
         usable = local.response_mask & is_log_prob(train) & is_log_prob(rollout)
@@ -76,14 +76,14 @@ class EngineDistance:
 
     @property
     def numbers(self) -> list[float]:
-        """The numbers that this rank adds to an agreement: 0 but for its own. One host synchronisation."""
+        """This rank's list for an agreement, with zeros in other ranks' places. One host synchronisation."""
         found = [0.0] * (self._ranks * _NUMBERS)
         if self._sums is not None:
             found[self._place * _NUMBERS : (self._place + 1) * _NUMBERS] = self._sums.tolist()
         return found
 
     def replicas(self, shared: Sequence[float]) -> list[Replica]:
-        """The replicas that have tokens, from the numbers of all ranks."""
+        """Replicas that have tokens, from the lists of all ranks."""
         found = torch.tensor(shared, dtype=torch.float64).view(-1, self._cp, _NUMBERS).sum(dim=1).tolist()
         return [
             Replica(number, total / tokens, by_lag)
@@ -92,14 +92,14 @@ class EngineDistance:
         ]
 
     def check(self, replicas: Sequence[Replica], step: int) -> dict[str, float]:
-        """``rollout/sync_error``, the largest mean of a replica; nothing without a replica.
+        """Compare the replicas with the limit; ``rollout/sync_error`` is the largest mean, absent without a replica.
 
         Args:
-            replicas: those that have tokens.
-            step: optimizer steps that the weights have behind them.
+            replicas: replicas that have tokens.
+            step: number of optimizer steps that made the weights, for messages.
 
         Raises:
-            AgreedError: on every rank alike, if an engine is further off than rounding explains.
+            AgreedError: on every rank, if an engine disagrees by more than rounding explains.
         """
         limit = tolerance(self.config)
         far = [one for one in replicas if not one.mean <= limit]
@@ -115,13 +115,13 @@ class EngineDistance:
         return (
             f"after the weight sync of step {step} the rollout engine and the trainer disagree by "
             f"{worst.mean:.4f} nats a token{self._named(far)}, up to {limit} is rounding{hint}: does the engine keep "
-            "older weights, or a cache that they filled? Compare the two with "
+            "older weights, or a prefix cache made with them? Compare engine and trainer with "
             "python -m megatron_rc.launch.check_engine; raise --rollout-check-tolerance only if the engine rounds more "
             "than --rollout-dtype says"
         )
 
     def _named(self, far: Sequence[Replica]) -> str:
-        """Which replicas, with the addresses of their servers; nothing where there is one."""
+        """The replicas with the addresses of their servers; empty if the run has one replica."""
         if self._ranks == self._cp:
             return ""
         urls = (self.config.engine.rollout_url or "").split(",")

@@ -1,4 +1,4 @@
-"""Steps that were not made, counted over the runs that go on from each other's checkpoints."""
+"""Counts of steps that were not made; checkpoints carry them from run to run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class LeftOut:
     """Numbers of steps, equal on all ranks.
 
     Attributes:
-        steps: that were not made: no token was accepted, none had a weight, none had an advantage, or they were bad.
-        bad: the bad ones among them.
-        without_signal: those without an advantage among them (``--skip-steps-without-signal``).
-        in_a_row: the last ones, made or not, that left the model as it was.
+        steps: steps that were not made, without an accepted token, a weight or an advantage, or bad.
+        bad: bad steps among them.
+        without_signal: steps without an advantage among them (``--skip-steps-without-signal``).
+        in_a_row: last steps, made or not, that did not change the model.
     """
 
     steps: int = 0
@@ -26,10 +26,10 @@ class LeftOut:
     in_a_row: int = 0
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State for a checkpoint."""
         return {_NAME: asdict(self)}
 
     def load(self, loaded: Mapping[str, Any]) -> None:
-        """From a checkpoint; one that was written before they were counted says nothing."""
+        """Restore the counts from a checkpoint; older checkpoints have none."""
         for name, number in loaded.get(_NAME, {}).items():
             setattr(self, name, int(number))

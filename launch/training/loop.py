@@ -1,4 +1,4 @@
-"""The PPO loop: sync weights, sample, plan the correction, update; stop and save together."""
+"""The PPO loop: sync weights, sample, plan the correction, update; all ranks stop and save together."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from megatron_rc.parallel import ParallelGroups
 
 
 def train(config: RunConfig, task: Task) -> bool:
-    """Run ``--train-iters`` optimizer steps of PPO; process groups exist.
+    """Run ``--train-iters`` optimizer steps of PPO; process groups must exist.
 
     Returns:
-        Whether nothing is lost: all steps are made, or a checkpoint holds those that were before a signal came.
+        Whether no step is lost: all are made, or a signal came and the steps so far are in a checkpoint.
 
     Raises:
-        AgreedError: on every rank alike: an engine, a reward, a record or the loss failed, log-probs are unusable, the
+        AgreedError: on every rank, if an engine, a reward, a record or the loss failed, log-probs are unusable, the
             steps change nothing any more, or a condition of ``--stop-if`` holds.
-        ValueError: on every rank alike: a checkpoint that does not fit.
+        ValueError: on every rank, if the checkpoint does not fit.
     """
     check_data(config)
     groups = ParallelGroups.from_megatron()
     is_first = dist.get_rank() == 0
     with ExitStack() as stack:
-        # Before --load is looked at: where that is --save, it brings back what a killed run was replacing.
+        # Lock first: the trainer may restore a checkpoint in --save that a killed run was replacing.
         agree(config, stack.enter_context(in_use(config)) if is_first else None)
         trainer = Trainer(config, groups)
         _check_start(config, trainer.iteration)
-        # A run that is refused leaves the settings of the one before it.
+        # Write after all checks, so that a refused run does not replace the settings of the run before it.
         agree(config, write_settings(config) if is_first else None)
         run = _Run(config, task, groups, trainer, stack)
         run.begin()
@@ -63,18 +63,18 @@ def train(config: RunConfig, task: Task) -> bool:
 
 
 class _Run:
-    """The parts of a run, and what they do together.
+    """Everything that a run needs besides the trainer, and the order of its steps.
 
     Args:
-        config: of the run.
-        task: whose problems are sampled.
-        groups: of this rank.
-        trainer: that makes the steps.
-        stack: gives back, whatever fails, what engines and workers hold.
+        config: settings of the run.
+        task: source of the prompts.
+        groups: process groups of this rank.
+        trainer: trainer of the policy.
+        stack: closes engines, workers and files at the end, also after an error.
 
     Attributes:
-        is_stopped: a rank was told to stop.
-        distributions: of the newest step, by name.
+        is_stopped: a rank got a signal to stop.
+        distributions: histograms of the newest step, by name.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class _Run:
     ) -> None:
         self.config, self.groups, self.trainer, self.is_stopped = config, groups, trainer, False
         self.distributions: dict[str, Distribution] = {}
-        # On rank 0 alone.
-        self.reporter = begin_report(config, trainer.iteration)
+        self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
             stack.enter_context(self.reporter)
         self.request = StopRequest()
@@ -102,21 +101,21 @@ class _Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are made."""
+        """Whether all ``--train-iters`` steps are made."""
         return self.trainer.iteration >= self.config.training.train_iters
 
     def begin(self) -> None:
-        """Say what lies ahead; sample again what was under way when the checkpoint was written."""
+        """Print the passes of a step; sample the rollouts again that a checkpoint left unfinished."""
         self._say(passes_in_words(self.config))
         self._say(scoring_in_words(self.config))
         if self.trainer.iteration:
             self._say(f"goes on from checkpoint {self.trainer.iteration} of {self.config.checkpoints.load}")
-        with suppress(Stopped):  # the first batch hears of it too
+        with suppress(Stopped):  # the signal stops the first batch too
             self.weight_sync.go_on()
         self.profiling(self.trainer.iteration)
 
     def use_rollout_batch(self) -> None:
-        """Sample one, make its optimizer steps, and what is due after each; a signal leaves out what remains."""
+        """Sample one batch, and make its optimizer steps with reports and saves; a signal ends it early."""
         try:
             for row in self._rollout_steps():
                 self._agree_on(row)
@@ -130,7 +129,7 @@ class _Run:
             self.is_stopped = True
 
     def end(self) -> None:
-        """Save and evaluate what is left to be, and say how it ended."""
+        """Make the last save and evaluation, and report how the run ended."""
         self.saver.at_the_end()
         self.save_hf(at_end=True)
         if self.weight_sync.is_wanted and not self.is_stopped:
@@ -144,7 +143,7 @@ class _Run:
             self.reporter.close(_how_it_ended(self.config, self.trainer, self.request))
 
     def _rollout_steps(self) -> Iterator[dict[str, float]]:
-        """One rollout batch, and the metrics of each of its optimizer steps."""
+        """Sample one rollout batch, and yield the metrics of each of its optimizer steps."""
         trainer, collector, lap = self.trainer, self.collector, _Laps()
         self.weight_sync.metrics = {}
         data = collector.data_metrics(trainer.iteration)
@@ -165,7 +164,7 @@ class _Run:
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
             self.distributions = summary.distributions
-            # A step that is corrected in the loss may end before anything is corrected.
+            # A correction in the loss has no metrics if its step was left out before the schedule.
             if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
                 self.distributions = self.distributions | trainer.distributions(prepared)
             self.log_probs.after_update(prepared, update, update % mini_batches)
@@ -178,10 +177,10 @@ class _Run:
             yield common | metrics | lap.times
 
     def _agree_on(self, row: dict[str, float]) -> None:
-        """Report a step that was made or left out; all ranks hear whether the run is to end or to stop.
+        """Report a step that was made or left out; all ranks agree whether the run fails or stops.
 
         Raises:
-            AgreedError: on every rank, if it is to end.
+            AgreedError: on every rank, if it fails.
         """
         step = self.trainer.iteration
         row |= self.machine.metrics(row) | self.trainer.passes.timers.metrics()
@@ -201,10 +200,10 @@ class _Run:
 
 
 class _Laps:
-    """How long each part of a rollout batch took, as ``perf/<part>_seconds``.
+    """Durations of the parts of a rollout batch, as ``perf/<part>_seconds``.
 
     Attributes:
-        times: so far.
+        times: durations so far.
     """
 
     def __init__(self) -> None:
@@ -212,35 +211,35 @@ class _Laps:
         self._begun = self._last = time.monotonic()
 
     def __call__(self, part: str) -> None:
-        """A part ends here."""
+        """End a part."""
         now = time.monotonic()
         self.times[f"perf/{part}_seconds"], self._last = now - self._last, now
 
     def seconds_without(self, part: str) -> float:
-        """From the beginning until now, without one part."""
+        """Seconds since the beginning, without one part."""
         return time.monotonic() - self._begun - self.times.get(f"perf/{part}_seconds", 0.0)
 
 
 def _check_start(config: RunConfig, iteration: int) -> None:
-    """Compare the run with the checkpoint that it goes on from.
+    """Compare the run with the checkpoint that it resumes.
 
     Raises:
-        ValueError: on every rank alike: it would have nothing to do.
+        ValueError: on every rank, if no steps are left.
     """
     load, last = config.checkpoints.load, config.training.train_iters
     if iteration > last:
         raise ValueError(
-            f"--load {load}: checkpoint {iteration} is already past --train-iters {last}: give a larger one, or "
-            "--finetune to start at step 0 from its weights"
+            f"--load {load}: checkpoint {iteration} is already past --train-iters {last}: give a larger "
+            "number, or --finetune to start at step 0 from the checkpoint's weights"
         )
     end = config.logging.profiled_steps[1]
     if config.logging.profile and iteration >= end:
-        raise ValueError(f"--profile-step-end {end}: checkpoint {iteration} is already there: profile later steps")
+        raise ValueError(f"--profile-step-end {end}: checkpoint {iteration} is already past it: profile later steps")
     compare_with_checkpoint(config, iteration)
 
 
 def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest) -> str:
-    """The run's closing words."""
+    """The last line of a run's output."""
     files, iteration = config.checkpoints, trainer.iteration
     is_done = iteration >= config.training.train_iters
     done = "finished" if is_done else f"stopped by {request.signal or 'another rank'}"

@@ -1,8 +1,8 @@
 """This rank's part of a rollout batch, cut into the micro-batches of its optimizer steps: padded rows, or packed.
 
-Padded: every micro-batch holds ``--micro-batch-size`` rows of ``--seq-length``. Packed: sequences lie one after the
-other, without the padding behind them, in micro-batches of equal length; their number is agreed on by all
-data-parallel ranks, and micro-batches without a sequence fill up where it is not reached.
+Padded: a micro-batch has ``--micro-batch-size`` rows of ``--seq-length``. Packed: a micro-batch has sequences one after
+the other, without their padding, and all micro-batches have the same length. All data-parallel ranks agree on the
+number of micro-batches, and add empty ones if they have fewer.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTokens(MicroBatch):
-    """What the model and the loss need of some sequences on this rank, label-aligned.
+    """Inputs of the model and of the loss for some sequences on this rank, label-aligned.
 
-    Weights, mask, lengths and the trainer's log-probs are None until they are known, advantages 0.
+    Weights, mask, lengths and the trainer's log-probs are None until they are known; advantages are 0.
 
     Attributes:
-        tokens: input tokens, of the layout's local shape, like the next two.
-        positions: position of each token in its sequence.
-        labels: the next token.
-        routed_experts: ``[..., layers, top_k]`` like the tokens, -1 where they are not known; None: no record has them.
-        values: the critic's, before its steps on the rollout batch, like the tokens; None: there is none here.
-        returns: what the critic learns, likewise.
+        tokens: input tokens, of the layout's local shape.
+        positions: position of each token in its sequence, of the same shape.
+        labels: the next token of each token, of the same shape.
+        routed_experts: ``[..., layers, top_k]`` like the tokens, -1 if unknown; None if no record has them.
+        values: the critic's values before its steps on the rollout batch, like the tokens; None without a critic and
+            before the last stage.
+        returns: targets of the values, like the tokens; None in the same cases.
     """
 
     tokens: Tensor
@@ -52,9 +53,8 @@ class LocalTokens(MicroBatch):
     def piece(self, cut: Cut) -> LocalTokens:
         """The tokens of one micro-batch."""
         present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        # Advantages are one a token, or one a sequence.
-        per_token = self.advantages.shape == self.layout.shape
-        of_sequences = _PER_SEQUENCE if per_token else (*_PER_SEQUENCE, "advantages")
+        advantages_are_per_token = self.advantages.shape == self.layout.shape
+        of_sequences = _PER_SEQUENCE if advantages_are_per_token else (*_PER_SEQUENCE, "advantages")
         pieces: dict[str, Any] = {
             name: value[cut.sequences if name in of_sequences else cut.tokens]
             for name, value in present.items()
@@ -65,7 +65,7 @@ class LocalTokens(MicroBatch):
 
 @dataclass(frozen=True)
 class Cut:
-    """One micro-batch: where its tokens and its sequences lie in the local batch, along the first dimension."""
+    """Slices of one micro-batch's tokens and sequences in the first dimension of the local batch, and its layout."""
 
     tokens: slice
     sequences: slice
@@ -78,12 +78,12 @@ class LocalBatch:
 
     Attributes:
         local: all tokens, in the order of the micro-batches.
-        rows: [n] int64 on the tokens' device: the row of the rollout batch of each sequence; -1 for padding.
-        mini_batch_ids: [n] int64 likewise.
+        rows: [n] int64 on the tokens' device: each sequence's row of the rollout batch; -1 for padding.
+        mini_batch_ids: [n] int64 on the tokens' device: each sequence's mini-batch.
         cuts: for each mini-batch its micro-batches, equally many on every data-parallel rank.
-        total_tokens: for each mini-batch the tokens of all ranks, padding included.
-        rows_of_model: sequences that the model sees in a micro-batch: 1 where they are packed.
-        length_of_model: tokens of each of them, over all CP ranks.
+        total_tokens: for each mini-batch the number of tokens on all ranks, padding included.
+        rows_of_model: number of rows of the model's input in a micro-batch; 1 if packed.
+        length_of_model: length of these rows over all CP ranks.
     """
 
     local: LocalTokens
@@ -95,16 +95,16 @@ class LocalBatch:
     length_of_model: int
 
     def sides(self, values: Tensor) -> Tensor:
-        """One value a row of the rollout batch, for each sequence; 0 for padding, which counts nowhere."""
+        """[n], values by row of the rollout batch brought to the sequences; 0 for padding, which counts nowhere."""
         return torch.where(self.rows >= 0, values[self.rows.clamp(min=0)], values.new_zeros(()))
 
     def with_advantages(self, advantages: Tensor) -> LocalBatch:
-        """The same tokens with advantages, [n] or one a token."""
+        """This batch with advantages, [n] or like the tokens."""
         return dataclasses.replace(self, local=dataclasses.replace(self.local, advantages=advantages))
 
 
 def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
-    """This rank's part of a rollout batch; the shift to label positions is made over whole sequences, before any cut.
+    """Cut this rank's part out of a rollout batch, after the shift to label positions over whole sequences.
 
     Collectives: with packed sequences one SUM of [data-parallel ranks, rows] over ``dp``.
     """
@@ -138,13 +138,13 @@ def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
 def _local_tokens(
     batch: RolloutBatch, layout: SequenceLayout, rows: Tensor, take: Callable[[Tensor, int], Tensor]
 ) -> LocalTokens:
-    """What this rank holds of a rollout batch.
+    """This rank's tokens of a rollout batch.
 
     Args:
         batch: the records.
-        layout: of the local tokens.
-        rows: [n], the row of the batch of each sequence, -1 for padding.
-        take: the local part of values by token, with what stands for padding.
+        layout: layout of the local tokens.
+        rows: [n], each sequence's row of the batch; -1 for padding.
+        take: called with (values [rows, s, ...], filler for padding); returns their local part.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
     experts = batch.routed_experts
@@ -157,7 +157,7 @@ def _local_tokens(
         response_mask=take(mask, 0),
         rollout_log_probs=take(rollout_log_probs, 0),
         policy_versions=take(batch.label_versions(), 0),
-        # What read a token predicts its label: they stand in label positions as they are.
+        # The experts that read a token also predict its label, so they are not shifted.
         routed_experts=None if experts is None else take(experts, NO_EXPERT),
         advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
@@ -178,9 +178,9 @@ def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
 
 
 def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
-    """For each data-parallel rank and mini-batch the tokens of every row up to the last trained label, padded for CP.
+    """[rank][mini-batch][row]: number of tokens up to the row's last trained label, padded for CP; 0 if there is none.
 
-    A row without any is 0. One host synchronisation.
+    One host synchronisation.
     """
     rows, length = batch.tokens.shape
     mask = batch.label_aligned()[1]
@@ -194,7 +194,7 @@ def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups
 
 
 def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
-    """(-1, length) of sequences without a row, none longer than the model can take."""
+    """(-1, length) of padding sequences with so many tokens in all, none longer than ``longest``."""
     return [(-1, min(longest, tokens - start)) for start in range(0, tokens, longest)]
 
 
@@ -204,7 +204,7 @@ def _lay_out(
     packing: Packing,
     groups: ParallelGroups,
 ) -> LocalBatch:
-    """The local batch of micro-batches that are given as (row, length) of their sequences."""
+    """Make the local batch of micro-batches, each a list of (row, length) of its sequences."""
     device = batch.tokens.device
     layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
     layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
@@ -223,7 +223,7 @@ def _lay_out(
 
 
 def _taker(batch: RolloutBatch, layout: SequenceLayout, rows: Tensor) -> Callable[[Tensor, int], Tensor]:
-    """Takes ``[rows, s, ...]`` of a rollout batch to the packed layout of its sequences."""
+    """Function that brings ``[rows, s, ...]`` of a rollout batch to the packed layout of its sequences."""
     lengths, device = torch.tensor(layout.full_lengths), batch.tokens.device
     position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     row = rows.repeat_interleave(lengths)
@@ -244,7 +244,7 @@ def _packed_layout(lengths: Sequence[int], groups: ParallelGroups) -> SequenceLa
 
 
 def _consecutive(layouts: Sequence[SequenceLayout], num_micro_batches: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
-    """The cuts of micro-batches that lie one after the other, by mini-batch."""
+    """Cuts of micro-batches that lie one after the other, by mini-batch."""
     cuts, token, sequence = [], 0, 0
     for layout in layouts:
         tokens, sequences = layout.shape[0], layout.num_sequences

@@ -25,15 +25,15 @@ from megatron_rc.launch.weights.named_weights import kept_buffers
 
 
 def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[GPTModel]:
-    """This rank's GPTModels, one a virtual stage, on its device. Weights follow from ``--seed``.
+    """Build this rank's GPTModels, one for each virtual stage, on its device, with weights from ``--seed``.
 
     Args:
-        config: of the run.
-        transformer: Megatron's config of the layers, which the chunks share.
-        is_critic: the last stage gives values, and has no share in the embeddings.
+        config: settings of the run.
+        transformer: Megatron's config of the layers, shared by the chunks.
+        is_critic: make a value head on the last stage, without tied embeddings.
     """
     virtual = config.parallel.virtual_pipeline_model_parallel_size
-    # Ranks with other experts must not draw the same ones; what they share is made equal by ``wrap_chunks``.
+    # Each expert-parallel rank draws other experts; ``wrap_chunks`` makes the shared weights equal.
     torch.manual_seed(config.training.seed + parallel_state.get_expert_model_parallel_rank())
     chunks = []
     for stage in range(virtual or 1):
@@ -67,14 +67,14 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
 
 
 def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
-    """The same chunks with the same weights in host memory, pinned where there is a GPU; they do not train."""
+    """Copies of the chunks with frozen weights in host memory, pinned if there is a GPU."""
     transformer = copy.copy(chunks[0].config)
-    # Nothing is drawn for weights that are overwritten at once.
+    # No random initialization, because the weights are overwritten below.
     transformer.use_cpu_initialization, transformer.perform_initialization = True, False
     there = dataclasses.replace(config, launch=dataclasses.replace(config.launch, on_cpu=True))
     copies = build_chunks(there, transformer)
     for frozen, chunk in zip(copies, chunks, strict=True):
-        # What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype.
+        # Float16Module converts the policy: learned positions are made in float32, whatever the dtype.
         frozen.to(config.dtype).load_state_dict(chunk.state_dict())
         frozen.requires_grad_(False)
         for parameter in () if config.launch.on_cpu else frozen.parameters():
@@ -83,9 +83,9 @@ def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
 
 
 def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """The chunks under Megatron's DDP."""
+    """Wrap the chunks in Megatron's DDP, and in Float16Module if the dtype has 16 bits."""
     transformer = chunks[0].config
-    # The bias of experts stays in float32, as Megatron's router makes it in its first pass, with all its bits.
+    # Keep the experts' bias in float32 with all its bits; Megatron's router also makes it float32, in its first pass.
     exact = [{name: buffer.data for name, buffer in kept_buffers(chunk).items()} for chunk in chunks]
     modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.dtype.itemsize == 2 else chunks
     for chunk, values in zip(chunks, exact, strict=True):
@@ -99,28 +99,26 @@ def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDa
     for chunk in model:
         chunk.broadcast_params()
     if ddp_config.overlap_grad_reduce:
-        # The schedule tells which micro-batch is the last, whose gradients travel while others are computed.
-        _set_one_or_all(transformer, "no_sync_func", [chunk.no_sync for chunk in model])
-        _set_one_or_all(transformer, "grad_sync_func", [chunk.start_grad_sync for chunk in model])
+        # With these functions the schedule reduces gradients during the last micro-batch's backward pass.
+        stops, starts = [chunk.no_sync for chunk in model], [chunk.start_grad_sync for chunk in model]
+        # Megatron's schedules take a function for one chunk, a list for several.
+        transformer.no_sync_func, transformer.grad_sync_func = (
+            (stops, starts) if len(model) > 1 else (stops[0], starts[0])
+        )
     return model
-
-
-def _set_one_or_all(transformer: TransformerConfig, name: str, functions: list[Any]) -> None:
-    """As Megatron's schedules want it: a function for one chunk, a list for several."""
-    setattr(transformer, name, functions if len(functions) > 1 else functions[0])
 
 
 def build_optimizer(
     config: RunConfig, model: list[DistributedDataParallel], timers: Any = None
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """Megatron's optimizer and its schedule, which counts optimizer steps; ``timers``: Megatron's, of its parts."""
+    """Build Megatron's optimizer and its schedule, which counts optimizer steps; ``timers``: Megatron's timers."""
     settings, schedule = config.optimizer, config.schedule
     optimizer = get_megatron_optimizer(build_optimizer_config(config), model, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _make_state(part.optimizer)
         part.config.timers = timers
         part.init_state_fn = part.init_state_fn or (lambda optimizer, config=None: None)
-    # A function, not the optimizer's method: Megatron copies the config for experts, and what it holds with it.
+    # A function, not the optimizer's method: Megatron deep-copies the config for experts, and would copy the optimizer.
     model[0].config.grad_scale_func = lambda loss: optimizer.scale_loss(loss)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -141,7 +139,7 @@ def build_optimizer(
 
 
 def skip_output_layer(chunk: GPTModel) -> None:
-    """Let the model return the hidden states that its output layer would multiply, as ``[b, s, h]``.
+    """Let the model return the inputs of its output layer, ``[b, s, h]``, instead of logits.
 
     With sequence parallelism they are this rank's slice, ``[b, s/tp, h]``. The layer keeps its weight and its name in
     checkpoints.
@@ -161,9 +159,9 @@ def unwrap(model: Any) -> GPTModel:
 
 
 def _make_state(optimizer: Any) -> None:
-    """Give torch's optimizers the zeros that their first step starts from.
+    """Fill the state of torch's optimizers with the zeros of their first step.
 
-    Megatron's checkpoints want the state to exist, before the first step and before loading too.
+    Megatron's checkpoints need the state before the first step, and before loading.
     """
     moments = ("exp_avg", "exp_avg_sq")
     names = {torch.optim.AdamW: moments, torch.optim.Adam: moments, torch.optim.SGD: ("momentum_buffer",)}
@@ -176,9 +174,8 @@ def _make_state(optimizer: Any) -> None:
 
 
 def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
+    """Transformer Engine's layers, or Megatron's local layers with a norm for SP and an attention for CP."""
     has_engine = config.model.transformer_impl == "transformer_engine"
-    # The version of Megatron-Core says what else there is to hand over.
     block = get_gpt_decoder_block_spec(
         transformer,
         use_transformer_engine=has_engine,

@@ -1,4 +1,4 @@
-"""A model over micro-batches, through Megatron's schedule: log-probs and entropies of the labels."""
+"""Passes of a model over micro-batches, through Megatron's schedule: log-probs and entropies of the labels."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from megatron_rc.parallel import (
 )
 
 Chunks = Sequence[torch.nn.Module]
-# What becomes of the output of a model for a micro-batch, on the last stage.
+# Called on the last stage with (chunk, micro-batch, output).
 OutputFunction = Callable[..., Any]
 
 
 class ModelPasses:
-    """How this run's models are gone through, the policy and its reference alike.
+    """Passes of the run's models: the policy, its reference and the critic.
 
     Args:
-        config: of the run.
-        groups: of this rank.
+        config: settings of the run.
+        groups: process groups of this rank.
 
     Attributes:
-        timers: of passes that train.
+        timers: timers of training passes.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -51,14 +51,14 @@ class ModelPasses:
         *,
         forward_only: bool = False,
     ) -> list[Any]:
-        """Megatron's schedule over these micro-batches; what ``function`` returns for each of them.
+        """Run Megatron's schedule over micro-batches; return the results of ``function``, none before the last stage.
 
         Args:
             model: this rank's chunks.
-            batch: that the micro-batches are cut from.
+            batch: source of the micro-batches.
             cuts: the micro-batches.
-            function: called with (chunk, micro-batch, output): the loss, or in a forward-only pass whatever is wanted.
-            forward_only: without gradients.
+            function: called with (chunk, micro-batch, output); returns the loss, or any value in a forward-only pass.
+            forward_only: compute no gradients.
         """
         micro_batches = [batch.local.piece(cut) for cut in cuts]
         unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron
@@ -89,9 +89,9 @@ class ModelPasses:
     def log_probs_and_entropy(
         self, chunk: torch.nn.Module, output: Tensor, local: LocalTokens, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs of the labels, entropies), shaped like the tokens, from a chunk's output: logits or hidden states.
+        """(log-probs of the labels, entropies), like the tokens, from a chunk's output: logits or hidden states.
 
-        ``temperature``: of the distribution; default: the one that rollouts are sampled at.
+        ``temperature``: temperature of the distribution; default: the rollouts' temperature.
         """
         labels, mask = _rows(local.labels), _rows(local.response_mask)
         temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
@@ -111,7 +111,7 @@ class ModelPasses:
     def _from_hidden(
         self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """The same, [b, s/cp] each, from hidden states, without making the logits."""
+        """(log-probs of the labels, entropies), [b, s/cp] each, from hidden states, without making the logits."""
         tied = chunk.share_embeddings_and_output_weights
         weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         log_probs, entropy = linear_log_probs_and_entropy(
@@ -129,7 +129,7 @@ class ModelPasses:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """As the model sees them: packed tokens are one row."""
+    """[b, s/cp] for the model, with packed tokens in one row."""
     return values if values.dim() == 2 else values.unsqueeze(0)
 
 
@@ -137,7 +137,7 @@ def _forward_step(
     function: OutputFunction, data_iterator: Iterator[LocalTokens], model: torch.nn.Module
 ) -> tuple[Tensor, Any]:
     local = next(data_iterator)
-    # Float16Module, which the reference policy has not, would make a float32 copy of all logits.
+    # Without fp32_output=False, Float16Module would copy all logits to float32; the reference has no Float16Module.
     keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
     tokens, positions = local.tokens, local.positions
     if tokens.dim() == 1:

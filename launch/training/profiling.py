@@ -12,12 +12,10 @@ from megatron_rc.launch.run_config import RunConfig
 
 
 class Profiling:
-    """What is recorded on this rank, from one optimizer step to another.
+    """Recording of some optimizer steps on this rank; a context manager that also writes the files of a shorter run.
 
     Args:
-        config: of the run.
-
-    Used as a context manager: a run that ends before leaves what it has.
+        config: settings of the run.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -30,7 +28,7 @@ class Profiling:
         self._records_memory = config.logging.record_memory_history
 
     def __call__(self, iteration: int) -> str | None:
-        """After so many optimizer steps: begin, or end and write; why a file could not be written."""
+        """Begin, or end and write, after ``iteration`` steps; returns an error if a file could not be written."""
         self._last = iteration
         if self._profile is not None and iteration >= self.end:
             return self._write()
@@ -47,7 +45,7 @@ class Profiling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nobody waits for a complaint any more."""
+        """Write the files; an error of ``--profile`` is dropped, because the run has ended."""
         self._write()
         if self._records_memory:
             self.folder.mkdir(parents=True, exist_ok=True)

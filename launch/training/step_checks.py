@@ -1,4 +1,4 @@
-"""Which losses and gradients an optimizer step is made with; every rank comes to the same verdict before it."""
+"""Checks of the loss and the gradient before an optimizer step, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.run_config import RunConfig
 
-# Megatron-Core's: what it compares with, and how much larger is too large.
+# Megatron-Core's number of values for comparison, and its factor of a value that is too large.
 _SAMPLES, _FACTOR = 100, 10.0
 
 
 class BadStepError(AgreedError):
-    """A step that must not be made, on every rank alike; the weights and the optimizer are as before it."""
+    """A step must not be made, on any rank; weights and optimizer have not changed."""
 
 
 class StepChecks:
     """Megatron-LM's three checks of a step, by its flags.
 
     Args:
-        config: of the run.
-        whose: loss and gradient they are, as a sentence says it.
-        rate: the flag of the model's learning rate.
+        config: settings of the run.
+        whose: words before "loss" and "gradient norm" in errors.
+        rate: flag of the model's learning rate.
     """
 
     def __init__(self, config: RunConfig, whose: str = "the", rate: str = "--lr") -> None:
@@ -32,10 +32,10 @@ class StepChecks:
         self.losses, self.gradients = _Largest(), _Largest()
 
     def loss(self, step: int, loss: float) -> None:
-        """Before the step; the loss is the same on all ranks.
+        """Check the loss, which is equal on all ranks.
 
         Raises:
-            BadStepError: it is not finite, or by flag much larger than those before.
+            BadStepError: it is not finite, or with ``--check-for-spiky-loss`` much larger than earlier losses.
         """
         if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
             raise BadStepError(f"{self.whose} loss of step {step} is {loss}: {self.advice}")
@@ -47,18 +47,19 @@ class StepChecks:
             )
 
     def gradient(self, step: int, norm: float, numbers: Sequence[float] = ()) -> list[float]:
-        """Before the step; ranks with other experts may have another norm.
+        """Check the gradient norm, which may differ between ranks with different experts.
 
         Args:
-            step: its number.
-            norm: of this rank's gradient.
-            numbers: that the agreement of all ranks carries too, as many on each.
+            step: number of the step.
+            norm: norm of this rank's gradient.
+            numbers: further numbers for the agreement of all ranks, equally many on each.
 
         Returns:
             The largest of each of the numbers over all ranks.
 
         Raises:
-            BadStepError: on every rank, if the norm is not finite on any, or by flag much larger than those before.
+            BadStepError: on every rank, if the norm of any is not finite, or with ``--check-for-large-grads`` much
+                larger than earlier norms.
         """
         error = None
         before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
@@ -75,7 +76,7 @@ class StepChecks:
 
 @contextmanager
 def telling_bad_steps() -> Iterator[None]:
-    """What is wrong with a step or its batch, as all ranks know it, is a :class:`BadStepError`."""
+    """Context that turns an error of all ranks about a step or its batch into a :class:`BadStepError`."""
     try:
         yield
     except (AgreedError, ValueError) as error:
@@ -83,13 +84,13 @@ def telling_bad_steps() -> Iterator[None]:
 
 
 class _Largest:
-    """The largest of the first values, which later ones are compared with, as Megatron's rerun machine does it."""
+    """The largest of the first values, for comparison with later values, as in Megatron's rerun machine."""
 
     def __init__(self) -> None:
         self.count, self.largest = 0, 0.0
 
     def exceeded_by(self, value: float) -> float | None:
-        """The largest value, if this one is ten times that; nothing is known before there are enough."""
+        """The largest of the first values if this value is ten times as large, else None; the first values are kept."""
         if not math.isfinite(value):
             return None
         if self.count < _SAMPLES:

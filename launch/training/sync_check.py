@@ -1,8 +1,8 @@
-"""A few tokens that engine and trainer both score after a weight sync: a probe, if no rollout batch can tell.
+"""Probe after a weight sync: engine and trainer score a few tokens, if no rollout batch can be compared.
 
-It finds weights that did not arrive (an output layer that an engine packed at its start and keeps), a cache of prompts
-that older weights computed, log-probs of another temperature or shifted ones.
-:mod:`megatron_rc.launch.training.batch_check` finds the same in the log-probs of the rollout batches.
+It finds weights that did not arrive (such as an output layer that an engine packed at its start and keeps), a prefix
+cache made with older weights, and log-probs of another temperature or of shifted tokens.
+:mod:`megatron_rc.launch.training.batch_check` finds the same in the log-probs of rollout batches.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SEQUENCES, TOKENS = 8, 16
 class SyncCheck:
     """Compares the engine of each replica with the trainer, on the first prompts of the task.
 
-    They are the same prompts every time: an engine that keeps what older weights made of them is caught.
+    The prompts are always the same, so that an outdated prefix cache is found.
 
     Args:
-        config: of the run.
-        trainer: with the weights that the engine should have.
-        collector: with the engine.
-        groups: of this rank.
+        config: settings of the run.
+        trainer: trainer with the weights that the engines should have.
+        collector: collector with the engines.
+        groups: process groups of this rank.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class SyncCheck:
         unit = config.training.micro_batch_size * parallel.micro_batch_unit
         self._rows = math.ceil(SEQUENCES / unit) * unit
         self._tokens = min(TOKENS, config.rollouts.max_response_length)
-        # All ranks of an expert group need sequences of one length, and it must split like the trainer's.
+        # All ranks of an expert group need sequences of one length, which CP and SP can split.
         shortest = length - config.rollouts.max_response_length + self._tokens
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         pieces = math.lcm(2 * cp, tp * cp)
         self._length = min(length, math.ceil(shortest / pieces) * pieces)
-        # One mini-batch of these rows.
+        # All rows are one mini-batch.
         training = dataclasses.replace(config.training, global_batch_size=self._rows * config.data_parallel_size)
         self._cut_config = dataclasses.replace(config, training=training)
 
     def __call__(self) -> dict[str, float]:
-        """Compare a few log-probs of the engines with the trainer's.
+        """Compare the engines' log-probs of a few tokens with the trainer's.
 
         Returns:
-            ``rollout/sync_error``: mean |Δ log-prob| in nats of the replica that is furthest off; equal on all ranks.
+            ``rollout/sync_error``: mean |Δ log-prob| in nats of the worst replica; equal on all ranks.
 
         Collectives: those of a small rollout and a forward-only pass, and one agreement of all ranks.
 
         Raises:
-            AgreedError: on every rank, if a replica's engine disagrees by more than rounding explains.
+            AgreedError: on every rank, if an engine disagrees by more than rounding explains.
         """
         batch = self.collector.probe(self._rows, self._tokens, self._length)
         cut, distance = cut_batch(batch, self._cut_config, self.groups), EngineDistance(self.config, self.groups)

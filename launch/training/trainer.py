@@ -1,10 +1,10 @@
-"""One rollout batch through Megatron's schedule: the forward-only pass, the plan, and the optimizer steps."""
+"""The policy's trainer: for a rollout batch the forward-only pass, the plan, and the optimizer steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -49,11 +49,11 @@ class PreparedBatch:
 
     Attributes:
         batch: this rank's tokens.
-        plan: of the correction.
-        scores: what the advantages were estimated from; None before the last stage, likewise the next.
-        estimated: the advantages.
-        values: for the critic's steps, where there is one.
-        without_signal: the mini-batches whose policy gradient is exactly 0, equal on all ranks.
+        plan: plan of the correction.
+        scores: inputs of the estimator of advantages; None on stages before the last.
+        estimated: the advantages; None on stages before the last.
+        values: the batch as the critic's steps need it; None without a critic.
+        without_signal: numbers of the mini-batches whose policy gradient is exactly 0, equal on all ranks.
     """
 
     batch: LocalBatch
@@ -65,25 +65,21 @@ class PreparedBatch:
 
 
 class Trainer(TrainedModel):
-    """The policy on this rank: model chunks, optimizer, reference, correction.
+    """The policy on this rank, with its optimizer, reference, critic and correction.
 
     Args:
-        config: of the run.
-        groups: of this rank.
+        config: settings of the run.
+        groups: process groups of this rank.
 
     Attributes:
-        iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
-        sampling_weights: those of the rollouts under way, kept for checkpoints.
-        writer: of checkpoints.
-        batch_check: whether the engines sampled the newest rollout batch from the trainer's weights.
-        critic: with ``--advantage-estimator gae``; else None.
-        left_out: steps that were not made, those before a loaded checkpoint included.
-        keeps_log_probs: whether steps keep what their losses computed.
-        kept_log_probs: then log π_θ of the last step's micro-batches, in their order; empty before the last stage.
-        on_scored: called on every rank once a rollout batch, before the optimizer's first step on it, with tokens whose
-            ``train_log_probs`` are those of the weights at the start of the batch (None before the last stage): all
-            tokens after a forward-only pass; those of the first step, micro-batch by micro-batch, if the correction is
-            made in the loss. None: nothing is called.
+        iteration: number of optimizer steps, those before a loaded checkpoint included.
+        sampling_weights: weights of the rollouts that are being sampled, kept for checkpoints.
+        writer: writer of checkpoints.
+        batch_check: check that the engines sampled the newest rollout batch from the trainer's weights.
+        critic: the critic of ``--advantage-estimator gae``; else None.
+        left_out: numbers of steps that were not made, those before a loaded checkpoint included.
+        keeps_log_probs: whether steps keep the log-probs of their losses.
+        kept_log_probs: log π_θ of each micro-batch of the last step, if kept; empty on stages before the last.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -93,45 +89,38 @@ class Trainer(TrainedModel):
         if config.checkpoints.load_hf:
             start_from(config.checkpoints.load_hf, "--load-hf", config, groups, chunks)
         super().__init__(config, ModelPasses(config, groups), chunks)
-        self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
-        self.batch_check = BatchCheck(config, groups)
-        # Megatron asks for it before it changes a weight.
-        norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
-        self._gradient_norm = norm
-        # Of the initial policy.
+        self.device = next(chunks[0].parameters()).device
+        self.correction = _correction(config, groups)
+        transformer.finalize_model_grads_func = wrap_finalize(self.correction)
+        self.checks, self.batch_check = StepChecks(config), BatchCheck(config, groups)
+        # Megatron's optimizer calls get_grad_norm before it changes a weight.
+        self._gradient_norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         reader = reference_reader(config, groups)
         self.reference = Reference(config, self.chunks, reader) if config.needs_reference else None
-        self.sampling_weights = SamplingWeights(config, self.chunks)
-        self.correction = RolloutCorrection(
-            config.correction,
-            groups,
-            loss=config.loss,
-            has_auxiliary_losses=config.has_auxiliary_losses,
-            one_pass=is_one_pass(config),
-            # Recorded rollouts may be greedy, with log-probs of 0; they were checked when they were read.
-            allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
-        )
-        transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.advantages, self.rewards = Advantages(config, groups), RewardScaler(config.advantages, groups.dp)
-        self.device = next(chunks[0].parameters()).device
+        self.sampling_weights, self.writer = SamplingWeights(config, self.chunks), CheckpointWriter(config)
+        self.critic = Critic(config, groups, self.passes) if config.critic else None
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
-        self.on_scored: Callable[[Sequence[LocalTokens]], None] | None = None
-        self.critic = Critic(config, groups, self.passes) if config.critic else None
         model, optimizer = self.model, self.optimizer
         self._offload = Offload(lambda: tensors_of_optimizer(optimizer, model))
+        self._start(chunks)
+
+    def _start(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Start the critic from the policy, and load ``--load``."""
+        files = self.config.checkpoints
         with self._all_here():
             if self.critic is not None:
                 self.critic.start_from(chunks)
-            if config.checkpoints.load:
-                self.iteration = load_checkpoint(config.checkpoints.load, config, self._kept)
-                if self.critic is not None and config.checkpoints.finetune:
+            if files.load:
+                self.iteration = load_checkpoint(files.load, self.config, self._kept)
+                if self.critic is not None and files.finetune:
                     self.critic.start_from(chunks)
 
     def save(self) -> None:
-        """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
+        """Write a checkpoint to ``--save``; with ``--async-save`` start to, and ``writer`` finishes it."""
         self.gather_weights()
-        # What goes on in the background has copies of its own.
+        # A save in the background works on copies, which are made here.
         with self._all_here():
             if self.critic is not None:
                 self.critic.gather_weights()
@@ -139,7 +128,7 @@ class Trainer(TrainedModel):
 
     @contextmanager
     def optimizer_here(self) -> Iterator[None]:
-        """Inside, with ``--optimizer-offload``, what the optimizer keeps is on the device; not to be nested."""
+        """Context with the optimizer's state on the device in spite of ``--optimizer-offload``. Must not be nested."""
         with self._offload.here() if self.config.training.optimizer_offload else nullcontext():
             yield
 
@@ -162,34 +151,43 @@ class Trainer(TrainedModel):
             left_out=self.left_out,
         )
 
+    @property
+    def version(self) -> int | None:
+        """Version of the current weights; None if the rollouts' versions count the steps of another run."""
+        return self.iteration if self.config.rollouts.knows_versions else None
+
+    @property
+    def _steps(self) -> int:
+        """Number of steps that changed the weights."""
+        return self.iteration - self.left_out.steps
+
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.
 
-        ``temperature``: of the distribution; default: the one that rollouts are sampled at.
+        ``temperature``: temperature of the distribution; default: the rollouts' temperature.
         """
         self.gather_weights()
         return self.passes.score(self.model, batch, temperature)
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
-        """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
+        """Prepare a whole rollout batch: advantages, micro-batches and the plan of the correction.
 
         A forward-only pass gives log π_old, unless the loss finds it (``RolloutCorrection.corrects_in_loss``). A KL
-        penalty, in the loss or in the rewards, makes one for log π_ref.
+        penalty, in the loss or in the rewards, needs another pass for log π_ref.
 
         Args:
             batch: the records of this replica.
-            baselines: [rows], the reward of each prompt's greedy response, for the estimator that needs them.
+            baselines: [rows], reward of each prompt's greedy response, for ``--advantage-estimator remax``.
 
         Raises:
-            BadStepError: on every rank, if a log-prob at a trained position is unusable on any.
+            BadStepError: on every rank, if any has an unusable log-prob at a trained position.
         """
         phases.enter(f"the scoring of step {self.iteration + 1}")
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
-        in_loss = self.correction.corrects_in_loss
-        old = None if in_loss else self.score(cut)
+        old = None if self.correction.corrects_in_loss else self.score(cut)
         self.batch_check.begin(self.iteration, old, cut.local)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
@@ -200,102 +198,127 @@ class Trainer(TrainedModel):
             scores = Scores(batch=batch, rewards=rewards, cut=cut, old=old, ref=ref, values=values, baselines=baselines)
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
+        plan = self._plan(batch, cut, old)
+        local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
+        cut = dataclasses.replace(cut, local=_corrected(local, plan))
+        if scores is not None and self.config.advantages.advantage_scope == "accepted":
+            estimated = self.advantages.of(scores, accepted=cut.local.mask)
+            cut = cut.with_advantages(estimated.advantages)
+        returns = estimated.returns if estimated else None
+        to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
+        return PreparedBatch(cut, plan, scores, estimated, to_learn)
+
+    def _score_reference(self, batch: LocalBatch) -> Tensor | None:
+        """Log-probs of the labels under the reference policy, after a refresh of its weights if one is due."""
+        if self.reference is None:
+            return None
+        chunks = self.chunks
+        self.reference.refresh(chunks, self.iteration)
+        with self.reference.in_place_of(chunks):
+            return self.passes.score(self.model, batch)
+
+    def _plan(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> Plan:
+        """Checked plan of the correction."""
         plan = self.correction.plan(
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
-            num_groups=None if in_loss else self.config.rollouts.grpo_prompts_per_step,
+            num_groups=None if self.correction.corrects_in_loss else self.config.rollouts.grpo_prompts_per_step,
             current_version=self.version,
             max_staleness=self.config.rollouts.rollout_staleness or 0,
             device=self.device,
         )
         with telling_bad_steps():
             plan.check()
-        local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
-        if isinstance(plan, CorrectionResult):
-            if isinstance(plan.mask, list) or isinstance(plan.weights, list):
-                raise TypeError("the trainer corrects a whole rollout batch at once")
-            local = dataclasses.replace(
-                local, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
-            )
-        cut = dataclasses.replace(cut, local=local)
-        if self.on_scored is not None and not in_loss:
-            self.on_scored([local])
-        if scores is not None and self.config.advantages.advantage_scope == "accepted":
-            estimated = self.advantages.of(scores, accepted=local.mask)
-            cut = cut.with_advantages(estimated.advantages)
-        returns = estimated.returns if estimated else None
-        to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
-        return PreparedBatch(cut, plan, scores, estimated, to_learn)
+        return plan
+
+    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
+        """The local tokens with all fields that the plan needs."""
+        return dataclasses.replace(
+            cut.local,
+            train_log_probs=old,
+            rewards=cut.sides(batch.rewards),
+            group_ids=None if self.correction.corrects_in_loss else cut.sides(batch.group_ids),
+            policy_versions=cut.local.policy_versions if self.config.rollouts.knows_versions else None,
+            mini_batch_ids=cut.mini_batch_ids,
+        )
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
-        """One optimizer step on one mini-batch of a rollout batch.
+        """Make one optimizer step of the policy, and of the critic if there is one.
 
-        A mini-batch without an accepted token is skipped on all ranks alike: the optimizer is not touched. So is, with
-        --fp16, a step whose scaled gradients are out of range; Megatron lowers the scale for the next ones. So is a
-        mini-batch without a signal, before the schedule; a critic's step is made.
+        Without an accepted token, without a signal, or with ``--fp16`` gradients that overflow, the policy's step is
+        skipped on all ranks; after an overflow Megatron lowers the loss scale. The critic's step is still made.
+
+        Args:
+            prepared: the rollout batch.
+            mini_batch: number of its mini-batch.
 
         Returns:
             Metrics of the step, equal on all ranks.
 
         Raises:
-            BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or the correction in
-                the loss finds a log-prob that is unusable at a trained position; the weights are as before the step.
+            BadStepError: on every rank, if the loss or the gradient norm is not finite, or the correction in the loss
+                finds an unusable log-prob at a trained position; no weight has changed.
         """
         phases.enter(f"the training of step {self.iteration + 1}")
         critic, values = self.critic, None
         if critic is not None and prepared.values is not None:
             values = critic.accumulate(prepared.values, mini_batch, self.iteration + 1)
         metrics = self._update_policy(prepared, mini_batch)
-        # Behind everything that can be wrong with the step: where it is not made, neither model has changed.
+        # Step the critic last, so that a bad step of the policy changes neither model.
         return metrics if critic is None or values is None else metrics | values | critic.step()
 
     def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
-        if self.config.critic is not None and self.iteration < self.config.critic.num_critic_only_steps:
-            self.iteration, self.kept_log_probs = self.iteration + 1, []
-            return {"lr": self.learning_rate} | self._left_out_metrics()
-        if mini_batch in prepared.without_signal and not prepared.plan.skips(mini_batch):
-            self.kept_log_probs = []
+        """Make the policy's step, unless one of five reasons, checked as soon as each is known, leaves it out."""
+        self.kept_log_probs = []
+        critic = self.config.critic
+        # 1. The critic alone learns in the first steps of the run.
+        if critic is not None and self.iteration < critic.num_critic_only_steps:
+            self.iteration += 1
+            return self._end_metrics()
+        # 2. The plan accepts no token.
+        if prepared.plan.skips(mini_batch):
+            return self.skip()
+        # 3. Every advantage is 0, so that the gradient would be 0.
+        if mini_batch in prepared.without_signal:
             return self.skip(is_without_signal=True)
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
-        if self.on_scored is not None and is_first and self.correction.corrects_in_loss:
-            self.on_scored(self._scored_in_loss(prepared.batch, mini_batch))
+        # 4. The correction in the loss accepts no token.
         if metrics is None:
             return self._step_metrics() | self.skip()
         if is_first and not self.correction.corrects_in_loss:
-            # Both passes had the same weights: what differs is how they compute.
+            # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         with self.optimizer_here():
             learning_rate, grad_norm = self.learning_rate, self.optimizer_step()
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
+        # 5. Gradients in float16 overflow.
         if grad_norm is None:
             return metrics | self.skip()
         self.iteration += 1
-        return metrics | {"grad_norm": grad_norm, "lr": learning_rate} | self._left_out_metrics()
-
-    def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
-        """Histograms of log ρ and of the weights, equal on all ranks.
-
-        They are of the rollout batch; if the correction is made in the loss, of the step that ended last.
-        """
-        found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
-        return found.distributions() if isinstance(found, CorrectionResult) else {}
+        return metrics | {"grad_norm": grad_norm} | self._end_metrics() | {"lr": learning_rate}
 
     def skip(self, *, is_bad: bool = False, is_without_signal: bool = False) -> dict[str, float]:
-        """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""
+        """Leave a step out and return its metrics; weights, optimizer and learning rate stay."""
         self.iteration += 1
         self.left_out.steps += 1
         self.left_out.bad += is_bad
         self.left_out.without_signal += is_without_signal
-        return {"lr": self.learning_rate} | self._left_out_metrics()
+        return self._end_metrics()
+
+    def _end_metrics(self) -> dict[str, float]:
+        """Metrics of every step, made or left out."""
+        left = self.left_out
+        counts = {"skipped_steps": left.steps, "bad_steps": left.bad, "steps_without_signal": left.without_signal}
+        return {"lr": self.learning_rate} | {name: float(count) for name, count in counts.items()}
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
-        """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
+        """Compute the final gradients of one mini-batch in the model's buffers; makes no optimizer step.
 
         Returns:
-            Metrics of the loss and of a correction in the loss, equal on all ranks. None if no token is accepted: the
-            step must not be made. The plan knows that before the schedule; a correction in the loss, after it.
+            Metrics of the loss and of a correction in the loss, equal on all ranks. None if no token is accepted, so
+            that the step must not be made; a correction in the loss finds this only after the schedule.
 
         Raises:
             BadStepError: see :meth:`update`.
@@ -318,78 +341,59 @@ class Trainer(TrainedModel):
                 self.correction.step.check()
             if self.correction.step.skips():
                 return None
-        metrics = self.correction.loss_metrics()
+        metrics = self._step_metrics() | self.correction.loss_metrics()
         self.checks.loss(self.iteration + 1, metrics["loss/total"])
-        return self._step_metrics() | self._asked_for(metrics)
+        if self.config.loss.dual_clip is None:
+            del metrics["policy/dual_clip_fraction"]
+        if self.reference is None:
+            del metrics["policy/reference_kl"]
+        return metrics
 
-    @property
-    def version(self) -> int | None:
-        """Version of the weights that train; None where the versions of the rollouts count the steps of another run."""
-        return self.iteration if self.config.rollouts.knows_versions else None
+    def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
+        """Histograms of log ρ and of the weights, equal on all ranks.
 
-    @property
-    def _steps(self) -> int:
-        """Number of steps that changed the weights."""
-        return self.iteration - self.left_out.steps
+        They cover the rollout batch; if the correction is made in the loss, the last step.
+        """
+        found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
+        return found.distributions() if isinstance(found, CorrectionResult) else {}
 
-    def _left_out_metrics(self) -> dict[str, float]:
-        left = self.left_out
-        counts = {"skipped_steps": left.steps, "bad_steps": left.bad, "steps_without_signal": left.without_signal}
-        return {name: float(count) for name, count in counts.items()}
+    def _loss(
+        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss of a micro-batch on the last stage; local arithmetic, because ``scale`` has all global factors."""
+        log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
+        if self.keeps_log_probs:
+            self.kept_log_probs.append(log_probs.detach())
+        if self.batch_check.is_open and self._steps == self._scored_at:
+            self.batch_check.add(log_probs, local)
+        return masked_loss(self.correction, local, log_probs, entropy, scale)
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())
         self.batch_check.hear(self.checks.gradient(self.iteration + 1, norm, self.batch_check.numbers))
         return norm
 
-    def _score_reference(self, batch: LocalBatch) -> Tensor | None:
-        """Log-probs of the labels under the reference policy, which is refreshed first where that is due."""
-        if self.reference is None:
-            return None
-        chunks = self.chunks
-        self.reference.refresh(chunks, self.iteration)
-        with self.reference.in_place_of(chunks):
-            return self.passes.score(self.model, batch)
-
-    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
-        """The local tokens with what the plan alone looks at."""
-        return dataclasses.replace(
-            cut.local,
-            train_log_probs=old,
-            rewards=cut.sides(batch.rewards),
-            group_ids=None if self.correction.corrects_in_loss else cut.sides(batch.group_ids),
-            policy_versions=cut.local.policy_versions if self.config.rollouts.knows_versions else None,
-            mini_batch_ids=cut.mini_batch_ids,
-        )
-
-    def _scored_in_loss(self, batch: LocalBatch, mini_batch: int) -> list[LocalTokens]:
-        """The micro-batches of the last step with the log-probs that its losses computed."""
-        parts = [batch.local.piece(cut) for cut in batch.cuts[mini_batch]]
-        scored = self.kept_log_probs if self.groups.is_last_stage else [None] * len(parts)
-        return [
-            dataclasses.replace(part, train_log_probs=log_probs) for part, log_probs in zip(parts, scored, strict=True)
-        ]
-
     def _step_metrics(self) -> dict[str, float]:
         """Metrics of a correction in the loss, which belong to one step."""
         return {} if self.correction.step is None else self.correction.step.metrics()
 
-    def _asked_for(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Without the metrics of what is not there."""
-        absent = set()
-        if self.config.loss.dual_clip is None:
-            absent.add("policy/dual_clip_fraction")
-        if self.reference is None:
-            absent.add("policy/reference_kl")
-        return {name: value for name, value in metrics.items() if name not in absent}
 
-    def _loss(
-        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
-        log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
-        if self.keeps_log_probs or self.on_scored is not None:
-            self.kept_log_probs.append(log_probs.detach())
-        if self.batch_check.is_open and self._steps == self._scored_at:
-            self.batch_check.add(log_probs, local)
-        return masked_loss(self.correction, local, log_probs, entropy, scale)
+def _correction(config: RunConfig, groups: ParallelGroups) -> RolloutCorrection:
+    return RolloutCorrection(
+        config.correction,
+        groups,
+        loss=config.loss,
+        has_auxiliary_losses=config.has_auxiliary_losses,
+        one_pass=is_one_pass(config),
+        # Greedy responses have log-probs of 0; the reader of records has checked them.
+        allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
+    )
+
+
+def _corrected(local: LocalTokens, plan: Plan) -> LocalTokens:
+    """The tokens with the plan's weights, mask and lengths, if the plan knows them."""
+    if not isinstance(plan, CorrectionResult):
+        return local
+    if isinstance(plan.mask, list) or isinstance(plan.weights, list):
+        raise TypeError("the trainer corrects a whole rollout batch at once")
+    return dataclasses.replace(local, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths)

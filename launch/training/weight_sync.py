@@ -1,4 +1,4 @@
-"""New weights on their way from the trainer to the engines."""
+"""Sync of weights from the trainer to the engines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from megatron_rc.parallel import ParallelGroups
 
 
 class WeightSync:
-    """New weights for the engines, the check that they arrived, and the evaluations that are due.
+    """Sends weights to the engines, checks that they arrived, and makes evaluations that are due.
+
+    Args:
+        config: settings of the run.
+        trainer: trainer with the weights.
+        collector: collector with the engines.
+        groups: process groups of this rank.
+        reporter: the run's reporter on rank 0; None on other ranks.
 
     Attributes:
-        metrics: of the last one.
-        evaluated: the step of the last evaluation.
+        metrics: metrics of the last sync.
+        evaluated: step of the last evaluation; -1 if there was none.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class WeightSync:
         self.evaluated = self._last_evaluation()
 
     def _last_evaluation(self) -> int:
-        """What the run's metrics say, which rank 0 writes: a run that was told to stop ends without the one due."""
+        """Step of the last evaluation in the run's metrics; a stopped run may have missed one that was due."""
         step = self.trainer.iteration
         if self.config.evaluation.eval_interval is None or not step:
             return -1
@@ -49,14 +56,14 @@ class WeightSync:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether an evaluation is due: an interval has ended since the last one, or the run has."""
+        """Whether an evaluation is due: an interval or the run has ended since the last evaluation."""
         interval, step = self.config.evaluation.eval_interval, self.trainer.iteration
         if interval is None or step == self.evaluated:
             return False
         return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)
 
     def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
-        """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
+        """Sync and evaluate while no request is running; ``lap`` is called with ``sync`` and ``eval`` after each."""
         step = self.trainer.iteration
         self._send(step)
         lap("sync")
@@ -68,7 +75,7 @@ class WeightSync:
             lap("eval")
 
     def go_on(self) -> None:
-        """Let the engines sample what was under way when the checkpoint was written, from the weights they had."""
+        """Sample the rollouts again that a checkpoint left unfinished, from the weights that they were sampled from."""
         kept = self.trainer.sampling_weights
 
         def send() -> None:
@@ -84,9 +91,9 @@ class WeightSync:
         self.metrics = self.check() if self.check is not None and is_due else {}
 
     def _probe_is_due(self) -> bool:
-        """Whether a probe follows this sync: the first one, by interval, and if no rollout batch can tell.
+        """Whether a probe follows this sync: after the first sync, by interval, and if no rollout batch can be checked.
 
-        The batches cannot if they are of older weights, or if none follows.
+        Batches of older weights cannot be checked, and no batch follows the last sync.
         """
         config, interval = self.config, self.config.engine.sync_probe_interval
         if config.rollouts.rollout_staleness or self.trainer.iteration >= config.training.train_iters:

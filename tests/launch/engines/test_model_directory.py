@@ -66,11 +66,6 @@ def test_wrong_weights_leave_the_old_ones(engine, tmp_path, change, message):
     assert engine.version == -1
 
 
-def test_the_directory_needs_a_parent(tmp_path):
-    with pytest.raises(ValueError, match=r"absent does not exist"):
-        ModelDirectory(tmp_path / "absent" / "weights", CONFIG, EOS)
-
-
 def test_a_directory_that_cannot_be_written_is_an_error_of_the_engine(engine, tmp_path):
     (tmp_path / "weights.part").write_text("in the way")
     with pytest.raises(EngineError, match=r"cannot be written to .*weights: .*File exists.*: make room there"):

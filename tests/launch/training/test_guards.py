@@ -121,7 +121,7 @@ def test_a_reward_that_falls_in_steps_without_signal_is_a_collapse(tmp_path, sha
         ("grad_norm", "see docs/metrics.md"),
         ("rollout_corr/rollout_rs_masked_fraction", "see docs/metrics.md"),
         ("reward/mean", "the policy gets worse: go on from an older checkpoint"),
-        ("reward/nonzero_advantages", "few responses say what is better: give more prompts a step"),
+        ("reward/nonzero_advantages", "few responses have an advantage: give more prompts a step"),
         ("policy/entropy", "the policy collapses or dissolves"),
         ("perf/tokens_per_second", "see docs/metrics.md"),
     ],
@@ -154,7 +154,7 @@ def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
     (left_out, words) = verdicts(tmp_path, "rollout_corr/k4_kl > 0.5", [None, 0.1])
     assert left_out is None
     assert words.startswith("--stop-if 'rollout_corr/k4_kl > 0.5': step 2 has no metric rollout_corr/k4_kl")
-    assert words.endswith(f"use one that metrics.jsonl has, like {KL}")
+    assert words.endswith(KL)
 
 
 def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks, tmp_path):

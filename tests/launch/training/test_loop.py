@@ -399,11 +399,10 @@ def test_a_checkpoint_past_the_end_is_refused_and_leaves_the_settings(ranks, tmp
     words = flags(tmp_path, *LIVE, *save)
     assert ranks.run(run_training, layout, [*words, "--train-iters=2"]) == [None, None]
     before = (tmp_path / "run" / "config.yaml").read_text()
-    remedy = "give a larger one, or --finetune to start at step 0 from its weights"
-    assert (
-        ranks.run(run_training, layout, [*words, "--train-iters=1"])
-        == [f"ValueError: --load {tmp_path}/save: checkpoint 2 is already past --train-iters 1: {remedy}"] * 2
-    )
+    first, second = ranks.run(run_training, layout, [*words, "--train-iters=1"])
+    assert first == second
+    assert first.startswith(f"ValueError: --load {tmp_path}/save: checkpoint 2 is already past --train-iters 1: ")
+    assert "--finetune" in first
     (message, _) = ranks.run(run_training, layout, [*words, "--train-iters=3", "--lr=2e-3"])
     assert "was written with --lr" in message
     assert sorted(path.name for path in (tmp_path / "run").glob("config*")) == ["config.yaml"]

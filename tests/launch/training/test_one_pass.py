@@ -296,38 +296,6 @@ def test_bad_data_and_rejected_steps_change_no_weight(ranks, tmp_path):
         assert rejected == ("", 1.0, False, True)
 
 
-def scored(words):
-    """(tokens, mean distance from the engine) of what is told of the scores, and calls that only score."""
-    trainer, told = make_trainer(words), []
-
-    def tell(parts):
-        for part in parts:
-            if part.train_log_probs is not None:
-                apart = (part.train_log_probs - part.rollout_log_probs).abs()[part.response_mask]
-                told.append((int(part.response_mask.sum()), float(apart.double().sum())))
-        told.append((0, 0.0))
-
-    trainer.on_scored = tell
-    for index in range(2):
-        prepared = trainer.prepare(recorded_batch(index))
-        trainer.update(prepared, 0)
-        trainer.skip()
-    return torch.tensor(told, dtype=torch.float64).sum(0).tolist(), len(told)
-
-
-def test_the_scores_are_told_whichever_pass_makes_them(ranks, tmp_path):
-    words = flags(tmp_path, "--grpo-iterations=1", "--optimizer=sgd", "--lr=1e-9", *Layout(pp=2).flags())
-    (first, last), (first_two, last_two), (_, bypass) = (
-        ranks.run(scored, Layout(pp=2), [*words, *more]) for more in ([], ["--always-score"], ["--bypass-mode"])
-    )
-    assert first == ([0, 0], 2)
-    assert first_two == ([0, 0], 2)
-    assert (last[1], last_two[1]) == (2 + 2 * 4, 2 + 2)
-    assert last[0] == pytest.approx(last_two[0], rel=1e-6)
-    assert bypass[0] == pytest.approx(last_two[0], rel=1e-6)
-    assert last[0][0] > 100
-
-
 # The choice
 
 NEEDED = {

@@ -127,7 +127,7 @@ def steps(folder):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-OLDER = "does the engine keep older weights, or a cache that they filled?"
+OLDER = "does the engine keep older weights"
 
 
 @pytest.mark.parametrize(
