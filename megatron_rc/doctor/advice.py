@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.other_words import OWN, settings_lines
 from megatron_rc.doctor.rule import Verdict
@@ -53,23 +53,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of a correction on a batch.
-
-    Attributes:
-        choice: the correction.
-        eff_sample_size: effective sample size of the weights as a share of the tokens; 1 without weights.
-        mean_weight: mean of the bounded weights; 1 without weights.
-        rejected_tokens: share of rejected tokens.
-        rejected_sequences: share of sequences with a rejected token.
-        rejected_by_reward: share of rejected tokens for each sign of the reward.
-    """
+    """Effect of a correction on a batch; without weights ``eff_sample_size`` and ``mean_weight`` are 1."""
 
     choice: Choice
-    eff_sample_size: float
-    mean_weight: float
-    rejected_tokens: float
-    rejected_sequences: float
-    rejected_by_reward: dict[str, float]
+    eff_sample_size: float  # of the weights, as a share of the tokens
+    mean_weight: float  # mean of the bounded weights
+    rejected_tokens: float  # share of the tokens
+    rejected_sequences: float  # share of sequences with a rejected token
+    rejected_by_reward: dict[str, float]  # share of the tokens, for each sign of the reward
 
 
 def choose(facts: Facts, verdicts: Sequence[Verdict], sampled: Sampled | None = None) -> Choice | None:
@@ -148,16 +139,8 @@ def candidates(choice: Choice) -> list[Choice]:
 
 def effect(choice: Choice, sampled: Sampled) -> Effect:
     """Try a correction on a batch with log-probs of the trainer."""
-    assert sampled.old_log_probs is not None
     fields = choice.config().to_dict() | {"bad_log_probs": "reject_token", "metric_prefix": ""}
-    metrics = correct_rollouts(
-        sampled.old_log_probs.float(),
-        sampled.rollout_log_probs.float(),
-        sampled.response_mask,
-        RolloutCorrectionConfig.from_dict(fields),
-        rewards=sampled.rewards,
-        allow_zero_log_probs=True,
-    ).metrics()
+    metrics = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards).metrics()
     signs = {
         sign: metrics.get(f"rollout_rs_masked_fraction_reward_{sign}") for sign in ("negative", "zero", "positive")
     }

@@ -13,7 +13,7 @@ from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.metric_names import program_of
-from megatron_rc.doctor.other_records import NoRecordError, is_own, is_record, sampled_of_file, sampled_of_objects
+from megatron_rc.doctor.other_records import is_own, is_record, read_tensor_record, sampled_of_objects
 from megatron_rc.doctor.other_words import OWN, WORDS
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import facts_of_series
@@ -28,32 +28,20 @@ _STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Input of the doctor.
-
-    Attributes:
-        what: path and size of the input, in words.
-        facts: its numbers.
-        sampled: the responses of a recorded batch; None for metrics.
-        notes: a sentence for each omission.
-        dialect: name of the settings' dialect of the program that wrote it.
-    """
+    """Input of the doctor: its path and size in words, its numbers, and a sentence for each omission."""
 
     what: str
     facts: Facts
-    sampled: Sampled | None = None
+    sampled: Sampled | None = None  # the responses of a recorded batch; None for metrics
     notes: tuple[str, ...] = ()
-    dialect: str = OWN
+    dialect: str = OWN  # of the settings of the program that wrote it
 
 
 def read_evidence(path: Path) -> Evidence:
-    """Read metrics or a batch.
+    """The evidence of a run's folder, a folder of recorded batches, or a file of metrics or of a batch.
 
-    Args:
-        path: a run's folder, a folder of recorded batches, or a file: metrics (JSON, JSON lines, CSV) or a batch
-            (safetensors, JSON lines, ``.pt``, ``.npz``).
-
-    Raises:
-        ValueError: the input cannot be used; the sentence names the remedy.
+    Read are JSON, JSON lines and CSV, and for batches safetensors, JSON lines, ``.pt`` and ``.npz``. ValueError, with
+    the remedy, if the input cannot be used.
     """
     try:
         return _read_folder(path) if path.is_dir() else _read_file(path)
@@ -133,16 +121,10 @@ def _of_metrics(objects: Iterable[Mapping[str, Any]], path: Path) -> Evidence:
 
 
 def _read_tensors(path: Path) -> Evidence:
-    problem = None
-    if path.suffix == ".safetensors":
-        try:
-            return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path), path)
-        except ValueError as error:
-            problem = error
-    try:
-        return _of_batch(sampled_of_file(path), str(path))
-    except NoRecordError as other:
-        raise problem or other from None
+    found = read_tensor_record(path)
+    if isinstance(found, RolloutBatch):
+        return _of_batch(Sampled.of_batch(found), str(path), path)
+    return _of_batch(found, str(path))
 
 
 def _read_json_lines(text: str, path: Path) -> Evidence:
@@ -165,11 +147,8 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
         behind = int(match[2]) - sampled.policy_versions[sampled.response_mask]
         facts["staleness_mean"] = float(behind.clamp(min=0).double().mean())
     words = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
-    notes = (
-        ()
-        if sampled.old_log_probs is not None
-        else (f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.dialect]['record']})",)
-    )
+    remedy = f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.dialect]['record']})"
+    notes = () if sampled.old_log_probs is not None else (remedy,)
     return Evidence(f"{what}: {words}", facts, sampled, notes, sampled.dialect)
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.measures.shift import measure_shift
@@ -27,11 +27,7 @@ _OTHERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 def facts_of_batch(sampled: Sampled) -> Facts:
-    """All facts of a batch; few without ``old_log_probs``.
-
-    Args:
-        sampled: the responses, on the host.
-    """
+    """All facts of a batch on the host; few without ``old_log_probs``."""
     mask = sampled.usable()
     facts = Facts(num_tokens=float(mask.sum()), num_sequences=float(mask.any(dim=1).sum()))
     facts["bad_log_probs"] = float((sampled.response_mask & ~mask).sum())
@@ -63,15 +59,11 @@ def _zero_sequences(sampled: Sampled, mask: Tensor) -> float:
 
 
 def _sampling_facts(sampled: Sampled) -> dict[str, float]:
-    if sampled.sampling is None:
-        return {}
     how = sampled.sampling
-    return {
-        "temperature": how.temperature,
-        "top_p": how.top_p,
-        "top_k": float(how.top_k),
-        "raw_log_probs": float(how.log_probs_mode == "raw"),
-    }
+    if how is None:
+        return {}
+    is_raw = float(how.log_probs_mode == "raw")
+    return {"temperature": how.temperature, "top_p": how.top_p, "top_k": float(how.top_k), "raw_log_probs": is_raw}
 
 
 def _library_metrics(sampled: Sampled) -> dict[str, float]:
@@ -79,23 +71,12 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
 
     The test compares log-probs of neighbouring positions with log-probs of equal positions.
     """
-    assert sampled.old_log_probs is not None
     measured, found = {}, {}
     for level in ("token", "sequence"):
         config = RolloutCorrectionConfig(
-            rollout_is=level,
-            rollout_is_threshold=2.0,
-            rollout_is_apply=False,
-            bad_log_probs="reject_token",
-            metric_prefix="",
+            level, 2.0, rollout_is_apply=False, bad_log_probs="reject_token", metric_prefix=""
         )
-        result = correct_rollouts(
-            sampled.old_log_probs.float(),
-            sampled.rollout_log_probs.float(),
-            sampled.response_mask,
-            config,
-            allow_zero_log_probs=True,
-        )
+        result = sampled.corrected(config)
         measured[level] = result.metrics()
     shift = measure_shift(result.on_host.data.shift)
     if shift.is_enough:

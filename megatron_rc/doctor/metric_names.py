@@ -56,8 +56,7 @@ _BARE = re.compile(r"(?:^|/)mismatch_([^/]+)$")  # slime's
 def own_name(name: str) -> str | None:
     """Our name of a metric, without a prefix; None for a metric that the rules do not use.
 
-    Args:
-        name: the name in the file; W&B's exports put the run and `` - `` before it.
+    W&B's exports put the run and `` - `` before a name.
     """
     name = _shown_as(name)
     for pattern in (_PREFIXED, _BARE):

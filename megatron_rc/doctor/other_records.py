@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc import RolloutBatch, load_rollouts
 from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.tables import object_of, parse_json
 from megatron_rc.records.formats.rows import numbered
-from megatron_rc.records.tensor_files import read_tensors
+from megatron_rc.records.storage import existing
+from megatron_rc.records.tensor_files import SUFFIXES, read_tensors
 
 # Names of each field in verl, NeMo-RL and slime; the first one that exists is read.
 ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
@@ -43,13 +45,24 @@ class NoRecordError(ValueError):
     """A file of tensors that cannot be read, or has no log-probs of an engine."""
 
 
-def sampled_of_file(path: Path) -> Sampled:
-    """Responses from a file of tensors by name: safetensors, ``.pt`` or ``.npz``.
+def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
+    """Our own record, or responses from another program's tensors by name; ValueError if the file is neither."""
+    if path.suffix not in SUFFIXES:
+        return load_rollouts(path)
+    own = None
+    if path.suffix == ".safetensors":
+        try:
+            return load_rollouts(path)
+        except ValueError as problem:
+            own = problem
+    try:
+        return sampled_of_file(existing(path))
+    except NoRecordError as other:
+        raise own or other from None
 
-    Raises:
-        NoRecordError: it cannot be read, or is no record.
-        ValueError: as :func:`sampled_of_tensors`.
-    """
+
+def sampled_of_file(path: Path) -> Sampled:
+    """Responses from a file of tensors by name; NoRecordError if it cannot be read or is none, else ValueError."""
     try:
         tensors = read_tensors(path)
     except ValueError as problem:
@@ -63,11 +76,7 @@ def sampled_of_file(path: Path) -> Sampled:
 
 
 def sampled_of_lines(path: Path) -> Sampled | None:
-    """Responses from JSON or JSON lines; None for a record of ours, and for a file that is no record.
-
-    Raises:
-        ValueError: as :func:`sampled_of_objects`.
-    """
+    """Responses from JSON or JSON lines; None for a record of ours, and for a file that is no record."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
@@ -94,8 +103,7 @@ def is_own(names: Mapping[str, Any]) -> bool:
 def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Sampled:
     """Responses from objects with one response each, or with a list of responses under each name.
 
-    Raises:
-        ValueError: a field is missing or has another length; the sentence names it.
+    ValueError names a field that is missing, or has another length.
     """
     rows = [row for value in objects for row in _rows(value, path)]
     pieces = [_piece(row, index, path) for index, row in enumerate(rows)]
@@ -118,11 +126,7 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
 
 
 def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
-    """Responses from tensors [n, s] by name; rewards and versions [n].
-
-    Raises:
-        ValueError: a field is missing or has another shape; the sentence names it.
-    """
+    """Responses from tensors [n, s] by name; rewards and versions [n]. ValueError names a field that does not fit."""
     rollout, old, mask = (_first(tensors, names) for names in (ROLLOUT, OLD, MASK))
     for name, value in ((ROLLOUT[0], rollout), (OLD[0], old), (MASK[0], mask)):
         if value is not None and (value.dim() != 2 or value.shape != rollout.shape):

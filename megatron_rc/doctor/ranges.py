@@ -8,19 +8,13 @@ from dataclasses import dataclass
 from megatron_rc.doctor.facts import Facts
 
 _MIGRATION = "verl 2025-10, docs/advance/rollout_is_migration.md"
+_ANY = -math.inf
+_WITHOUT_K3 = "used only if k3 is unknown"
 
 
 @dataclass(frozen=True)
 class Range:
-    """Published range of a number.
-
-    Attributes:
-        fact: name of the number.
-        lowest: lower end of the range.
-        highest: upper end of the range.
-        source: the publication.
-        ours: this project's rule and its reason; empty if it is the same range.
-    """
+    """Published range of a number; ``ours`` is this project's rule and its reason, if that is another one."""
 
     fact: str
     lowest: float
@@ -62,66 +56,30 @@ RANGES: tuple[Range, ...] = (
         "0.01 and 4 standard errors shows another fault",
     ),
     Range("rollout_is_eff_sample_size", 0.3, math.inf, _MIGRATION),
-    Range("rollout_is_std", -math.inf, 1.0, _MIGRATION),
-    Range("rollout_is_veto_fraction", -math.inf, 0.1, _MIGRATION),
+    Range("rollout_is_std", _ANY, 1.0, _MIGRATION),
+    Range("rollout_is_veto_fraction", _ANY, 0.1, _MIGRATION),
     Range(
         "chi2_token",
-        -math.inf,
+        _ANY,
         1.0,
         "verl 2026-01, docs/algo/rollout_corr.md",
         "0 is the same policy; the effective sample size is 1 / (1 + χ²), so 1 leaves half of the batch, 9 a tenth",
     ),
     Range(
         "chi2_seq",
-        -math.inf,
+        _ANY,
         10.0,
         "as χ² of tokens, for sequences",
         "it grows like exp(tokens × variance), so a large value speaks against sequence weights, not of a fault",
     ),
-    Range(
-        "rollout_rs_masked_fraction",
-        -math.inf,
-        0.3,
-        "docs/metrics.md",
-        "a verdict from 0.5 on; less is a choice",
-    ),
+    Range("rollout_rs_masked_fraction", _ANY, 0.3, "docs/metrics.md", "a verdict from 0.5 on; less is a choice"),
     Range(
         "probs_diff_mean",
-        -math.inf,
+        _ANY,
         0.01,
         "verl, docs/faq/faq.rst (normal: below 0.005)",
         "it gets small for a model that is sure of its tokens, which k3 does not; used only if k3 is unknown",
     ),
-    Range(
-        "mult_prob_error", -math.inf, 1.05, "NeMo-RL, docs/guides/dtensor-tp-accuracy.md", "used only if k3 is unknown"
-    ),
-    Range("abs_log_ratio", -math.inf, 0.1, "slime, its CI's limit", "used only if k3 is unknown"),
-)
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A threshold of a correction, its published range, and this project's choice."""
-
-    what: str
-    recommended: str
-    ours: str
-
-
-THRESHOLDS: tuple[Threshold, ...] = (
-    Threshold(
-        "weights of tokens, u", "1.5 to 5", "the first of 1.5, 2, 3 and 5 that truncates at most 1 % of the tokens"
-    ),
-    Threshold(
-        "weights of sequences, u", "2 to 10", "2, if sequence weights leave half of the batch; else no sequence weights"
-    ),
-    Threshold(
-        "geometric mean of a sequence",
-        "1.0002 to 1.001",
-        "the bounds that accept 95 % of the sequences: the mean of n log-ratios with deviation σ has a deviation of "
-        "σ / √n, so 1.001 rejects most responses of a few hundred tokens even if the engine only rounds to bfloat16",
-    ),
-    Threshold(
-        "veto", "1e-4 to 1e-6", "no veto unless the doctor finds `tails`, because one token rejects a whole sequence"
-    ),
+    Range("mult_prob_error", _ANY, 1.05, "NeMo-RL, docs/guides/dtensor-tp-accuracy.md", _WITHOUT_K3),
+    Range("abs_log_ratio", _ANY, 0.1, "slime, its CI's limit", _WITHOUT_K3),
 )

@@ -101,14 +101,10 @@ def _distance(report: Report) -> list[str]:
 
 
 def _found(report: Report) -> list[str]:
-    if not report.verdicts:
-        nothing = (
-            "nothing wrong"
-            if report.code == HEALTHY
-            else "no fault found, but the input has no log-probs of the trainer"
-        )
-        return ["", "What is wrong", f"  {nothing}"]
     lines = ["", "What is wrong"]
+    if not report.verdicts:
+        unknown = "no fault found, but the input has no log-probs of the trainer"
+        return [*lines, f"  {'nothing wrong' if report.code == HEALTHY else unknown}"]
     for number, verdict in enumerate(report.verdicts, start=1):
         rule = verdict.rule
         lines += [f"  {number}. {rule.title} ({rule.name})", f"     {verdict.words}"]
@@ -128,26 +124,22 @@ def _proposed(report: Report) -> list[str]:
             f"{one.rejected_by_reward[sign]:.0%}" if sign in one.rejected_by_reward else "-"
             for sign in ("negative", "zero", "positive")
         )
-        name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *_values(one.choice)])
+        values = map(str, one.choice.arguments.values())
+        name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *values])
         lines.append(
             f"  {name:<46}{one.eff_sample_size:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}"
         )
     return lines
 
 
-def _values(choice: Choice) -> list[str]:
-    return [str(value) for value in choice.arguments.values()]
+def _complaints(report: Report) -> list[str]:
+    return [complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))]
 
 
 def _recommended(report: Report) -> list[str]:
-    complaints = [complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))]
-    if not complaints:
-        return []
-    return [
-        "",
-        "Outside of published ranges (docs/doctor.md says where ours differ)",
-        *(f"  {one}" for one in complaints),
-    ]
+    head = ["", "Outside of published ranges (docs/doctor.md says where ours differ)"]
+    complaints = [f"  {one}" for one in _complaints(report)]
+    return [*head, *complaints] if complaints else []
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -184,8 +176,6 @@ def as_json(report: Report) -> dict[str, Any]:
             | {name: value for name, value in vars(one).items() if name != "choice"}
             for one in report.effects
         ],
-        "outside_of_published_ranges": [
-            complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))
-        ],
+        "outside_of_published_ranges": _complaints(report),
         "facts": facts,
     }

@@ -11,31 +11,18 @@ from megatron_rc.doctor.other_words import WORDS
 
 @dataclass(frozen=True)
 class Rule:
-    """A fault, and the test for it.
-
-    Attributes:
-        name: name of the fault.
-        title: the fault in words.
-        needs: lists of facts; the test needs all facts of any one list.
-        holds: the test; comparisons with a missing fact are False.
-        when: the test in words, with its thresholds.
-        words: the finding, with facts as ``{name}``.
-        advice: the remedy, with names from ``WORDS`` as ``{name}``.
-        sources: publications of the test and its thresholds.
-        unless: rules that explain the same numbers better; if one of them holds, this rule is silent.
-        repair: the data are wrong, and no correction can replace the repair.
-    """
+    """A fault, and the test for it."""
 
     name: str
-    title: str
-    needs: tuple[tuple[str, ...], ...]
-    holds: Callable[[Facts], bool]
-    when: str
-    words: str
-    advice: str
-    sources: str
-    unless: tuple[str, ...] = ()
-    repair: bool = False
+    title: str  # the fault in words
+    needs: tuple[tuple[str, ...], ...]  # lists of facts; the test needs all facts of any one list
+    holds: Callable[[Facts], bool]  # the test; comparisons with a missing fact are False
+    when: str  # the test in words, with its thresholds
+    words: str  # the finding, with facts as ``{name}``
+    advice: str  # the remedy, with names from ``WORDS`` as ``{name}``
+    sources: str  # publications of the test and its thresholds
+    unless: tuple[str, ...] = ()  # rules that explain the same numbers better: if one holds, this rule is silent
+    repair: bool = False  # the data are wrong, and no correction can replace the repair
 
     def advice_in(self, dialect: str) -> str:
         """The remedy with the names of a program's settings."""

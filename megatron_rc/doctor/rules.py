@@ -10,7 +10,7 @@ from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import Rule, Verdict
 from megatron_rc.doctor.signs import K3
-from megatron_rc.measures.shift import MIN_PAIRS
+from megatron_rc.measures.shift import MIN_PAIRS, RATIO
 
 _UNKNOWN = re.compile(r"\bnan%?")
 
@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
         "unusable",
         "unusable log-probs",
         (("bad_log_probs",), ("zero_sequences",)),
-        signs.is_unusable,
+        lambda facts: facts["bad_log_probs"] > 0 or facts["zero_sequences"] > 0,
         "one NaN, infinite or positive log-prob, or a sequence of more than 8 tokens whose rollout log-probs are all 0",
         "{bad_log_probs:.0f} log-probs are NaN, infinite or positive, and {zero_sequences:.0f} sequences have only 0 "
         "as the engine's log-probs",
@@ -44,7 +44,7 @@ RULES: tuple[Rule, ...] = (
         "shift",
         "log-probs shifted by one position",
         (("shift_share", "shift_lag"),),
-        signs.is_shifted,
+        lambda facts: facts["shift_share"] < RATIO,
         f"over at least {MIN_PAIRS} pairs (equal pairs count once), log-probs of neighbouring positions differ by less "
         "than half as much as log-probs of equal positions",
         "the engine's log-prob of a token is nearer to the trainer's log-prob of its neighbour (lag {shift_lag:+.0f}): "
@@ -145,7 +145,11 @@ RULES: tuple[Rule, ...] = (
         "collapse",
         "a reward that fell to nothing, and steps without a signal",
         (("silent_share", "reward_now", "reward_peak"),),
-        signs.has_collapsed,
+        lambda facts: (
+            facts["reward_peak"] > 0
+            and facts["reward_now"] < 0.3 * facts["reward_peak"]
+            and facts["silent_share"] >= 0.5
+        ),
         "over the last steps (ten, at most half of the run, at least 3) the mean reward is below 0.3 times the best "
         "mean of as many earlier steps, and in at least half of them no response has an advantage",
         "the mean reward of the last steps is {reward_now:.3g}, after a best of {reward_peak:.3g}; in "
@@ -186,7 +190,7 @@ RULES: tuple[Rule, ...] = (
         "growing_length",
         "responses grow, and the mismatch of whole sequences with them",
         (("response_length_growth", "chi2_seq_growth"),),
-        signs.is_growing,
+        lambda facts: facts["response_length_growth"] > 1.3 and facts["chi2_seq_growth"] > 2 and facts["chi2_seq"] > 1,
         "from the first third of the run to the last third the mean length grows 1.3-fold, and χ² of sequences 2-fold, "
         "to more than 1",
         "responses are {response_length_growth:.2g} times as long as at the start ({response_length:.0f} tokens), and "
@@ -198,7 +202,7 @@ RULES: tuple[Rule, ...] = (
         "long_products",
         "sequence weights that few responses carry",
         (("rollout_is_eff_sample_size", "chi2_token"),),
-        signs.is_carried_by_few,
+        lambda facts: facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3,
         "effective sample size < 0.3 although χ² of tokens is < 0.3: products over long responses",
         "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f}, but χ² of tokens is only "
         "{chi2_token:.2g}",
@@ -210,7 +214,7 @@ RULES: tuple[Rule, ...] = (
         "gspo_with_sequence_weights",
         "GSPO beside sequence weights",
         (("gspo", "sequence_weights"),),
-        signs.is_gspo_by_products,
+        lambda facts: facts["gspo"] == 1 and facts["sequence_weights"] == 1,
         "the settings say --policy-loss gspo and --rollout-is sequence",
         "GSPO's ratio is a geometric mean over the sequence, the weights are products over it: a weight is such a mean "
         "to the power of the length",
@@ -234,7 +238,7 @@ RULES: tuple[Rule, ...] = (
         "threshold_cuts_half",
         "a threshold that cuts half of the batch",
         tuple((name,) for name in signs.CUTS),
-        lambda facts: signs.cut_share(facts) >= 0.5,
+        lambda facts: any(facts[name] >= 0.5 for name in signs.CUTS),
         "half of the tokens are rejected, have weight 0, or lie outside of the bounds of the weights",
         "rejected {rollout_rs_masked_fraction:.0%}; weight 0 {rollout_is_masked_fraction:.0%}; out of bounds "
         "{rollout_is_oob_ratio:.0%}; above the upper bound {rollout_is_ratio_fraction_high:.0%}",

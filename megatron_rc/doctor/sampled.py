@@ -6,35 +6,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rc import RolloutBatch, SamplingParams
+from megatron_rc import CorrectionResult, RolloutBatch, RolloutCorrectionConfig, SamplingParams, correct_rollouts
 from megatron_rc.doctor.other_words import OWN
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Responses of n sequences; column t of every tensor belongs to token t. Fields that the record lacks are None.
+    """Responses of n sequences; column t of every tensor belongs to token t. Fields that the record lacks are None."""
 
-    Attributes:
-        rollout_log_probs: [n, s] float32 or float64, log π_rollout in nats; any value outside of ``response_mask``.
-        response_mask: [n, s] bool, True at sampled tokens that the trainer scored.
-        old_log_probs: [n, s], log π_old in nats.
-        rewards: [n].
-        policy_versions: [n, s] int64, version of the weights that sampled the token.
-        sampling: sampling parameters.
-        group_ids: [n] int64, equal for the responses to one prompt.
-        tokens: [n, s] int64, token ids.
-        dialect: name of the settings' dialect of the program that wrote the record.
-    """
-
-    rollout_log_probs: Tensor
-    response_mask: Tensor
-    old_log_probs: Tensor | None = None
-    rewards: Tensor | None = None
-    policy_versions: Tensor | None = None
+    rollout_log_probs: Tensor  # [n, s] float32 or float64, log π_rollout in nats; any value outside of the mask
+    response_mask: Tensor  # [n, s] bool, True at sampled tokens that the trainer scored
+    old_log_probs: Tensor | None = None  # [n, s], log π_old in nats
+    rewards: Tensor | None = None  # [n]
+    policy_versions: Tensor | None = None  # [n, s] int64, version of the weights that sampled the token
     sampling: SamplingParams | None = None
-    group_ids: Tensor | None = None
-    tokens: Tensor | None = None
-    dialect: str = OWN
+    group_ids: Tensor | None = None  # [n] int64, equal for the responses to one prompt
+    tokens: Tensor | None = None  # [n, s] int64, token ids
+    dialect: str = OWN  # of the settings of the program that wrote the record
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:
@@ -51,6 +39,12 @@ class Sampled:
             policy_versions=batch.policy_versions.long(),
             sampling=batch.sampling,
         )
+
+    def corrected(self, config: RolloutCorrectionConfig, rewards: Tensor | None = None) -> CorrectionResult:
+        """The correction of a record that has log π_old."""
+        assert self.old_log_probs is not None
+        old, rollout = self.old_log_probs.float(), self.rollout_log_probs.float()
+        return correct_rollouts(old, rollout, self.response_mask, config, rewards=rewards, allow_zero_log_probs=True)
 
     def usable(self) -> Tensor:
         """[n, s] bool: sampled tokens with finite log-probs that are not positive."""

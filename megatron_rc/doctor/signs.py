@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from megatron_rc.doctor.facts import Facts
-from megatron_rc.measures.shift import RATIO
 
 MIN_TOKENS = 256  # the fewest tokens for which shares and means are judged
 K3 = 2e-3  # nats; a smaller distance is rounding to bfloat16
@@ -31,11 +30,6 @@ def ratio_error(facts: Facts) -> float:
 def is_enough(facts: Facts) -> bool:
     """Whether there are enough tokens for shares and means, or their number is unknown."""
     return not facts["num_tokens"] < MIN_TOKENS
-
-
-def is_shifted(facts: Facts) -> bool:
-    """Log-probs of neighbouring positions are closer than log-probs of equal positions."""
-    return facts["shift_share"] < RATIO
 
 
 def is_truncated(facts: Facts) -> bool:
@@ -84,33 +78,12 @@ def is_drifting(facts: Facts) -> bool:
     return facts["k3_growth"] > 10 and facts["k3_kl"] > K3 / 10 and suffers
 
 
-def has_collapsed(facts: Facts) -> bool:
-    """Whether the reward fell to nothing and most steps have no advantages."""
-    has_fallen = facts["reward_peak"] > 0 and facts["reward_now"] < 0.3 * facts["reward_peak"]
-    return has_fallen and facts["silent_share"] >= 0.5
-
-
 def has_tails(facts: Facts) -> bool:
     """A few tokens carry most of k3."""
     width = facts["log_ratio_p95"] - facts["log_ratio_p05"]
     # k3 of a normal log-ratio with these quantiles, which are 3.29 deviations apart.
     usual = (width / 3.29) * (width / 3.29) / 2
     return facts["k3_kl"] > max(K3, 8 * usual) and width < 0.2
-
-
-def cut_share(facts: Facts) -> float:
-    """The largest share of tokens that a threshold changes."""
-    return max((facts[name] for name in CUTS if name in facts), default=math.nan)
-
-
-def is_carried_by_few(facts: Facts) -> bool:
-    """Sequence weights have a small effective sample size; token weights would not."""
-    return facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3
-
-
-def is_unusable(facts: Facts) -> bool:
-    """Some log-probs are impossible, or were never filled in."""
-    return facts["bad_log_probs"] > 0 or facts["zero_sequences"] > 0
 
 
 def is_noisy(facts: Facts) -> bool:
@@ -120,18 +93,7 @@ def is_noisy(facts: Facts) -> bool:
     return any(abs(facts[name]) > limit for name, limit in OTHER_DISTANCES.items())
 
 
-def is_growing(facts: Facts) -> bool:
-    """Responses get longer, and χ² of sequences grows."""
-    grown = facts["response_length_growth"] > 1.3 and facts["chi2_seq_growth"] > 2
-    return grown and facts["chi2_seq"] > 1
-
-
 def is_moved_by_entropy(facts: Facts) -> bool:
     """The entropy rises again beside small token weights, which do not reduce the entropy bonus."""
     small = facts["token_weights"] == 1 and facts["rollout_is_applied_mean"] < 0.9
     return small and facts["entropy_bonus"] > 0 and facts["entropy_rise"] > 1.75 and facts["entropy"] > 0.3
-
-
-def is_gspo_by_products(facts: Facts) -> bool:
-    """GSPO beside sequence weights: a mean of ratios beside their product."""
-    return facts["gspo"] == 1 and facts["sequence_weights"] == 1

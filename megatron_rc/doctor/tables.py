@@ -26,11 +26,7 @@ def object_of(line: str) -> dict[str, Any] | None:
 
 
 def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
-    """The objects of a text: one JSON value, or JSON lines as in :func:`parse_lines`.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """The objects of a text, one JSON value or JSON lines as in :func:`parse_lines`; ValueError if there is none."""
     try:
         values = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -39,10 +35,9 @@ def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
 
 
 def parse_lines(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
-    """The object of each line, one at a time. An incomplete last line, as a killed run leaves it, is ignored.
+    """The object of each line, one at a time; ValueError for a line that is none.
 
-    Raises:
-        ValueError: another line is no JSON object.
+    An incomplete last line, as a killed run leaves it, is ignored.
     """
     damaged = 0
     for number, line in enumerate((line for line in lines if line.strip()), start=1):
@@ -87,8 +82,7 @@ def _by_step(column: list[Any] | dict[str, Any]) -> dict[int, Any]:
 def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]:
     """The rows of a table whose first line has names.
 
-    Raises:
-        ValueError: two columns are the same metric, as in an export of several runs; or the text is no CSV.
+    ValueError if it is no CSV, or if two columns are the same metric, as in an export of several runs.
     """
     reader = csv.DictReader(lines)
     try:
@@ -109,18 +103,10 @@ def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]
 
 
 def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
-    """Metrics of a run under our names.
+    """Metrics of a run under our names, the number of rows left out because of NaN or infinity, and the file's names.
 
-    Args:
-        rows: one row for each step, under any program's names.
-        path: the file, for errors.
-        prefix: the run's own prefix of the correction's metrics, if it has one.
-
-    Returns:
-        The history, the number of rows left out because of NaN or infinite numbers, and all names in the file.
-
-    Raises:
-        ValueError: no row has a metric of the two policies, or none has numbers.
+    ``prefix`` is the run's own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of
+    the two policies, or none has numbers.
     """
     found, bad = History(), 0
     names: set[Any] = set()

@@ -13,13 +13,10 @@ from megatron_rc.doctor.tables import own_row
 
 
 class Watch:
-    """Judges the metrics of a run every few optimizer steps, on the process that has them; no collectives.
+    """Judges the metrics of a run every ``interval`` optimizer steps, on the process that has them; no collectives.
 
-    Args:
-        interval: optimizer steps between two judgements.
-        settings: flags of the run without leading dashes: ``policy-loss``, ``rollout-is``, ``rollout-is-apply``,
-            ``grpo-entropy-term-weight``.
-        prefix: prefix of the correction's metrics.
+    ``settings`` are flags of the run without leading dashes: ``policy-loss``, ``rollout-is``, ``rollout-is-apply``,
+    ``grpo-entropy-term-weight``. ``prefix`` is the prefix of the correction's metrics.
     """
 
     def __init__(self, interval: int, settings: Mapping[str, str], prefix: str) -> None:
@@ -28,11 +25,9 @@ class Watch:
         self._verdicts: tuple[str, ...] = ()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Add a step. Returns one line if a judgement is due and its verdicts have changed, else None.
+        """Add a step's row of ``metrics.jsonl``, of which NaN and infinite numbers are ignored.
 
-        Args:
-            step: number of the optimizer step.
-            metrics: the step's row of ``metrics.jsonl``; NaN and infinite numbers are ignored.
+        Returns one line if a judgement is due and its verdicts have changed, else None.
         """
         row = {name: value for name, value in own_row(metrics, self.prefix).items() if math.isfinite(value)}
         if row:

@@ -22,14 +22,9 @@ Measure = Callable[[Recorded, Uncorrected, list[Outcome]], list[Outcome]]
 
 
 def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> int:
-    """Run the command.
+    """Run the command; ``measure`` extends the outcomes before they are shown.
 
-    Args:
-        words: the command line without the program.
-        measure: extends the outcomes before they are shown.
-
-    Returns:
-        0, or 2 after one sentence on standard error.
+    Returns 0, or 2 after one sentence on standard error.
     """
     args = _parser().parse_args(words)
     try:
@@ -86,40 +81,21 @@ def _parser() -> argparse.ArgumentParser:
         help="Files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON "
         "lines (.jsonl), tensors by name (.safetensors, .pt, .npz).",
     )
-    parser.add_argument(
-        "--preset",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Preset to compare; repeatable. Default: the correction that the doctor proposes, and the usual others.",
-    )
-    parser.add_argument(
-        "--correction",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file of settings to compare; repeatable.",
-    )
-    parser.add_argument(
-        "--grid",
-        action="append",
-        default=[],
-        metavar="FIELD=A,B,...",
-        help="Try every compared correction with each value, for example rollout_is_threshold=1.5,2,5; repeatable.",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="Size of the vocabulary; larger token ids are refused. Default: not checked.",
-    )
-    parser.add_argument(
-        "--sequences",
-        type=int,
-        default=5,
-        metavar="N",
-        help="Sequences to list for each correction, those that it changes most. Default: 5.",
-    )
+    for flag, metavar, words in (
+        ("--preset", "NAME", "Preset to compare; repeatable. Default: the doctor's proposal, and the usual others."),
+        ("--correction", "FILE", "YAML file of settings to compare; repeatable."),
+        (
+            "--grid",
+            "FIELD=A,B,...",
+            "Try every compared correction with each value, for example rollout_is_threshold=1.5,2,5; repeatable.",
+        ),
+    ):
+        parser.add_argument(flag, action="append", default=[], metavar=metavar, help=words)
+    for flag, default, words in (
+        ("--vocab-size", None, "Size of the vocabulary; larger token ids are refused. Default: not checked."),
+        ("--sequences", 5, "Sequences to list for each correction, those that it changes most. Default: 5."),
+    ):
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=words)
     parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
     parser.add_argument("--html", metavar="FILE", help="Also write the results as one page that needs no network.")
     return parser

@@ -14,31 +14,19 @@ MOST_TOKENS = 512  # the first tokens of a sequence
 
 @dataclass(frozen=True)
 class AffectedSequence:
-    """A sequence, the effect of a correction on it, and its sampled tokens.
+    """A sequence, the effect of a correction on it, and its sampled tokens."""
 
-    Attributes:
-        batch: name of its batch.
-        sample_id: its id in the batch.
-        reward: its reward.
-        age: steps between the batch and the oldest weights that sampled the sequence.
-        num_tokens: sampled and scored tokens.
-        accepted: accepted tokens.
-        mean_weight: mean weight of all tokens, 0 for rejected ones.
-        log_ratio: sum of log π_old - log π_rollout; in bypass mode of log π_θ - log π_rollout.
-        change: share of the squared distance between the corrected and the uncorrected gradient.
-        tokens: for each of the first 512 tokens: token id, position in the whole sequence, log ratio, log π_rollout,
-            weight (0 if rejected), and whether it is accepted.
-    """
-
-    batch: str
-    sample_id: int
+    batch: str  # name of its batch
+    sample_id: int  # in the batch
     reward: float
-    age: int
-    num_tokens: int
-    accepted: int
-    mean_weight: float
-    log_ratio: float
-    change: float
+    age: int  # steps between the batch and the oldest weights that sampled the sequence
+    num_tokens: int  # sampled and scored tokens
+    accepted: int  # accepted tokens
+    mean_weight: float  # of all tokens, 0 for rejected ones
+    log_ratio: float  # sum of log π_old - log π_rollout; in bypass mode of log π_θ - log π_rollout
+    change: float  # share of the squared distance between the corrected and the uncorrected gradient
+    # Of each of the first 512 tokens: token id, position in the whole sequence, log ratio, log π_rollout, weight (0 if
+    # rejected), and whether it is accepted.
     tokens: list[tuple[int, int, float, float, float, bool]]
 
 

@@ -24,15 +24,7 @@ MOST = 64
 
 
 def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, RolloutCorrectionConfig]:
-    """Corrections by name, presets first.
-
-    Args:
-        presets: names of presets.
-        files: YAML files of fields by name.
-
-    Raises:
-        ValueError: a name or a value is unknown, or two settings do not go together.
-    """
+    """Presets by name, then the settings of YAML files; ValueError if one is unknown, or does not go with another."""
     bases = {name: preset(name) for name in presets}
     for file in dict.fromkeys(files):
         stem = Path(file).stem
@@ -43,8 +35,7 @@ def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, Rollou
 def suggested(batches: Sequence[RolloutBatch]) -> dict[str, RolloutCorrectionConfig]:
     """The correction that the doctor proposes for these rollouts, then the usual others, by name.
 
-    Raises:
-        ValueError: the batches were sampled differently.
+    ValueError if the batches were sampled differently.
     """
     together = RolloutBatch.concatenate([replace(batch, routed_experts=None) for batch in batches])
     sampled = Sampled.of_batch(together)
@@ -57,14 +48,9 @@ def suggested(batches: Sequence[RolloutBatch]) -> dict[str, RolloutCorrectionCon
 def with_grid(
     bases: Mapping[str, RolloutCorrectionConfig], grid: Sequence[str] = ()
 ) -> dict[str, RolloutCorrectionConfig]:
-    """Each correction with every combination of the grid's values, by name.
+    """Each correction with every combination of the grid's values (``field=value,value,...``), by name.
 
-    Args:
-        bases: the corrections.
-        grid: ``field=value,value,...``.
-
-    Raises:
-        ValueError: there are too many, or a value is unknown.
+    ValueError if there are too many, or a value is unknown.
     """
     axes = [_axis(one) for one in grid]
     names = [name for name, _ in axes]

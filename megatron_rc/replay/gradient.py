@@ -24,32 +24,20 @@ _BLOCK = 2**20  # tokens; bounds the memory of autograd
 
 @dataclass(frozen=True)
 class Uncorrected:
-    """The gradient without a correction.
+    """The gradient without a correction."""
 
-    Attributes:
-        tokens: for each batch [n, s] float32, not yet divided by ``denominator``.
-        denominator: the number of tokens.
-    """
-
-    tokens: tuple[Tensor, ...]
-    denominator: float
+    tokens: tuple[Tensor, ...]  # for each batch [n, s] float32, not yet divided by the denominator
+    denominator: float  # the number of tokens
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of a correction on the gradient.
+    """Effect of a correction on the gradient."""
 
-    Attributes:
-        cosine: cosine of the angle to the uncorrected gradient; None if either is 0.
-        length: length over the length of the uncorrected gradient.
-        of: the gradient in words.
-        change: [n] float64, each sequence's share of the squared distance between the two; the sum is 1, or all are 0.
-    """
-
-    cosine: float | None
-    length: float
-    of: str
-    change: Tensor
+    cosine: float | None  # of the angle to the uncorrected gradient; None if either is 0
+    length: float  # over the length of the uncorrected gradient
+    of: str  # the gradient in words
+    change: Tensor  # [n] float64, each sequence's share of the squared distance; the sum is 1, or all are 0
 
 
 def uncorrected(data: Recorded) -> Uncorrected:
@@ -100,11 +88,7 @@ def corrected(
 ) -> Iterator[tuple[int, slice, Tensor]]:
     """Yield the corrected gradient in blocks: index of the batch, rows, gradient [rows, s] float32.
 
-    Args:
-        data: the rollouts.
-        config: the correction.
-        masks: for each batch [n, s] the accepted tokens.
-        weights: for each batch [n, s] the weights; None if the loss has none.
+    ``masks`` and ``weights`` are [n, s] for each batch: accepted tokens, and weights if the loss has any.
     """
     accepted = sum(int(mask.sum()) for mask in masks)
     tokens = accepted if config.rejection_denominator == "accepted" else int(data.lengths.sum())

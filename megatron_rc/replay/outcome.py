@@ -21,78 +21,44 @@ NUM_BINS = 2 * LOG_LIMIT * BINS_PER_POWER
 
 @dataclass(frozen=True)
 class Bucket:
-    """Counts for a part of the sequences.
-
-    Attributes:
-        label: the part in words.
-        sequences: number of sequences.
-        tokens: number of their tokens.
-        rejected_sequences: sequences without an accepted token.
-        rejected_tokens: tokens that are not accepted, rejected sequences included.
-    """
+    """Counts for a part of the sequences, which ``label`` describes."""
 
     label: str
     sequences: int
     tokens: int
-    rejected_sequences: int
-    rejected_tokens: int
+    rejected_sequences: int  # without an accepted token
+    rejected_tokens: int  # not accepted, tokens of rejected sequences included
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of the accepted tokens; all are 1 if the correction has no weights.
-
-    Attributes:
-        mean: mean over the accepted tokens.
-        smallest: smallest weight of an accepted token.
-        largest: largest weight of an accepted token.
-        effective_share: (Σ w)² / (n Σ w²) over all n sampled tokens, with w = 0 for rejected ones.
-        histogram: accepted tokens by weight, with the bins of :func:`edges`; the outer bins also count weights beyond
-            them. Weights of 0 are left out.
-        zeros: accepted tokens with weight 0.
-    """
+    """Weights of the accepted tokens; all are 1 if the correction has no weights."""
 
     mean: float
     smallest: float
     largest: float
-    effective_share: float
-    histogram: list[int]
-    zeros: int
+    effective_share: float  # (Σ w)² / (n Σ w²) over all n sampled tokens, with w = 0 for rejected ones
+    histogram: list[int]  # by the bins of edges(), the outer ones with all beyond; without weights of 0
+    zeros: int  # accepted tokens with weight 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one correction. Sequences without a sampled token count nowhere.
-
-    Attributes:
-        name: name of the correction.
-        config: its settings.
-        metrics: the metrics that a training run would have logged.
-        total: counts of all sequences.
-        by_reward: counts by the sign of the reward.
-        by_length: counts by powers of 2 of the length.
-        by_age: counts by age, in steps, of the weights that sampled.
-        weights: weights of the tokens.
-        effect: effect on the gradient.
-        accepted: [n] int64, accepted tokens of each sequence.
-        mean_weights: [n] float64, mean weight of the sampled tokens of each sequence, 0 for rejected ones.
-        token_weights: for each batch [n, s], weights of accepted tokens, 0 elsewhere; None without weights.
-        masks: for each batch [n, s] bool, accepted tokens.
-    """
+    """Outcome of one correction. Sequences without a sampled token count nowhere."""
 
     name: str
     config: RolloutCorrectionConfig
-    metrics: dict[str, float]
-    total: Bucket
-    by_reward: list[Bucket]
-    by_length: list[Bucket]
-    by_age: list[Bucket]
+    metrics: dict[str, float]  # that a training run would have logged
+    total: Bucket  # all sequences
+    by_reward: list[Bucket]  # by the sign of the reward
+    by_length: list[Bucket]  # by powers of 2 of the length
+    by_age: list[Bucket]  # by age, in steps, of the weights that sampled
     weights: Weights
-    effect: Effect
-    accepted: Tensor
-    mean_weights: Tensor
-    token_weights: list[Tensor] | None
-    masks: list[Tensor]
+    effect: Effect  # on the gradient
+    accepted: Tensor  # [n] int64, accepted tokens of each sequence
+    mean_weights: Tensor  # [n] float64, mean weight of the sampled tokens of each sequence, 0 for rejected ones
+    token_weights: list[Tensor] | None  # for each batch [n, s], 0 if not accepted; None without weights
+    masks: list[Tensor]  # for each batch [n, s] bool, accepted tokens
 
 
 def edges() -> list[float]:
@@ -101,15 +67,10 @@ def edges() -> list[float]:
 
 
 def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrectionConfig) -> Outcome:
-    """Run the correction over all batches together.
-
-    Raises:
-        ValueError: the record lacks a field that the correction needs, or its log-probs cannot be right.
-    """
+    """Run the correction over all batches together; ValueError if the record lacks a field, or cannot be right."""
     if config.proximal_interpolation:
         raise ValueError(f"{name}: proximal_interpolation computes π_old during training, a record has none: remove it")
     greedy = data.parts[0].records.sampling.top_k == 1
-    versions = [part.versions for part in data.parts]
     result = correct_rollouts(
         [part.theta if config.bypass_mode else part.old for part in data.parts],
         [part.rollout for part in data.parts],
@@ -119,7 +80,7 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
         rewards=data.split(data.rewards),
         group_ids=data.split(data.group_ids),
         num_groups=int(data.group_ids.max()) + 1,
-        policy_versions=versions,
+        policy_versions=[part.versions for part in data.parts],
         current_version=0,
         max_staleness=int(data.ages.max()),
         allow_zero_log_probs=greedy,

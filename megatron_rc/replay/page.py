@@ -21,13 +21,7 @@ _LOWEST = -16.0  # log π_rollout; less likely tokens are drawn at this edge
 
 
 def as_page(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
-    """HTML of the page.
-
-    Args:
-        data: the rollouts.
-        outcomes: the corrections' outcomes.
-        sequences: number of most affected sequences to list for each correction.
-    """
+    """HTML of the page, with ``sequences`` most affected sequences of each correction."""
     template = files("megatron_rc.replay").joinpath("page.html").read_text(encoding="utf-8")
     return filled(template, page_data(data, outcomes, sequences))
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rc.doctor.other_records import NoRecordError, sampled_of_file, sampled_of_lines
+from megatron_rc.doctor.other_records import read_tensor_record, sampled_of_lines
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.records.formats.jsonl import read_jsonl
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 from megatron_rc.records.storage import existing
 from megatron_rc.records.tensor_files import SUFFIXES
 
@@ -33,14 +33,9 @@ class NamedBatch:
 def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[NamedBatch]:
     """Read the batches of files, and of all files in folders.
 
-    Args:
-        paths: files and folders: lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors), and
-            our own safetensors under any name.
-        vocab_size: size of the vocabulary; larger token ids are refused. None: not checked.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: no sequence was found, or a file is damaged or has impossible values; the sentence names the file.
+    Files are lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors), and our own safetensors
+    under any name. FileNotFoundError without a file; ValueError, with the file's name, for no sequence, damage, or
+    impossible values, such as token ids from ``vocab_size`` on.
     """
     batches = [batch for path in paths for file in _files(Path(path)) for batch in _read(file)]
     if not sum(batch.records.num_sequences for batch in batches):
@@ -75,17 +70,8 @@ def _batches(path: Path) -> Iterator[RolloutBatch]:
     if path.suffix in (".jsonl", ".json"):
         other = sampled_of_lines(existing(path))
         return read_jsonl(path, _LINES) if other is None else iter([_batch_of(other)])
-    if path.suffix in SUFFIXES and path.suffix != ".safetensors":
-        return iter([_batch_of(sampled_of_file(existing(path)))])
-    try:
-        return iter([load_rollouts(path)])
-    except ValueError as problem:
-        if path.suffix != ".safetensors":
-            raise
-        try:
-            return iter([_batch_of(sampled_of_file(path))])
-        except NoRecordError:
-            raise problem from None
+    found = read_tensor_record(path)
+    return iter([found if isinstance(found, RolloutBatch) else _batch_of(found)])
 
 
 def _batch_of(sampled: Sampled) -> RolloutBatch:

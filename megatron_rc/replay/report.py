@@ -16,13 +16,7 @@ _GROUPS = (("reward", "by_reward"), ("length", "by_length"), ("age", "by_age"))
 
 
 def as_dict(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:
-    """Data and outcomes as plain values, for JSON.
-
-    Args:
-        data: the rollouts.
-        outcomes: the corrections' outcomes.
-        sequences: number of most affected sequences to list for each correction.
-    """
+    """Data and outcomes as plain values, for JSON, with ``sequences`` most affected sequences of each correction."""
     return {
         "batches": [part.name for part in data.parts],
         "sequences": int((data.lengths > 0).sum()),
@@ -85,21 +79,16 @@ def _breakdown(outcomes: Sequence[Outcome], name: str) -> list[str]:
     """Rows of one breakdown; its buckets are the same for all corrections."""
 
     def of(found: Outcome) -> list[Bucket]:
-        buckets: list[Bucket] = getattr(found, name)
-        return buckets
+        return list(getattr(found, name))
 
     header = ("", *(bucket.label for bucket in of(outcomes[0])))
     counts = ("tokens (sequences)", *(f"{one.tokens} ({one.sequences})" for one in of(outcomes[0])))
-    rows = [
-        (
-            found.name,
-            *(
-                f"{_share(one.rejected_tokens, one.tokens)} ({_share(one.rejected_sequences, one.sequences)})"
-                for one in of(found)
-            ),
+    rows = []
+    for found in outcomes:
+        shares = ((_share(one.rejected_tokens, one.tokens), one) for one in of(found))
+        rows.append(
+            (found.name, *(f"{share} ({_share(one.rejected_sequences, one.sequences)})" for share, one in shares))
         )
-        for found in outcomes
-    ]
     return _table(header, [counts, *rows])
 
 

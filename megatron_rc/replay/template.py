@@ -10,9 +10,8 @@ from typing import Any
 def filled(template: str, data: Any) -> str:
     """HTML of a page that needs no other file and no network.
 
-    Args:
-        template: HTML with the placeholders ``@STYLE@``, ``@DRAWING@`` (JavaScript) and ``@DATA@``.
-        data: values for JSON. Strings are escaped, so that no string can end the script element.
+    The template has ``@STYLE@``, ``@DRAWING@`` (JavaScript) and ``@DATA@``. Strings in the data are escaped, so that no
+    string can end the script element.
     """
     # Data last, so that placeholders inside of strings are not replaced.
     for place, name in (("@STYLE@", "style.css"), ("@DRAWING@", "drawing.js")):

@@ -15,25 +15,15 @@ from megatron_rc.replay.reading import NamedBatch
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one batch, in token positions.
+    """Tokens of one batch, in token positions."""
 
-    Attributes:
-        name: name of the batch.
-        records: the record.
-        mask: [n, s] bool, sampled tokens that the trainer scored.
-        rollout: [n, s], log π_rollout.
-        old: [n, s], log π_old.
-        theta: [n, s], log π_θ in the batch's last optimizer step, or log π_old.
-        versions: [n, s] or [n] int64, minus the age of the sampling weights in steps.
-    """
-
-    name: str
+    name: str  # of the batch
     records: RolloutBatch
-    mask: Tensor
-    rollout: Tensor
-    old: Tensor
-    theta: Tensor
-    versions: Tensor
+    mask: Tensor  # [n, s] bool, sampled tokens that the trainer scored
+    rollout: Tensor  # [n, s], log π_rollout
+    old: Tensor  # [n, s], log π_old
+    theta: Tensor  # [n, s], log π_θ in the batch's last optimizer step, or log π_old
+    versions: Tensor  # [n, s] or [n] int64, minus the age of the sampling weights in steps
 
     @property
     def ages(self) -> Tensor:
@@ -45,32 +35,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Several batches, replayed as one of n sequences.
-
-    Attributes:
-        parts: tokens of each batch.
-        rewards: [n] float64.
-        group_ids: [n] int64, numbers of the prompts from 0.
-        advantages: [n] float32, GRPO's advantages.
-        lengths: [n] int64, tokens of ``mask``.
-        ages: [n] int64, see :class:`Tokens`.
-        unscored: number of sampled tokens that the trainer did not score; they count nowhere.
-        has_advantages: False if the rewards of each prompt are all equal; every advantage is then 1.
-    """
+    """Several batches, replayed as one of n sequences."""
 
     parts: tuple[Tokens, ...]
-    rewards: Tensor
-    group_ids: Tensor
-    advantages: Tensor
-    lengths: Tensor
-    ages: Tensor
-    unscored: int
-    has_advantages: bool
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences in all parts."""
-        return len(self.rewards)
+    rewards: Tensor  # [n] float64
+    group_ids: Tensor  # [n] int64, numbers of the prompts from 0
+    advantages: Tensor  # [n] float32, GRPO's advantages
+    lengths: Tensor  # [n] int64, tokens of ``mask``
+    ages: Tensor  # [n] int64, see Tokens
+    unscored: int  # sampled tokens that the trainer did not score; they count nowhere
+    has_advantages: bool  # False if the rewards of each prompt are all equal; every advantage is then 1
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Split one value for each sequence by part."""
@@ -78,11 +52,7 @@ class Recorded:
 
 
 def recorded(batches: Sequence[NamedBatch]) -> Recorded:
-    """Join batches, at least one of which has log-probs of the trainer.
-
-    Raises:
-        ValueError: no sampled token has a log-prob of the trainer.
-    """
+    """Join batches; ValueError if no sampled token has a log-prob of the trainer."""
     parts = tuple(_tokens(batch) for batch in batches)
     lengths = torch.cat([part.mask.sum(dim=1) for part in parts])
     sampled = sum(int(part.records.response_mask.sum()) for part in parts)
