@@ -57,7 +57,7 @@ class EngineWaits:
             if not missing:
                 return
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
-        raise RuntimeError(
+        raise TimeoutError(
             f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
             f"data-parallel replicas {', '.join(missing)}, and could not be interrupted"
         )
