@@ -44,7 +44,7 @@ class EngineWaits:
             self._store = PrefixStore(f"rollouts of collector {before}", store)
 
     def meet(self, what: str) -> None:
-        """Wait until the engines of all replicas have ended their work; RuntimeError if one does not in time."""
+        """Wait until the engines of all replicas have ended their work; TimeoutError if one does not in time."""
         if self._store is None:
             return
         self.meetings += 1
