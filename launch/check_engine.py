@@ -3,7 +3,7 @@
     python -m megatron_rc.launch.check_engine --nproc-per-node N <flags of the run>
 
 The engine gets the trainer's weights and answers one batch of the task's prompts; the trainer scores the answers. Ends
-with 0 where everything agrees, with 1 where something does not, and with 2 for flags that cannot work.
+with 0 if everything agrees, with 1 if something does not, and with 2 for flags that cannot work.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
 
     Args:
         config: of the run.
-        task: where the prompts come from.
+        task: source of the prompts.
 
-    Collectives: those of a weight sync, a rollout and a forward-only pass a temperature, one SUM over DP×CP, one
-    broadcast over PP.
+    Collectives: a weight sync, a rollout, a forward-only pass for each temperature, one SUM over DP×CP, one broadcast
+    over PP.
     """
     from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.rollout_metrics import summarize_rollouts
@@ -103,7 +103,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
 
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
-    """[4] float64, :func:`lag_distances` of this rank's tokens at a temperature; zeros on stages before the last."""
+    """Return :func:`lag_distances` of this rank's tokens at a temperature, [4] float64; 0 on stages before the last."""
     from megatron_rc.launch.training.micro_batches import cut_batch
 
     cut = cut_batch(batch, trainer.config, trainer.groups)
@@ -115,7 +115,7 @@ def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -
 
 
 def _tokens(batch: RolloutBatch, text: Text) -> Tensor:
-    """[3] float64: sampled tokens that the tokenizer lacks; responses; those whose text gives them again."""
+    """Return [3] float64: sampled tokens that the tokenizer lacks, responses, and responses that their text gives."""
     rows = [tokens[mask].tolist() for tokens, mask in zip(batch.tokens, batch.response_mask, strict=True)]
     foreign = sum(token >= text.size for row in rows for token in row)
     known = [[token for token in row if token not in (text.eos, text.pad)] for row in rows]

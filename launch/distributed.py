@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
 from megatron_rc.launch.heartbeats import Heartbeats
 from megatron_rc.launch.run_config import RunConfig
@@ -168,11 +169,11 @@ def agree(config: RunConfig, error: str | AgreedError | None = None, stop: bool 
 def agree_and_share(
     config: RunConfig, numbers: Sequence[float], error: str | AgreedError | None = None, stop: bool = False
 ) -> tuple[bool, list[float]]:
-    """The verdict of :func:`agree`, and the largest of each of some numbers over all ranks.
+    """Return the verdict of :func:`agree`, and the largest value of each number over all ranks.
 
     Args:
         config: of the run.
-        numbers: of this rank, as many on every rank.
+        numbers: this rank's numbers; every rank gives equally many.
         error: see :func:`agree`.
         stop: see :func:`agree`.
 
@@ -187,12 +188,31 @@ def agree_and_share(
     vote = 0 if own is None else (world - rank) * _CODES + own.code
     # A vote is a whole number below 2^53.
     votes = torch.tensor([vote, int(stop), *numbers], dtype=torch.float64, device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    with phases.waiting():
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
     highest, stopping, *shared = votes.tolist()
     if highest:
         first, code = divmod(int(highest), _CODES)
         raise AgreedError(_broadcast_text(str(own or ""), world - first, device), code)
     return bool(stopping), shared
+
+
+@contextmanager
+def failing_together(
+    config: RunConfig, kinds: tuple[type[BaseException], ...], in_words: Callable[[BaseException], str]
+) -> Iterator[None]:
+    """Turn an error of these kinds inside the block, on any rank, into one AgreedError on all ranks.
+
+    Collectives: as :func:`agree`, at the end of the block.
+    """
+    error = None
+    try:
+        yield
+    except AgreedError:
+        raise
+    except kinds as problem:
+        error = in_words(problem)
+    agree(config, error)
 
 
 def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:
@@ -204,7 +224,8 @@ def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:
         AgreedError: on every rank if they have not, with the message ``otherwise``.
     """
     ends = torch.tensor([number, -number], device=config.launch.device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    with phases.waiting():
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
     highest, lowest = ends.tolist()
     if highest != -lowest:
         raise AgreedError(otherwise)
@@ -216,7 +237,8 @@ def number_of_rank_0(config: RunConfig, number: int) -> int:
     Collectives: one broadcast of one number over all ranks.
     """
     message = torch.tensor(number, device=config.launch.device)
-    dist.broadcast(message, src=0, group=dist.group.WORLD)
+    with phases.waiting():
+        dist.broadcast(message, src=0, group=dist.group.WORLD)
     return int(message)
 
 

@@ -51,7 +51,7 @@ class Ending:
 
 
 def tell_start() -> None:
-    """Tell the launcher that the ranks are started (again) and where their store is; earlier starts no longer count."""
+    """Tell the launcher that the ranks are started (again), and their store's address; earlier starts count no more."""
     if os.environ.get(FOLDER):
         place = f"{os.environ.get('MASTER_ADDR', '')} {os.environ.get('MASTER_PORT', '')}"
         (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").write_text(place, encoding="utf-8")
@@ -62,14 +62,13 @@ def tell_ending(
 ) -> bool:
     """Write an :class:`Ending` for the launcher; return False if there is no launcher."""
     folder = os.environ.get(FOLDER)
-    if not folder:
-        return False
-    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get(ATTEMPT, "0"))
-    ending = Ending(rank, attempt, time.time(), kept, error, code, lost, lost_in)
-    partial = Path(folder) / f"{attempt}-{rank}.partial"
-    partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
-    partial.replace(partial.with_suffix(".json"))
-    return True
+    if folder:
+        rank, attempt = (int(os.environ.get(name, "0")) for name in ("RANK", ATTEMPT))
+        ending = Ending(rank, attempt, time.time(), kept, error, code, lost, lost_in)
+        partial = Path(folder) / f"{attempt}-{rank}.partial"
+        partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
+        partial.replace(partial.with_suffix(".json"))
+    return bool(folder)
 
 
 def end_forks_with_this_process() -> None:
@@ -78,19 +77,19 @@ def end_forks_with_this_process() -> None:
     A checkpoint's writer that outlived its rank would hold the rank's connections open, and the other ranks would not
     see that the rank is gone.
     """
+    parents: list[int] = []
     if sys.platform == "linux":
-        libc, parent = ctypes.CDLL(None), os.getpid()
+        os.register_at_fork(
+            before=lambda: parents.append(os.getpid()), after_in_child=lambda: end_with_parent(parents[-1])
+        )
 
-        def note_parent() -> None:
-            nonlocal parent
-            parent = os.getpid()
 
-        def follow_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it ended before prctl
-                os._exit(1)
-
-        os.register_at_fork(before=note_parent, after_in_child=follow_parent)
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process, on Linux, when the thread that started it ends; end if ``parent`` has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def mark_of_scores(trainer: int | None = None) -> str:

@@ -24,8 +24,8 @@ class Repository:
     """A git checkout.
 
     Attributes:
-        folder: its top.
-        commit: what is checked out.
+        folder: top folder.
+        commit: the commit that is checked out.
         has_changes: tracked files differ from the commit.
     """
 

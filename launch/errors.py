@@ -92,3 +92,9 @@ def require_multiple(name: str, value: int, by: str, divisor: int, *, factor: in
     if value % (divisor * factor):
         times = f"{factor} · " if factor > 1 else ""
         raise ConfigurationError(f"{flag(name)} {value} must be a multiple of {times}{flag(by)} = {divisor * factor}")
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Return the message of an error on one line, cut after so many characters; without a message its type."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]} …"

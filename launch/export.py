@@ -1,15 +1,14 @@
-"""Write a checkpoint as a Hugging Face directory, whatever layout trained it, on one process without a GPU.
+"""Write a checkpoint of any parallel layout as a Hugging Face directory, by one process without a GPU.
 
     python -m megatron_rc.launch.export --load CHECKPOINTS --save-hf DIR
 
-What the model is stands beside its weights. They pass one parameter at a time, so that a machine needs memory for one
+The checkpoint's settings describe the model. Parameters are written one at a time: the machine needs memory for one
 file of the directory (4 GiB) and the largest parameter.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,9 @@ from megatron_rc.launch.flags.commands import parse_export
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.tasks import Text, make_task
 from megatron_rc.launch.tasks.text import HUGGING_FACE, HuggingFaceText, printable_text
-from megatron_rc.launch.train_ppo import FAILURE, USAGE_ERROR, cpu_backend, ignore_megatron_warnings
+from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
 from megatron_rc.launch.weights import find_family
 
 if TYPE_CHECKING:
@@ -31,35 +29,22 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the export of the command line; ends with 2 for flags that cannot work, 1 for files that cannot."""
-    log = logging.getLogger("megatron_rc")
-    level = log.level
-    # Megatron-Core warns of the CPU, which is meant.
-    log.setLevel(logging.ERROR)
-    try:
+    """Run the export of the command line; end the process with 2 for unusable flags, 1 for unusable files."""
+    with on_one_cpu():
         request = parse_export(sys.argv[1:] if argv is None else argv)
         for module in ("megatron.core", "transformers", "safetensors"):
             require(module, "an export", "launch")
-        ignore_megatron_warnings()
         with cpu_backend():
             size = export(request)
-    except ConfigurationError as error:
-        say_error(str(error))
-        sys.exit(USAGE_ERROR)
-    except ValueError as error:
-        say_error(str(error))
-        sys.exit(FAILURE)
-    finally:
-        log.setLevel(level)
-    sys.stdout.write(f"{request.save_hf}: {size / 1e6:.1f} MB of weights, for transformers and vLLM\n")
+        sys.stdout.write(f"{request.save_hf}: {size / 1e6:.1f} MB of weights, for transformers and vLLM\n")
 
 
 def export(request: argparse.Namespace) -> int:
-    """Export it, with Megatron-Core on the CPU; the size of the weights in bytes.
+    """Write the directory, with Megatron-Core on the CPU; return the size of the weights in bytes.
 
     Raises:
-        ConfigurationError: the checkpoint is of no architecture of Hugging Face's, or its tokenizer is not there.
-        ValueError: there is no checkpoint, or it cannot be read, or the directory not be written.
+        ConfigurationError: no architecture of Hugging Face describes the model, or its tokenizer is not there.
+        ValueError: there is no checkpoint, it cannot be read, or the directory cannot be written.
     """
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
@@ -80,9 +65,9 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
     """Return the run's tokenizer, from the run's folder or from another one.
 
     Raises:
-        ConfigurationError: there is none, it has more tokens than the model, or the run had one token a character and
-            needs no folder; or it was a class of the user's own that the request does not name: what a checkpoint
-            names alone is not imported.
+        ConfigurationError: there is no tokenizer, it has more tokens than the model, or a folder is given for a run
+            with one token a character; or it is a class of the user's own that the request does not name: a
+            checkpoint alone imports nothing.
     """
     task, files = config.task, config.checkpoints
     is_own = task.tokenizer_type != HUGGING_FACE and is_python_spec(task.task)
@@ -113,7 +98,7 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
 
 
 def _parameters(config: RunConfig, folder: Path) -> Mapping[str, Tensor]:
-    """Of the checkpoint, by the names of a model that has no memory."""
+    """Return the checkpoint's parameters, by the names of a model without memory."""
     import torch
 
     from megatron_rc.launch.run_config.megatron_configs import build_transformer_config

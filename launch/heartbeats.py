@@ -14,9 +14,9 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,8 +34,12 @@ _MISSED = 4
 # The key of the rank that all others are to end for.
 _OVER = "over"
 _TELL_SECONDS = 3
-_GONE = "its process is dead, stopped or cut off"
-_DISTRIBUTED = str(Path("torch", "distributed")) + os.sep
+_FAULTS = {
+    "failed": "{where} failed {doing}: see what it said",
+    "gone": "{where} is gone, {doing}: its process {process} has ended",
+    "silent": "{silence}: its process is dead, stopped or cut off",
+    "elsewhere": "{where} did not come to where the others wait: it is {doing}",
+}
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,11 @@ class Missed:
 
 @dataclass
 class _Heard:
-    """One rank's knowledge of another: the last beat, its time, and the number of looks without a new one."""
+    """The last beat of another rank, its time, and the number of looks without a new one."""
 
     rank: int
     beat: Beat
-    time: float
+    time: float = field(default_factory=time.time)
     missed: int = 0
 
     @property
@@ -107,19 +111,15 @@ class _Heard:
         """Whether it counts as silent in a search for the culprit."""
         return self.missed >= _MISSED - 1
 
-    @property
-    def dead(self) -> Missed:
-        """This rank as one whose process is gone."""
-        return self.blamed(f"{self.where} is gone, {self.beat.doing}: its process {self.beat.process} has ended")
+    def lost(self) -> Missed | None:
+        """Blame this rank for an end before its work was done; None: its work was done."""
+        return None if self.beat.end == "ended" else self.blamed("failed" if self.beat.end else "gone")
 
-    @property
-    def failed(self) -> Missed:
-        """This rank as one that met an error alone."""
-        return self.blamed(f"{self.where} failed {self.beat.doing}: see what it said")
-
-    def blamed(self, words: str) -> Missed:
-        """Return this rank as the one that others wait for."""
-        return Missed(self.rank, f"on {self.beat.host}, {self.beat.doing}", words)
+    def blamed(self, fault: str) -> Missed:
+        """Name this rank as the one that keeps others waiting, by a fault of :data:`_FAULTS`."""
+        doing, process = self.beat.doing, self.beat.process
+        words = _FAULTS[fault].format(where=self.where, doing=doing, process=process, silence=self.silence)
+        return Missed(self.rank, f"on {self.beat.host}, {doing}", words)
 
 
 class Heartbeats:
@@ -134,44 +134,41 @@ class Heartbeats:
     """
 
     def __init__(self, limit: float, end: Callable[[Missed], NoReturn]) -> None:
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank, self.world = _number("RANK", 0), _number("WORLD_SIZE", 1)
         self.every = BEAT_SECONDS * max(1.0, self.world / _BEATS_A_SECOND)
         self.limit, self._end = limit, end
         self.heard: dict[int, _Heard] = {}
         self._store: Any = None
         self._count, self._over = 0, threading.Event()
         self._lines: dict[int, float] = {}
-        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
-        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        first = self.rank - _number("LOCAL_RANK", 0)
+        here = range(first, first + _number("LOCAL_WORLD_SIZE", 1))
         self._neighbours = [rank for rank in here if rank != self.rank]
         self._processes: dict[int, int] = {}
         self._thread = threading.Thread(target=self._work, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         """Begin, by a connection of its own to torchrun's store."""
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A late answer must not hold up the end of the run.
-        self._store = _store(int(os.environ.get(ATTEMPT, "0")), host, port, self.limit)
+        self._store = _store(_number(ATTEMPT, 0), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.limit)
         self._tell()
         self._thread.start()
 
     def close(self, *, failed: bool = False) -> None:
         """End the thread; report that this rank ended, or failed by an error of its own."""
         self._stop()
-        try:
-            if self._store is not None:
+        if self._store is not None:
+            with suppress(RuntimeError):  # the store is gone, and so are the readers
                 self._tell("failed" if failed else "ended")
-        except RuntimeError:
-            pass  # the store is gone, and so are the readers
 
     def who_is_missed(self, error: BaseException) -> Missed | None:
-        """Return the rank that others wait for, after a collective of this rank failed.
+        """Return the rank that others wait for, after this error of a collective.
 
-        Takes a few beats, in which living ranks report. None: the error is none of a collective, or no rank stands
-        out.
+        Takes a few beats, in which living ranks report. None: no collective raises such errors, or no rank stands out.
         """
-        if self._store is None or not _waits(traceback.extract_tb(error.__traceback__)):
+        if self._store is None or not _may_be_of_collective(error):
             return None
+        has_waited = phases.current().waits
         self._stop()
         try:
             self._tell("ended")
@@ -181,25 +178,21 @@ class Heartbeats:
             self._look()
         except RuntimeError:
             return None
-        return self._culprit()
+        return self._culprit(has_waited)
 
     def is_first_alive(self) -> bool:
         """Whether all ranks below this one are gone."""
         gone = {rank for rank, heard in self.heard.items() if heard.is_silent or heard.beat.end == "failed"}
         return all(rank in gone for rank in range(self.rank))
 
-    def _culprit(self) -> Missed | None:
+    def _culprit(self, has_waited: bool) -> Missed | None:
+        """Return the first rank that failed, else that is silent, else that works elsewhere if this one has waited."""
         others = [heard for _, heard in sorted(self.heard.items()) if heard.beat.end != "ended"]
-        for heard in others:
-            if heard.beat.end == "failed":
-                return heard.failed
-        for heard in others:
-            if heard.is_silent:
-                return heard.blamed(f"{heard.silence}: {_GONE}")
-        for heard in others:
-            if not heard.beat.waits:
-                return heard.blamed(f"{heard.where} did not come to where the others wait: it is {heard.beat.doing}")
-        return None
+        found = [heard.blamed("failed") for heard in others if heard.beat.end]
+        found += [heard.blamed("silent") for heard in others if heard.is_silent]
+        if has_waited:
+            found += [heard.blamed("elsewhere") for heard in others if not heard.beat.waits]
+        return found[0] if found else None
 
     def _stop(self) -> None:
         """Stop the thread, so that no beat follows this rank's last report."""
@@ -208,7 +201,7 @@ class Heartbeats:
             self._thread.join(_MISSED * self.every)
 
     def _work(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the store is gone: torchrun has ended, or ends this process
             while not self._over.wait(self.every):
                 self._tell()
                 self._watch_processes()
@@ -216,14 +209,11 @@ class Heartbeats:
                 if self.rank < 2:
                     self._look()
                     self._watch()
-        except RuntimeError:
-            pass  # the store is gone: torchrun has ended, or ends this process
 
     def _tell(self, end: str = "") -> None:
         self._count += 1
         phase = phases.current()
-        waits = phase.waits or _is_in_collective()
-        doing = phase.name, phase.since, phase.engine, waits
+        doing = phase.name, phase.since, phase.engine, phase.waits
         beat = Beat(self._count, socket.gethostname(), os.getpid(), *doing, end)
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
 
@@ -231,20 +221,17 @@ class Heartbeats:
         """End this rank if the process of another one of its machine is gone before its work was done."""
         for rank in self._neighbours:
             if rank not in self._processes and self._store.check([str(rank)]):
-                self._processes[rank] = self._told_by(rank).process
+                self._processes[rank] = _heard(self._store, rank).beat.process
+            # Its last report may be newer than the last look.
             if rank in self._processes and not _is_there(self._processes[rank]):
-                # Its last report may be newer than the last look.
-                heard = _Heard(rank, self._told_by(rank), time.time())
-                if heard.beat.end != "ended":
-                    self._end(heard.failed if heard.beat.end else heard.dead)
+                lost = _heard(self._store, rank).lost()
+                if lost is not None:
+                    self._end(lost)
 
     def _watch_other_machines(self) -> None:
         """End this rank if another machine's launcher has reported a failed rank."""
         if len(self._neighbours) + 1 < self.world and self._store.check([_OVER]):
             self._end(Missed(**json.loads(self._store.get(_OVER))))
-
-    def _told_by(self, rank: int) -> Beat:
-        return _beat(self._store, rank)
 
     def _look(self) -> None:
         # Only ranks without any beat are asked for one by one; all others in one request.
@@ -252,33 +239,29 @@ class Heartbeats:
         for rank, said in zip(there, self._store.multi_get([str(rank) for rank in there]), strict=True):
             beat, before = Beat(**json.loads(said)), self.heard.get(rank)
             if before is None or before.beat.count != beat.count:
-                self.heard[rank] = _Heard(rank, beat, time.time())
+                self.heard[rank] = _Heard(rank, beat)
             else:
                 before.missed += 1
 
     def _watch(self) -> None:
+        """Name silent ranks soon, and end the run at the limit; name engines that are waited for."""
         for rank, heard in self.heard.items():
             if heard.beat.end:
                 continue
             if (self.rank == 1) == (rank == 0):
-                self._watch_silence(heard)
-            if self.rank == 0 and heard.beat.engine:
+                if heard.missed * self.every >= self.limit:
+                    self._end(heard.blamed("silent"))
+                if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / self.every):
+                    say(f"{heard.silence}; the run ends if it stays so for {self.limit:.0f} s")
+            if self.rank == 0 and heard.beat.engine and not heard.is_silent:
                 self._say_who_is_slow(heard)
-
-    def _watch_silence(self, heard: _Heard) -> None:
-        """Name a silent rank soon; end the run at the limit."""
-        if heard.missed * self.every >= self.limit:
-            self._end(heard.blamed(f"{heard.silence}: {_GONE}"))
-        if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / self.every):
-            say(f"{heard.silence}; the run ends if it stays so for {self.limit:.0f} s")
 
     def _say_who_is_slow(self, heard: _Heard) -> None:
         """Say every half minute that a rank still waits for its engine."""
         beat, now = heard.beat, time.time()
-        if heard.is_silent or now - max(self._lines.get(heard.rank, 0.0), beat.since) < LINE_SECONDS:
-            return
-        self._lines[heard.rank] = now
-        say(f"waiting for {heard.where}: {beat.engine} is {beat.doing} ({now - beat.since:.0f} s)")
+        if now - max(self._lines.get(heard.rank, 0.0), beat.since) >= LINE_SECONDS:
+            self._lines[heard.rank] = now
+            say(f"waiting for {heard.where}: {beat.engine} is {beat.doing} ({now - beat.since:.0f} s)")
 
 
 def tell_other_machines(folder: Path, ranks: Iterable[int]) -> None:
@@ -291,16 +274,24 @@ def tell_other_machines(folder: Path, ranks: Iterable[int]) -> None:
     place = read_store(folder)
     if place is None:
         return
-    try:
+    with suppress(RuntimeError):  # the store has ended with its machine, and every rank sees that
         store = _store(*place, _TELL_SECONDS)
         for rank in ranks:
-            if store.check([_OVER]) or not store.check([str(rank)]):
-                continue
-            heard = _Heard(rank, _beat(store, rank), time.time())
-            if heard.beat.end != "ended":
-                store.set(_OVER, json.dumps(asdict(heard.failed if heard.beat.end else heard.dead)))
-    except RuntimeError:
-        pass  # the store has ended with its machine, and every rank sees that
+            lost = _heard(store, rank).lost() if store.check([str(rank)]) else None
+            if lost is not None and not store.check([_OVER]):
+                store.set(_OVER, json.dumps(asdict(lost)))
+
+
+def say(text: str) -> None:
+    """Write a line to standard error without breaking a progress bar."""
+    from tqdm import tqdm  # not in a base install, whose commands import this module
+
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _number(variable: str, default: int) -> int:
+    return int(os.environ.get(variable, default))
 
 
 def _store(attempt: int, host: str, port: int, seconds: float) -> Any:
@@ -313,16 +304,8 @@ def _store(attempt: int, host: str, port: int, seconds: float) -> Any:
     return PrefixStore(f"heartbeats of start {attempt}", store)
 
 
-def _beat(store: Any, rank: int) -> Beat:
-    return Beat(**json.loads(store.get(str(rank))))
-
-
-def say(text: str) -> None:
-    """Write a line to standard error without breaking a progress bar."""
-    from tqdm import tqdm  # not in a base install, whose commands import this module
-
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
+def _heard(store: Any, rank: int) -> _Heard:
+    return _Heard(rank, Beat(**json.loads(store.get(str(rank)))))
 
 
 def _is_there(process: int) -> bool:
@@ -334,13 +317,8 @@ def _is_there(process: int) -> bool:
     return True
 
 
-def _is_in_collective() -> bool:
-    """Whether the main thread waits for other ranks."""
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None
-    return _waits(traceback.StackSummary.extract(traceback.walk_stack(frame), limit=1))
+def _may_be_of_collective(error: BaseException) -> bool:
+    """Whether gloo (a plain RuntimeError), NCCL or the store raises such errors."""
+    from torch.distributed import DistError
 
-
-def _waits(stack: traceback.StackSummary) -> bool:
-    """Whether the innermost frame is in ``torch.distributed``, or waits for work begun there, as Megatron does."""
-    return bool(stack) and (_DISTRIBUTED in stack[-1].filename or ".wait()" in (stack[-1].line or ""))
+    return type(error) is RuntimeError or isinstance(error, DistError)

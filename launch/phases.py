@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,7 @@ class Phase:
     Attributes:
         name: in words, as in "rank 0 is in the rollout of step 3".
         engine: the engine that this rank waits for; may be empty.
-        waits: this rank is ready and waits for other ranks.
+        waits: this rank meets the other ranks in collectives, and works for none of them alone.
         since: time of its beginning, in seconds since 1970.
     """
 
@@ -30,6 +32,15 @@ def enter(name: str, *, engine: str = "", waits: bool = False) -> None:
     """Begin a phase; the phase before ends."""
     global _current
     _current = Phase(name, engine, waits)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Say inside the block that this rank waits in a collective; after an error the phase says so still."""
+    global _current
+    before, _current = _current, replace(_current, waits=True)
+    yield
+    _current = before
 
 
 def current() -> Phase:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
+from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.heartbeats import tell_other_machines
 from megatron_rc.launch.machine_names import check_resolves
 from megatron_rc.launch.own_folders import own_folder
@@ -81,15 +82,15 @@ def run_ranks(words: Sequence[str]) -> Outcome:
         try:
             with _first_signal():
                 torchrun.run(args)
-            return finished(read_endings(folder), int(args.nproc_per_node))
+            return ended(read_endings(folder), int(args.nproc_per_node))
         except SignalException as stop:
-            return stopped(stop.sigval, read_endings(folder), int(args.nproc_per_node))
+            return ended(read_endings(folder), int(args.nproc_per_node), stop.sigval)
         except ChildFailedError as error:
             if int(args.nnodes.rpartition(":")[2]) > 1:
                 tell_other_machines(folder, error.failures)
             return failed(error.failures, read_endings(folder))
         except (RendezvousError, RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error, most=10_000)
             return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
         finally:
             end_what_scores(mark_of_scores())
@@ -105,12 +106,10 @@ def _check_names(args: argparse.Namespace) -> None:
     import torch
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    remedy = "give its address, or enter the name in DNS or /etc/hosts"
+    remedy, host, flag = "give its address, or enter the name in DNS or /etc/hosts", args.master_addr, "--master-addr"
     if args.rdzv_endpoint:
-        host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
-        check_resolves(host, f"--rdzv-endpoint {args.rdzv_endpoint}", remedy)
-    else:
-        check_resolves(args.master_addr, f"--master-addr {args.master_addr}", remedy)
+        (host, _), flag = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0), "--rdzv-endpoint"
+    check_resolves(host, f"{flag} {args.rdzv_endpoint or host}", remedy)
     by_name = not torch.cuda.is_available() and "GLOO_SOCKET_IFNAME" not in os.environ
     if by_name or args.rdzv_backend != "static":
         check_resolves(socket.gethostname(), "this machine", "enter the name in DNS or /etc/hosts")
@@ -132,8 +131,8 @@ def _first_signal() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)
         raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
 
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     try:
         for number in before:
             signal.signal(number, end)
@@ -143,41 +142,25 @@ def _first_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def finished(endings: list[Ending], ranks: int) -> Outcome:
-    """Return the outcome of a run whose ranks all ended with 0; one of them may have had a signal.
+def ended(endings: list[Ending], ranks: int, sent: signal.Signals | None = None) -> Outcome:
+    """Return the outcome of ranks that all ended with 0, or that a signal ended: 0 if nothing is lost.
 
     Args:
         endings: of the ranks of this machine.
         ranks: their number.
+        sent: the signal to the launcher; None: there was none, but a rank may have had one.
     """
     for ending in endings:
-        if ending.error is not None:  # a guard's
+        if ending.error is not None:  # as a guard's
             return Outcome(ending.code, f"error: {ending.error}")
-    if len(endings) < ranks:
-        how = f"{ranks - len(endings)} of {ranks} ranks ended with exit code 0 before the run did"
+    missing = ranks - len(endings)
+    if missing and sent is None:
+        how = f"{missing} of {ranks} ranks ended with exit code 0 before the run did"
         return Outcome(FAILURE, f"error: {how}: look for what calls os._exit() in your own modules")
-    if all(ending.kept for ending in endings):
-        return Outcome(0)
-    return Outcome(FAILURE, f"error: a rank was told to stop, and {_NOT_KEPT}")
-
-
-def stopped(sent: signal.Signals, endings: list[Ending], ranks: int) -> Outcome:
-    """Return the outcome of a run that was told to stop: 0 if nothing is lost.
-
-    Args:
-        sent: the signal.
-        endings: of the ranks of this machine.
-        ranks: their number.
-    """
-    code = 128 + sent
-    for ending in endings:
-        if ending.error is not None:
-            return Outcome(ending.code, f"error: {ending.error}")
-    if len(endings) < ranks:
-        return Outcome(code, f"stopped by {sent.name} before all ranks could save: what no checkpoint holds is lost")
-    if not all(ending.kept for ending in endings):
-        return Outcome(code, f"stopped by {sent.name}, and {_NOT_KEPT}")
-    return Outcome(0)
+    code, how = (FAILURE, "error: a rank was told to stop") if sent is None else (128 + sent, f"stopped by {sent.name}")
+    if missing:
+        return Outcome(code, f"{how} before all ranks could save: what no checkpoint holds is lost")
+    return Outcome(0) if all(ending.kept for ending in endings) else Outcome(code, f"{how}, and {_NOT_KEPT}")
 
 
 def failed(failures: dict[int, ProcessFailure], endings: list[Ending]) -> Outcome:
@@ -192,8 +175,7 @@ def failed(failures: dict[int, ProcessFailure], endings: list[Ending]) -> Outcom
     # torchrun lists failures in the order in which it saw them.
     rank, failure = next(iter(failures.items()))
     told = [ending for ending in endings if ending.error is not None]
-    left_silently = failure.exitcode > 0 and rank not in [ending.rank for ending in told]
-    if told and not left_silently:
+    if told and (failure.exitcode < 0 or rank in [ending.rank for ending in told]):
         return Outcome(told[0].code, f"error: {told[0].error}")
     how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
     return Outcome(FAILURE, f"error: rank {rank} (process {failure.pid}) ended {how}: see above what it said")

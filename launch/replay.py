@@ -1,4 +1,4 @@
-"""A replay with the real model: how each correction turns the gradient of a checkpoint's weights.
+"""A replay with the real model: the angle by which each correction turns the gradient of a checkpoint's weights.
 
     python -m megatron_rc.launch.replay BATCHES --load CHECKPOINTS --preset A --preset B
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.errors import require
 from megatron_rc.launch.flags.commands import parse_replay
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.launch.run_config.options import options_of
-from megatron_rc.launch.standard_error import say_error
-from megatron_rc.launch.train_ppo import USAGE_ERROR, cpu_backend, ignore_megatron_warnings
+from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
 from megatron_rc.parallel import vocab_parallel_log_probs
 from megatron_rc.replay.__main__ import main as replay
 from megatron_rc.replay.gradient import Uncorrected, corrected, cosine_and_length
@@ -42,20 +40,11 @@ Gradients = list[list[Tensor]]  # for each batch and each loss [n, s], with resp
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the replay of the command line; a failure ends the process with one sentence and 2."""
-    log = logging.getLogger("megatron_rc")
-    level = log.level
-    log.setLevel(logging.ERROR)  # Megatron-Core warns of the CPU, which is meant
-    try:
+    with on_one_cpu():
         request = parse_replay(sys.argv[1:] if argv is None else argv)
         require("megatron.core", "a replay with a model", "launch")
-        ignore_megatron_warnings()
         with cpu_backend():
             code = replay(request.rest, lambda *found: with_model(request, *found))
-    except ConfigurationError as error:
-        say_error(str(error))
-        code = USAGE_ERROR
-    finally:
-        log.setLevel(level)
     if code:
         sys.exit(code)
 
@@ -66,7 +55,7 @@ def with_model(
     """Add the angle and the length of the gradient of the checkpoint's weights to the outcomes.
 
     Raises:
-        ValueError: there is no checkpoint, it cannot be read, or the records are of another model.
+        ValueError: there is no checkpoint, it cannot be read, or the records belong to another model.
     """
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
@@ -113,7 +102,7 @@ def _check(data: Recorded, config: RunConfig, load: Path) -> None:
 
 
 def _model(config: RunConfig, folder: Path) -> GPTModel:
-    """The checkpoint's model, in float32."""
+    """Return the checkpoint's model, in float32."""
     from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
     from megatron_rc.launch.training.model import build_chunks
@@ -132,7 +121,7 @@ def _model(config: RunConfig, folder: Path) -> GPTModel:
 
 
 def _of_tokens(data: Recorded, base: Uncorrected, outcomes: Sequence[Outcome]) -> Gradients:
-    """The uncorrected loss first, then each correction's."""
+    """Return the gradients of all losses with respect to log π_θ, the uncorrected loss first."""
     found = [[one / base.denominator] for one in base.tokens]
     for one in outcomes:
         for held in found:
@@ -145,7 +134,7 @@ def _of_tokens(data: Recorded, base: Uncorrected, outcomes: Sequence[Outcome]) -
 def _measured(
     model: GPTModel, config: RunConfig, data: Recorded, gradients: Gradients, rows: int
 ) -> tuple[list[Tensor], float]:
-    """(the gradient of all weights of each loss, float64; mean |log π of the model - recorded log π_θ|)."""
+    """Return each loss's gradient of all weights, float64, and the mean |log π of the model - recorded log π_θ|."""
     parameters = list(model.parameters())
     sums = [[torch.zeros_like(one, dtype=torch.float64) for one in parameters] for _ in gradients[0]]
     distance = 0.0
@@ -165,7 +154,7 @@ def _measured(
 
 
 def _log_probs(model: GPTModel, config: RunConfig, part: Tokens, rows: slice) -> Tensor:
-    """[rows, s - 1]: log π_θ of every token but the first, at the temperature that sampled."""
+    """Return [rows, s - 1], log π_θ of every token except the first, at the sampling temperature."""
     tokens = part.records.tokens[rows].long()
     logits = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
     return vocab_parallel_log_probs(

@@ -13,10 +13,10 @@ class ResolvedFlag:
     """One flag of a run.
 
     Attributes:
-        section: its title in ``--help``.
-        name: without dashes.
-        value: what the run has; None: nothing.
-        is_given: the user said so, by flag or in a launch file; else it is the default, or follows from other flags.
+        section: title of its section in ``--help``.
+        name: without leading dashes.
+        value: the run's value; None: there is none.
+        is_given: the user gave it, by flag or launch file; otherwise it is the default, or follows from other flags.
     """
 
     section: str
@@ -38,7 +38,7 @@ def as_launch_file(flags: Iterable[ResolvedFlag]) -> str:
 
 
 def as_mapping(flags: Iterable[ResolvedFlag]) -> dict[str, Any]:
-    """All values by their flags' names, with underscores."""
+    """Return all values by their flags' names, with underscores."""
     return {flag.name.replace("-", "_"): flag.value for flag in flags}
 
 

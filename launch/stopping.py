@@ -118,19 +118,15 @@ class StopRequest:
 
     def _answer(self) -> str:
         """Return the answer to the signal, with advice if torchrun would kill the ranks too early."""
-        phase = phases.current()
-        words = f"\n{self.signal}: the run stops after {phase.name}"
-        try:
-            patience = float(os.environ.get(SHUTDOWN_SECONDS, _SHUTDOWN_DEFAULT))
-        except ValueError:
-            patience = _SHUTDOWN_DEFAULT
-        lasting = time.time() - phase.since
+        phase, now = phases.current(), time.time()
+        lasting, patience = now - phase.since, float(os.environ.get(SHUTDOWN_SECONDS, _SHUTDOWN_DEFAULT))
         longest = max(self.longest, lasting)
+        words = f"\n{self.signal}: the run stops after {phase.name}"
         if longest + _FOR_THE_END > patience:
+            enough = (int(2 * longest + 60) // 60 + 1) * 60  # whole minutes
             words += (
                 f", which has been under way for {lasting:.0f} s; a step can take {longest:.0f} s, and torchrun kills "
-                f"ranks {patience:.0f} s after a signal: export {SHUTDOWN_SECONDS}={_enough(longest)} before the next "
-                "start"
+                f"ranks {patience:.0f} s after a signal: export {SHUTDOWN_SECONDS}={enough} before the next start"
             )
         return f"{words}\n"
 
@@ -139,8 +135,3 @@ def leaves_by_sigterm() -> bool:
     """Whether SIGTERM has come since the run failed; from now on SIGTERM ends this process."""
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return isinstance(handler, StopRequest) and handler.signal == "SIGTERM"
-
-
-def _enough(seconds: float) -> int:
-    """Return whole minutes, in seconds, that twice this time and a minute fit into."""
-    return (int(2 * seconds + 60) // 60 + 1) * 60

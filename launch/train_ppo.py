@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +32,7 @@ from megatron_rc.launch.stopping import leaves_by_sigterm
 from megatron_rc.launch.tasks import Task
 
 USAGE_ERROR, FAILURE = 2, 1
-# Returns whether nothing is lost: all steps are made, or a checkpoint holds the steps made.
+# Work on the ranks; True if nothing is lost: all steps are made, or a checkpoint holds the steps made.
 Run = Callable[[RunConfig, Task], bool]
 WAIT_SECONDS = 60
 
@@ -117,6 +117,25 @@ def cpu_backend() -> contextlib.AbstractContextManager[None]:
     return cpu.cpu_backend()
 
 
+@contextlib.contextmanager
+def on_one_cpu() -> Iterator[None]:
+    """Run a command without ranks inside the block; an error of flags or files ends the process with a sentence.
+
+    Flags that cannot work end it with 2, files that cannot with 1. Megatron-Core's warnings of the CPU are silent.
+    """
+    log = logging.getLogger("megatron_rc")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    ignore_megatron_warnings()
+    try:
+        yield
+    except ValueError as error:
+        say_error(str(error))
+        sys.exit(USAGE_ERROR if isinstance(error, ConfigurationError) else FAILURE)
+    finally:
+        log.setLevel(level)
+
+
 def _outcome_of(run: Run, config: RunConfig, task: Task) -> bool:
     """Return the run's result; a ``sys.exit()`` in a user's code is an error and no success."""
     try:
@@ -136,7 +155,8 @@ def end_together(message: str, code: int, *, missed: Missed | None = None, is_fi
     """End this rank with an error that all ranks have.
 
     The first rank of each machine says the error and ends; the others wait until torchrun ends them, so that the
-    message is not lost. A rank that nobody ends met its error alone, and says it. Under the launcher the launcher does.
+    message is not lost. A rank that torchrun leaves alone was the only one with the error, and says it after the wait.
+    Under the launcher no rank says the error: the launcher does.
     """
     lost, lost_in = (None, "") if missed is None else (missed.rank, missed.last_seen)
     is_told = tell_ending(error=message, code=code, lost=lost, lost_in=lost_in)

@@ -75,11 +75,11 @@ def _read(given: Any) -> Outcome:
     return Outcome(numbers.pop(REWARD), numbers)
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, said: str) -> float:
     # Numbers of numpy and torch have __float__, texts have not.
     if not hasattr(value, "__float__"):
-        raise _NoNumber(f"{what} {reprlib.repr(value)}, which is no number")
+        raise _NoNumber(f"{said} {reprlib.repr(value)}, which is no number")
     number = float(value)
     if not abs(number) <= LARGEST:
-        raise _NoNumber(f"{what} {number}, which cannot be trained on")
+        raise _NoNumber(f"{said} {number}, which cannot be trained on")
     return number

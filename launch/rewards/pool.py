@@ -6,6 +6,7 @@ worker. They would also leave hanging workers behind when the trainer is killed.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import queue
@@ -23,9 +24,8 @@ from typing import Any
 from megatron_rc.launch.ending import SCORES_FOR, end_what_scores, mark_of_scores
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import in_words
-from megatron_rc.launch.rewards.messages import Setup, read_outcome
 from megatron_rc.launch.rewards.outcome import MAX_TRACEBACK, Outcome
-from megatron_rc.launch.rewards.rules import Source
+from megatron_rc.launch.rewards.rules import Setup, Source
 
 LOAD_SECONDS = 120.0
 # A worker writes down its stack after the time limit; it gets so long for that.
@@ -113,7 +113,7 @@ class _Worker:
             self.make_ready()
             self._connection.send_bytes(message)
             if self._connection.poll(self.timeout + _GRACE_SECONDS):
-                return read_outcome(self._connection.recv_bytes(_MAX_ANSWER))
+                return Outcome(**json.loads(self._connection.recv_bytes(_MAX_ANSWER)))
             _, stacks = self._end()
             return Outcome(failure=f"took longer than --reward-timeout {self.timeout:g} s", traceback=stacks)
         except ConfigurationError as problem:

@@ -8,7 +8,7 @@ import os
 import reprlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_rc.launch.tasks import Problem
 
 MAX_DEFAULT_WORKERS = 8
 ERRORS_FILE = "reward-errors.jsonl"
+PENALTY = "overlong_penalty"
 # An error that ends the run goes to all ranks in a message of limited length.
 _SHOWN = 1000
 _log = logging.getLogger("megatron_rc")
@@ -111,9 +112,9 @@ class Rewarder:
 
     def _write(self, request: Mapping[str, Any], outcome: Outcome, where: Mapping[str, Any]) -> None:
         """Add a line to the run's file of errors."""
-        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
-        what = {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
-        line = {**about, **what, **{name: as_json(value) for name, value in request.items()}}
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
+        line |= {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
+        line |= {name: as_json(value) for name, value in request.items()}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:
@@ -135,6 +136,27 @@ class Rewarder:
             self._has_said = True
             given = self.settings.reward_on_error
             _log.error("%s: it gets %g, as all that follow; they are in %s", where, given, self.file)
+
+
+def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Rewards:
+    """Subtract the penalty of long responses, which becomes a component; without ``--overlong penalise`` do nothing.
+
+    Yu et al. 2025, "DAPO", Eq. 13 (verl's ``overlong_buffer``): L tokens at most, the last B of them the buffer, n
+    tokens of a response. The penalty is factor · max(0, n - (L - B)) / B: the whole factor at n = L.
+
+    Args:
+        rewards: of some responses.
+        lengths: tokens of each, its end included.
+        config: of the run.
+    """
+    buffer = config.rewards.overlong_buffer
+    if config.rewards.overlong != "penalise" or buffer is None:
+        return rewards
+    free, factor = config.rollouts.max_response_length - buffer, config.rewards.overlong_penalty_factor
+    taken = [factor * max(0, length - free) / buffer for length in lengths]
+    pairs = list(zip(rewards.outcomes, taken, strict=True))
+    outcomes = [replace(one, components={**one.components, PENALTY: off}) for one, off in pairs]
+    return Rewards([value - off for value, off in zip(rewards.values, taken, strict=True)], outcomes)
 
 
 class InProcess:

@@ -73,6 +73,25 @@ class Source:
         return exact if self.reward == EXACT else _math_rule()
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a worker.
+
+    Attributes:
+        source: of the rule.
+        timeout: seconds for one sample.
+        load_timeout: seconds to load the rule.
+        parent: process that started the worker.
+        stacks: number of the open file for the stack of a rule that hangs or crashes.
+    """
+
+    source: Source
+    timeout: float
+    load_timeout: float
+    parent: int
+    stacks: int
+
+
 def exact(*, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
     """Return 1 if the response equals the label, apart from white space around it; else 0.
 

@@ -1,32 +1,32 @@
-"""A worker process: loads the rule, then scores one sample after the other until its parent is gone.
+"""A worker process that loads the rule, and then scores one sample after the other until its parent is gone.
 
     python -m megatron_rc.launch.rewards.worker <file number of its connection>
 
-It reads requests from a connection of its own, so a rule may print what it likes. It ends when the connection does, and
-on Linux also with the thread that started it, in the middle of a rule that hangs.
+It reads requests from a connection of its own, so a rule may print anything. It ends when the connection ends, and on
+Linux also with the thread that started it, even if a rule hangs.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import json
 import os
 import pickle
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.launch.ending import end_with_parent
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import in_words, own_traceback
-from megatron_rc.launch.rewards.messages import Setup, write_outcome
 from megatron_rc.launch.rewards.outcome import outcome_of
+from megatron_rc.launch.rewards.rules import Setup
 from megatron_rc.launch.tasks import Rule
-
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +54,8 @@ def main(argv: list[str]) -> None:
         if os.getpid() != worker:  # this is a process that the rule forked
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
-        connection.send_bytes(write_outcome(outcome))
+        # Plain JSON, so that no object of the user's code comes into the trainer.
+        connection.send_bytes(json.dumps(asdict(outcome)).encode())
 
 
 def _score(rule: Rule, request: bytes) -> Any:
@@ -62,14 +63,11 @@ def _score(rule: Rule, request: bytes) -> Any:
 
 
 def _prepare(setup: Setup) -> None:
-    """Set up this process: it ends with its parent, is the first to go when memory runs out, and ignores Ctrl-C."""
+    """Let this process end with its parent, be killed first when memory runs out, and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        with suppress(OSError):  # some containers do not let it
-            Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != setup.parent:
-        sys.exit(1)
+    end_with_parent(setup.parent)
+    with suppress(OSError):  # not Linux, or a container that forbids it
+        Path("/proc/self/oom_score_adj").write_text("1000")
     faulthandler.enable(file=setup.stacks)
 
 

@@ -154,7 +154,7 @@ class RolloutCollector:
         """
         if self.config.rollouts.load_rollouts:
             return False
-        phases.enter("the weight sync")
+        phases.enter("the weight sync", waits=self.engine is None)
         error = None
         weights = export_model(chunks, self.config, self.groups)
         if self.engine is not None:
@@ -165,6 +165,7 @@ class RolloutCollector:
         # The iterator's collectives need every rank, so use it up even if the engine failed.
         for _ in weights:
             pass
+        phases.enter("the weight sync", waits=True)
         self.work.waits.meet("the weight sync")
         before, self._restarts = self._restarts, getattr(self.engine, "restarts", 0)
         _, (was_restarted,) = agree_and_share(self.config, [float(self._restarts > before)], error)

@@ -44,7 +44,7 @@ class EngineWaits:
             self._store = PrefixStore(f"rollouts of collector {before}", store)
 
     def meet(self, what: str) -> None:
-        """Wait until the engines of all replicas have ended their work; RuntimeError if one does not in time."""
+        """Wait until the engines of all replicas have ended their work; TimeoutError if one does not in time."""
         if self._store is None:
             return
         self.meetings += 1
@@ -57,7 +57,7 @@ class EngineWaits:
             if not missing:
                 return
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
-        raise RuntimeError(
+        raise TimeoutError(
             f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
             f"data-parallel replicas {', '.join(missing)}, and could not be interrupted"
         )

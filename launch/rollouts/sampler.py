@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed
 from megatron_rc.launch.rewards.outcome import Outcome
-from megatron_rc.launch.rewards.overlong_penalty import penalised
-from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards
+from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards, penalised
 from megatron_rc.launch.rollouts.answered import Answered
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.samples import GoodSamples

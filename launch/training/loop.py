@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
+from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree, agree_and_share
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
@@ -183,6 +184,7 @@ class _Run:
             AgreedError: on every rank, if it fails.
         """
         step = self.trainer.iteration
+        phases.enter(f"the report of step {step}")
         row |= self.machine.metrics(row) | self.trainer.passes.timers.metrics()
         complaint: str | AgreedError | None = self.steps.complaint(row)
         if self.reporter is not None:

@@ -20,10 +20,9 @@ from megatron_rc.launch.run_config.megatron_configs import build_transformer_con
 from megatron_rc.launch.run_config.passes import is_one_pass
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.batch_check import BatchCheck
+from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
 from megatron_rc.launch.training.checkpoints.kept import Kept
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
-from megatron_rc.launch.training.checkpoints.reference import Reference
-from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.left_out import LeftOut
@@ -182,7 +181,7 @@ class Trainer(TrainedModel):
         Raises:
             BadStepError: on every rank, if any has an unusable log-prob at a trained position.
         """
-        phases.enter(f"the scoring of step {self.iteration + 1}")
+        phases.enter(f"the scoring of step {self.iteration + 1}", waits=True)
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
@@ -259,7 +258,7 @@ class Trainer(TrainedModel):
             BadStepError: on every rank, if the loss or the gradient norm is not finite, or the correction in the loss
                 finds an unusable log-prob at a trained position; no weight has changed.
         """
-        phases.enter(f"the training of step {self.iteration + 1}")
+        phases.enter(f"the training of step {self.iteration + 1}", waits=True)
         critic, values = self.critic, None
         if critic is not None and prepared.values is not None:
             values = critic.accumulate(prepared.values, mini_batch, self.iteration + 1)

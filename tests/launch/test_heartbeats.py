@@ -73,16 +73,8 @@ def test_one_store_hears_4096_ranks_a_second_at_most(monkeypatch, world, every):
     assert Heartbeats(60, print).every == every
 
 
-def broken_collective():
-    """What a rank gets that loses a connection."""
-    try:
-        dist.all_reduce(None)
-    except Exception as error:
-        return error
-
-
 def broken_receive():
-    """Likewise where it waits for what was begun before, as Megatron does between pipeline stages."""
+    """The error of a rank that waits for work begun before, as Megatron does between pipeline stages."""
     store, groups = dist.HashStore(), {}
 
     def join(rank):
@@ -247,29 +239,42 @@ def test_a_rank_that_works_for_an_engine_is_named_every_half_minute(make, capsys
         ("failed", rf"rank 1 on {HOST} failed in scoring {SINCE}: see what it said"),
         ("elsewhere", rf"rank 1 on {HOST} did not come to where the others wait: it is in scoring {SINCE}"),
         ("waits", None),
+        ("both work", None),
     ],
 )
 def test_a_rank_whose_collective_failed_names_the_one_it_misses(make, monkeypatch, state, sentence):
-    phases.enter("scoring")
+    phases.enter("scoring", waits=state in ("elsewhere", "waits"))
     rank, other = make(0), make(1)
     if state == "silent":
         other._over.set()
     elif state == "failed":
         other.close(failed=True)
-    elif state == "waits":
-        phases.enter("scoring", waits=True)
-        until(lambda: 1 in rank.heard and rank.heard[1].beat.waits)
+    error = broken_receive()
 
     def wait_for_a_beat(_):
+        if state == "elsewhere":  # the phase of the other rank, in the same process
+            phases.enter("scoring")
         told = other._count
         until(lambda: other._count > told or other._over.is_set())
 
     monkeypatch.setattr(heartbeats, "time", mock.Mock(wraps=time, sleep=wait_for_a_beat))
-    missed = rank.who_is_missed(broken_collective())
+    missed = rank.who_is_missed(error)
     assert (missed is None) == (sentence is None)
     assert sentence is None or re.match(sentence, missed.words)
     assert rank.is_first_alive()
-    assert other.who_is_missed(ZeroDivisionError()) is None, "an error of the rank's own"
+    for own in (ZeroDivisionError(), torch.OutOfMemoryError(), NotImplementedError()):
+        assert other.who_is_missed(own) is None, "an error of the rank's own"
+
+
+def test_a_phase_says_that_it_waits_in_a_collective():
+    phases.enter("scoring")
+    with phases.waiting():
+        assert phases.current().waits
+    assert not phases.current().waits
+    since = phases.current().since
+    with pytest.raises(RuntimeError), phases.waiting():
+        raise RuntimeError
+    assert phases.current() == phases.Phase("scoring", "", True, since), "whoever asks after the error hears of it"
 
 
 @pytest.mark.processes

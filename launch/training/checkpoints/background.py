@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rc.launch.run_config import RunConfig
@@ -54,7 +53,7 @@ class BackgroundWrite:
         config: of the run.
         iteration: optimizer steps made.
         pieces: this rank's, with memory that is copied when training changes it.
-        index: of all pieces, on rank 0.
+        index: PyTorch's, of all pieces, on rank 0; None elsewhere.
 
     Attributes:
         written: places of this rank's pieces, after its process has ended.
@@ -62,7 +61,7 @@ class BackgroundWrite:
         error: a failure of this rank.
     """
 
-    def __init__(self, config: RunConfig, iteration: int, pieces: Pieces, index: Metadata | None) -> None:
+    def __init__(self, config: RunConfig, iteration: int, pieces: Pieces, index: Any) -> None:
         self.config, self.iteration, self.folder, self.index = config, iteration, pieces.folder, index
         self.written: list[WriteResult] = []
         self.digests: dict[str, dict[str, Any]] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import AgreedError, agree, agree_and_share
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.folders import (
@@ -20,7 +20,6 @@ from megatron_rc.launch.training.checkpoints.folders import (
     latest_iteration,
     restore,
 )
-from megatron_rc.parallel.collectives import all_reduce_max
 
 _log = logging.getLogger("megatron_rc")
 
@@ -39,26 +38,30 @@ def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checks
         ValueError: the folder holds no such checkpoint, or it is damaged.
     """
     found = latest_iteration(load) if iteration is None else iteration
-    if iteration is None and found is not None:
-        _name_newer(load, found)
-    if iteration is not None and iteration not in iterations(load):
-        there = ", ".join(map(str, iterations(load))) or "none"
-        raise ValueError(f"{load} holds no checkpoint {iteration}; there are {there}")
     if found is None:
         raise ValueError(f"{load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    if iteration is None:
+        _name_newer(load, found)
+    elif iteration not in iterations(load):
+        there = ", ".join(map(str, iterations(load))) or "none"
+        raise ValueError(f"{load} holds no checkpoint {iteration}; there are {there}")
     folder = iteration_folder(load, found)
     problem = manifest.damage(folder, checksums=checksums)
     if problem is not None:
-        raise ValueError(f"{load}: checkpoint {found} is damaged: {problem}; {_other_whole(load, found, checksums)}")
+        whole = _newest_whole(load, set(iterations(load)) - {found}, checksums=checksums)
+        remedy = (
+            "no other checkpoint there is whole" if whole is None else f"--ckpt-step {whole} takes one that is whole"
+        )
+        raise ValueError(f"{load}: checkpoint {found} is damaged: {problem}; {remedy}")
     return found, folder
 
 
-def _other_whole(load: str | Path, damaged: int, checksums: bool) -> str:
-    """Name the newest whole checkpoint as a remedy for a damaged one."""
-    for number in reversed(iterations(load)):
-        if number != damaged and manifest.damage(iteration_folder(load, number), checksums=checksums) is None:
-            return f"--ckpt-step {number} takes one that is whole"
-    return "no other checkpoint there is whole"
+def _newest_whole(load: str | Path, numbers: Iterable[int], *, checksums: bool) -> int | None:
+    """Return the newest whole checkpoint of these; this process reads all files."""
+    newest_first = sorted(numbers, reverse=True)
+    return next(
+        (n for n in newest_first if manifest.damage(iteration_folder(load, n), checksums=checksums) is None), None
+    )
 
 
 def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int | None:
@@ -72,12 +75,14 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
     Raises:
         AgreedError: on every rank: the newest is damaged; the message names the last whole one.
     """
-    _restore_own(load, config)
-    found, damage = _agreed_latest_iteration(load, config, name)
-    if damage is None and found is not None:
+    if dist.get_rank() == 0 and config.checkpoints.is_save(load):
+        with suppress(OSError):  # the missing checkpoint is named later
+            restore(load)  # a killed run may have been replacing it
+    agree(config)
+    found, damage = _agreed_latest(load, config, name)
+    if found is not None:
         damage = _agreed_damage(load, found, config, name)
-        if damage is not None:
-            damage = f"checkpoint {found} is damaged: {damage}"
+        damage = damage and f"checkpoint {found} is damaged: {damage}"
     if damage is None:
         if found is not None and dist.get_rank() == 0:
             _name_newer(load, found, f"{name} ")
@@ -86,8 +91,9 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
     others = [number for number in reversed(_agreed_iterations(load, config, name)) if found is None or number < found]
     whole = next((number for number in others if _agreed_damage(load, number, config, name) is None), None)
     if whole is None:
-        older = "no other checkpoint there" if found is None else "no older checkpoint there"
-        raise AgreedError(f"{name} {load}: {damage}; {older} is whole")
+        raise AgreedError(
+            f"{name} {load}: {damage}; no {'other' if found is None else 'older'} checkpoint there is whole"
+        )
     if not config.checkpoints.load_last_valid:
         raise AgreedError(f"{name} {load}: {damage}; --load-last-valid goes on from checkpoint {whole}, which is whole")
     if dist.get_rank() == 0:
@@ -101,9 +107,7 @@ def _name_newer(load: str | Path, found: int, flag: str = "") -> None:
     Compares sizes alone, since reading a checkpoint may take minutes.
     """
     with suppress(OSError):
-        newer = [number for number in reversed(iterations(load)) if number > found]
-        whole = (n for n in newer if manifest.damage(iteration_folder(load, n), checksums=False) is None)
-        newest = next(whole, None)
+        newest = _newest_whole(load, [number for number in iterations(load) if number > found], checksums=False)
         if newest is not None:
             _log.warning(
                 "%s%s: %s names checkpoint %d, but checkpoint %d is there and complete: write %d into that file to "
@@ -112,40 +116,36 @@ def _name_newer(load: str | Path, found: int, flag: str = "") -> None:
             )
 
 
-def _restore_own(load: str, config: RunConfig) -> None:
-    """Bring back a checkpoint that a killed run was replacing, if the folder is also ``--save``."""
-    if dist.get_rank() == 0 and config.checkpoints.is_save(load):
-        with suppress(OSError):  # the missing checkpoint is named later
-            restore(load)
-    agree(config)
-
-
-def _agreed_latest_iteration(load: str, config: RunConfig, name: str) -> tuple[int | None, str | None]:
-    """Return ``latest_iteration`` of ``--load`` and its error, the same on every rank."""
+def _agreed_latest(load: str, config: RunConfig, name: str) -> tuple[int | None, str | None]:
+    """Return the newest checkpoint by the tracker file, or a rank's error, the same on every rank."""
     found, error = None, None
     try:
         found = latest_iteration(load)
     except (OSError, ValueError) as problem:
         error = str(problem)
-    error = _agreed(config, error)
     number = -1 if found is None else found
-    numbers = torch.tensor([number, -number], device=config.launch.device)
-    highest, lowest = all_reduce_max(numbers, dist.group.WORLD).tolist()
+    try:
+        _, (highest, lowest) = agree_and_share(config, [number, -number], error)
+    except AgreedError as agreed:
+        return None, str(agreed)
     if highest != -lowest:
         raise ValueError(
-            f"{name} {load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
+            f"{name} {load}: some ranks find checkpoint {highest:.0f}, others {-lowest:.0f} (-1: none): give a folder "
             "that all machines share"
         )
-    return found, error
+    return found, None
 
 
 def _agreed_damage(load: str, iteration: int, config: RunConfig, name: str) -> str | None:
     """Return the damage of a checkpoint, the same on every rank; each rank reads a share of the files."""
     folder = iteration_folder(load, iteration)
-    problem = _agreed(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
-    if problem is None and dist.get_rank() == 0 and not manifest.has_manifest(folder):
+    try:
+        agree(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
+    except AgreedError as agreed:
+        return str(agreed)
+    if dist.get_rank() == 0 and not manifest.has_manifest(folder):
         _log.warning("%s %s: checkpoint %d has no checksums: only sizes were looked at", name, load, iteration)
-    return problem
+    return None
 
 
 def _agreed_iterations(load: str, config: RunConfig, name: str) -> list[int]:
@@ -160,12 +160,3 @@ def _agreed_iterations(load: str, config: RunConfig, name: str) -> list[int]:
     agree(config, error)
     dist.broadcast_object_list(found, src=0)
     return list(found[0])
-
-
-def _agreed(config: RunConfig, error: str | None) -> str | None:
-    """Return the error of the first rank that has one."""
-    try:
-        agree(config, error)
-    except AgreedError as agreed:
-        return str(agreed)
-    return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import options_of
+from megatron_rc.launch.training.checkpoints.kept import Kept
+from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
 from megatron_rc.launch.training.checkpoints.settings import settings_beside
 
 # Sections that shape the model.
@@ -25,53 +24,45 @@ FUNCTION = frozenset(
 )
 
 
-def misfit(
-    where: str,
-    folder: Path,
-    index: Metadata,
-    config: RunConfig,
-    *,
-    has_schedule: bool,
-    with_optimizer: bool,
-    with_reference: bool,
-    with_critic: bool,
-) -> str | None:
-    """Return a sentence about a part that is to be loaded and is missing; None: all parts are there.
+def misfit(where: str, reader: CheckpointReader, config: RunConfig, kept: Kept, *, with_optimizer: bool) -> str | None:
+    """Return a sentence about a part of the checkpoint that is missing or has another form; None: all parts fit.
 
     Args:
         where: the folder and the checkpoint, for the message.
-        folder: of the checkpoint.
-        index: PyTorch's, of the checkpoint.
+        reader: of the checkpoint.
         config: of the run.
-        has_schedule: the checkpoint holds the learning-rate schedule, which is written with the optimizer's state.
+        kept: the parts of the run that are to be loaded.
         with_optimizer: the optimizer's state is to be loaded.
-        with_reference: a reference policy is to be loaded.
-        with_critic: a critic is to be loaded.
     """
-    problem = _reference_misfit(where, folder, index, config) if with_reference else None
-    if problem is None and with_critic and not any(name.startswith("critic.") for name in index.state_dict_metadata):
+    names, folder = list(reader.index.state_dict_metadata), reader.folder
+    problem = _reference_misfit(where, folder, names, config) if kept.reference is not None else None
+    if problem is None and kept.critic is not None and not _has(names, "critic."):
         problem = (
             f"{where} was written without a critic: give another --advantage-estimator than gae, or --finetune, which "
             "starts one from its weights"
         )
     if problem is not None or not with_optimizer:
         return problem
-    if not has_schedule:
+    if "opt_param_scheduler" not in reader.common():
         return f"{where} was written without the optimizer's state (--no-save-optim): give --no-load-optim"
-    return _optimizer_misfit(where, index, config) or _experts_misfit(where, folder, config)
+    return _optimizer_misfit(where, names, config) or _experts_misfit(where, folder, config)
 
 
-def _reference_misfit(where: str, folder: Path, index: Metadata, config: RunConfig) -> str | None:
-    if not any(name.startswith("reference.") for name in index.state_dict_metadata):
+def _has(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
+
+
+def _reference_misfit(where: str, folder: Path, names: Iterable[str], config: RunConfig) -> str | None:
+    if not _has(names, "reference."):
         return (
             f"{where} was written without a reference policy: give --grpo-kl-beta 0, or --finetune, which takes its "
             "weights as the reference"
         )
     before = settings_beside(folder).get("reference") or {}
     for name in ("ref_load", "ref_load_hf"):
-        now, kept = getattr(config.reference, name), before.get(name)
-        if now != kept and now is not None:
-            began = f"--{name.replace('_', '-')} {kept}" if kept else "another reference policy"
+        now, its = getattr(config.reference, name), before.get(name)
+        if now != its and now is not None:
+            began = f"{flag(name)} {its}" if its else "another reference policy"
             return (
                 f"{where} was written with {began}, and has that policy still: {flag(name)} {now} would do nothing; "
                 "drop it, or give --finetune"
@@ -79,14 +70,13 @@ def _reference_misfit(where: str, folder: Path, index: Metadata, config: RunConf
     return None
 
 
-def _optimizer_misfit(where: str, index: Metadata, config: RunConfig) -> str | None:
-    kept = [name for name in index.state_dict_metadata if name.startswith("optimizer.")]
+def _optimizer_misfit(where: str, names: Iterable[str], config: RunConfig) -> str | None:
     wants = config.optimizer
-    is_adam = any(name.startswith("optimizer.state.exp_avg.") for name in kept)
+    is_adam = _has(names, "optimizer.state.exp_avg.")
     if is_adam != (wants.optimizer == "adam"):
         written = "adam" if is_adam else "sgd"
         return f"{where} was written with --optimizer {written}: give that, or --no-load-optim"
-    is_distributed = any(name.startswith("optimizer.state.param.") for name in kept)
+    is_distributed = _has(names, "optimizer.state.param.")
     if is_distributed != wants.use_distributed_optimizer:
         written, now = ("with", "give it") if is_distributed else ("without", "drop it")
         return (
@@ -126,9 +116,6 @@ def differences(config: RunConfig, folder: Path, among: Collection[str] | None =
         for option in options_of(kind):
             mine, its = getattr(section, option.field), before.get(option.field)
             if option.field in before and mine != its and (among is None or option.field in among):
-                return f"{flag(option.flag)} {_shown(mine)}; it was written with {_shown(its)}"
+                shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in (mine, its)]
+                return f"{flag(option.flag)} {shown[0]}; it was written with {shown[1]}"
     return ""
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

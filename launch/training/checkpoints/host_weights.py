@@ -1,14 +1,17 @@
-"""Copies of the policy's weights in host memory, for checkpoints."""
+"""Copies of the policy's weights in host memory: the reference policy, and the weights of rollouts under way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
+from megatron_rc.launch.training.model import host_copy
 from megatron_rc.launch.training.offload import exchanged
 
 
@@ -50,3 +53,63 @@ class HostWeights:
         """Take the copy from a loaded state."""
         load_model(self.chunks, loaded, self.name)
         self.version = int(loaded[f"{self.name}_version"])
+
+
+class Reference(HostWeights):
+    """The reference policy of a KL penalty; on the device it replaces the policy while it scores.
+
+    Args:
+        config: of the run.
+        chunks: of the policy at the start, on this rank; their weights are copied.
+        read: loads ``--ref-load`` or ``--ref-load-hf`` into such chunks; None: neither is given.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        chunks: Sequence[GPTModel],
+        read: Callable[[Sequence[GPTModel]], None] | None = None,
+    ) -> None:
+        super().__init__("reference", host_copy(config, chunks), version=0)
+        self.interval, self.is_of_its_own = config.reference.ref_update_interval, read is not None
+        if read is not None:
+            with self.in_place_of(chunks):
+                read(chunks)
+
+    def refresh(self, chunks: Sequence[GPTModel], step: int) -> None:
+        """Copy the policy's weights if ``--ref-update-interval`` has passed since the last copy."""
+        if self.interval and step // self.interval > self.version // self.interval:
+            self.copy(chunks)
+            self.version = step
+
+    def start_from(self, chunks: Sequence[GPTModel]) -> None:
+        """Copy the policy's weights, unless a flag gives the reference its own."""
+        if not self.is_of_its_own:
+            self.copy(chunks)
+
+
+class SamplingWeights(HostWeights):
+    """Copy of the engines' weights, for checkpoints of a run with ``--rollout-staleness``.
+
+    Batches are sampled ahead. A resumed run gives the engines these weights again and repeats the rollouts that were
+    under way: a batch follows from its step and its weights.
+
+    Args:
+        config: of the run.
+        chunks: of the policy, on this rank.
+    """
+
+    def __init__(self, config: RunConfig, chunks: Sequence[GPTModel]) -> None:
+        rollouts, files = config.rollouts, config.checkpoints
+        is_wanted = rollouts.rollout_staleness and not rollouts.load_rollouts and (files.save or files.load)
+        super().__init__("sampling", host_copy(config, chunks) if is_wanted else [], version=-1)
+
+    def keep(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
+        """Copy the present policy, if checkpoints keep such a copy."""
+        if self.chunks:
+            self.copy(chunks)
+            self.version = version
+
+    def are_among(self, names: Iterable[str]) -> bool:
+        """Whether a checkpoint with these entries has such weights and this run wants them."""
+        return bool(self.chunks) and any(name.startswith(f"{self.name}.") for name in names)

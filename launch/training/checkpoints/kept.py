@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints.reference import Reference
-from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
+from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
 from megatron_rc.launch.training.left_out import LeftOut
@@ -45,6 +45,49 @@ class Kept:
     rewards: RewardScaler
     left_out: LeftOut
 
+    def trained(self) -> Iterator[tuple[str, TrainedModel]]:
+        """Yield the models that learn, with their names."""
+        yield POLICY, self.policy
+        if self.critic is not None:
+            yield CRITIC, self.critic
+
+    def state(self, iteration: int, *, with_optimizer: bool) -> dict[str, Any]:
+        """Return the sharded state to save after these optimizer steps."""
+        state: dict[str, Any] = {"iteration": iteration}
+        state |= self.sampling.state() | self.rewards.state() | self.left_out.state()
+        if self.reference is not None:
+            state |= self.reference.state()
+        for name, trained in self.trained():
+            state |= trained_state(trained, name, with_optimizer=with_optimizer)
+        return state
+
+    def wanted_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        """Return the sharded state to load, without the weights of rollouts under way."""
+        state = self.reference.wanted_state() if self.reference is not None else {}
+        for name, trained in self.trained():
+            state |= trained_state(trained, name, with_optimizer=with_optimizer, is_loading=True)
+        return state
+
+    def load_models(
+        self, where: str, config: RunConfig, loaded: dict[str, Any], iteration: int, *, with_optimizer: bool
+    ) -> None:
+        """Take the models; without the optimizers' states the schedules go to optimizer step ``iteration``.
+
+        Raises:
+            AgreedError: the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.
+        """
+        if self.reference is not None:
+            self.reference.load(loaded)
+        for name, trained in self.trained():
+            load_model(trained.model, loaded, name)
+            if with_optimizer:
+                state = {"optimizer": loaded[_OPTIMIZERS[name]], "opt_param_scheduler": loaded[_SCHEDULES[name]]}
+                check_schedule(where, config, trained, state, _FLAGS[name])
+                load_optimizer_and_schedule(config, trained, state)
+            else:
+                trained.optimizer.reload_model_params()
+                trained.scheduler.step(increment=iteration)
+
 
 def trained_state(
     trained: TrainedModel, name: str, *, with_optimizer: bool, is_loading: bool = False
@@ -56,28 +99,3 @@ def trained_state(
         if not is_loading:
             state[_SCHEDULES[name]] = trained.scheduler.state_dict()
     return state
-
-
-def load_trained(
-    where: str,
-    config: RunConfig,
-    trained: TrainedModel,
-    name: str,
-    loaded: dict[str, Any],
-    iteration: int,
-    *,
-    with_optimizer: bool,
-) -> None:
-    """Take a loaded state; without the optimizer's state the schedule goes to optimizer step ``iteration``.
-
-    Raises:
-        AgreedError: the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.
-    """
-    load_model(trained.model, loaded, name)
-    if not with_optimizer:
-        trained.optimizer.reload_model_params()
-        trained.scheduler.step(increment=iteration)
-        return
-    state = {"optimizer": loaded[_OPTIMIZERS[name]], "opt_param_scheduler": loaded[_SCHEDULES[name]]}
-    check_schedule(where, config, trained.scheduler, trained.optimizer, state, _FLAGS[name])
-    load_optimizer_and_schedule(config, trained.optimizer, trained.scheduler, state)

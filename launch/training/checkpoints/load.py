@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import agree, failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
-from megatron_rc.launch.training.checkpoints.kept import CRITIC, OPTIMIZERS, POLICY, Kept, load_trained, trained_state
+from megatron_rc.launch.training.checkpoints.kept import OPTIMIZERS, Kept
 from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
@@ -95,22 +95,12 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
 
 def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
     """Load these parts of the run; return the checkpoint's number of optimizer steps."""
-    files, reference, critic = config.checkpoints, kept.reference, kept.critic
+    files = config.checkpoints
     with_optimizer = not files.finetune and not files.no_load_optim
-    state = trained_state(kept.policy, POLICY, with_optimizer=with_optimizer, is_loading=True)
-    if reference is not None:
-        state |= reference.wanted_state()
-    if critic is not None:
-        state |= trained_state(critic, CRITIC, with_optimizer=with_optimizer, is_loading=True)
-    asked = {
-        "with_optimizer": with_optimizer,
-        "with_reference": reference is not None,
-        "with_critic": critic is not None,
-    }
+    state = kept.wanted_state(with_optimizer=with_optimizer)
     with _failing_together(where, folder, config):
         reader = CheckpointReader(folder)
-        has_schedule = "opt_param_scheduler" in reader.common()
-        problem = misfit(where, folder, reader.index, config, has_schedule=has_schedule, **asked)
+        problem = misfit(where, reader, config, kept, with_optimizer=with_optimizer)
     agree(config, problem)
     with_sampling = not files.finetune and kept.sampling.are_among(reader.index.state_dict_metadata)
     if with_sampling:
@@ -118,11 +108,7 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
     loaded = _read(where, reader, config, state)
     with _failing_together(where, folder, config):
         iteration = 0 if files.finetune else int(loaded["iteration"])
-        load_trained(where, config, kept.policy, POLICY, loaded, iteration, with_optimizer=with_optimizer)
-        if reference is not None:
-            reference.load(loaded)
-        if critic is not None:
-            load_trained(where, config, critic, CRITIC, loaded, iteration, with_optimizer=with_optimizer)
+        kept.load_models(where, config, loaded, iteration, with_optimizer=with_optimizer)
         if with_sampling:
             kept.sampling.load(loaded)
         if not files.finetune:
@@ -131,26 +117,20 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
     return iteration
 
 
-@contextmanager
-def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[None]:
-    """Turn an error inside, on any rank, into one error on all ranks."""
-    error = None
-    try:
-        yield
-    except AgreedError:
-        raise
-    except UnsafeFileError as problem:
-        error = f"{where}: {problem}"
-    except _UNREADABLE as problem:
-        error = f"{where} does not fit this model and its flags ({differences(config, folder) or reason_of(problem)})"
-    agree(config, error)
+def _failing_together(where: str, folder: Path, config: RunConfig) -> AbstractContextManager[None]:
+    """Turn an error of reading, on any rank, into one error on all ranks."""
+
+    def in_words(error: BaseException) -> str:
+        if isinstance(error, UnsafeFileError):
+            return f"{where}: {error}"
+        return f"{where} does not fit this model and its flags ({differences(config, folder) or reason_of(error)})"
+
+    return failing_together(config, _UNREADABLE, in_words)
 
 
 def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> str | None:
     """Name an entry that the shared values add to a model: a layer might unpickle it."""
-    for name, keys in asked.items():
-        for key in sorted(loaded[name].keys() - keys):
-            return (
-                f"{where} holds {name}.{key}, which has no place in a checkpoint of this model: nothing of it was run"
-            )
-    return None
+    more = [f"{name}.{key}" for name, keys in asked.items() for key in sorted(loaded[name].keys() - keys)]
+    if not more:
+        return None
+    return f"{where} holds {more[0]}, which has no place in a checkpoint of this model: nothing of it was run"

@@ -108,14 +108,13 @@ def _check_manifest(folder: Path, *, checksums: bool) -> None:
     files = _read_manifest(folder / MANIFEST)
     if checksums:
         _check_no_more(folder, files)
-    for name, expected in files.items():
-        size = (folder / name).stat().st_size
-        if size != expected["bytes"]:
-            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
+    for name, (size, _) in files.items():
+        found = (folder / name).stat().st_size
+        if found != size:
+            raise ValueError(f"{name} has {found} bytes instead of {size}")
     if checksums:
-        names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        for name in _share(names):
-            if _digest(folder / name) != files[name]:
+        for name in _share(sorted(files, key=lambda name: (-files[name][0], name))):
+            if _digest(folder / name)["sha256"] != files[name][1]:
                 raise ValueError(f"{name} is not what was written: its checksum differs")
 
 
@@ -126,32 +125,25 @@ def _check_no_more(folder: Path, files: Collection[str]) -> None:
             raise ValueError(f"{path.name} is not among the files that {MANIFEST} lists: remove it, it came later")
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Read size and SHA-256 of each file by its name, which lies inside the checkpoint's folder."""
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        text = path.read_text(encoding="utf-8")
-        files = json.loads(text)["files"]
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in json.loads(text)["files"].items()}
         # The JSON would still be valid without its last byte, the line end.
-        good = (
-            text.endswith("\n")
-            and isinstance(files, dict)
-            and all(_is_entry(name, entry) for name, entry in files.items())
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        good = False
-    if not good:
+        is_good = text.endswith("\n") and all(map(_is_inside, files))
+    except (AttributeError, ValueError, KeyError, OverflowError, TypeError, RecursionError):
+        is_good = False
+    if not is_good:
         raise ValueError(f"{path.name} is no list of files with their sizes and checksums")
     for name in (".metadata", "metadata.json", SETTINGS):
         if name not in files:
             raise ValueError(f"{path.name} does not list {name}")
-    return dict(files)
+    return files
 
 
-def _is_entry(name: str, entry: Any) -> bool:
-    inside = bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
-    return inside and isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and set(entry) == _ENTRY
-
-
-_ENTRY = {"bytes", "sha256"}
+def _is_inside(name: str) -> bool:
+    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
 
 
 def _digest(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
 from megatron_rc.launch.weights.named_weights import named_weights
 
@@ -51,9 +52,9 @@ class CheckpointParameters(Mapping[str, Tensor]):
         stored = self._stored[name]
         tensor = torch.empty_like(stored.data, device="cpu")
         try:
-            self._reader.fill([(part, part.data) for part in _parts(stored, tensor)])
+            self._reader.read([(part, part.data) for part in _parts(stored, tensor)])
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self._folder}: {name} cannot be read ({_line(error)})") from error
+            raise ValueError(f"{self._folder}: {name} cannot be read ({one_line(error)})") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +70,3 @@ def _parts(stored: ShardedTensor | ShardedTensorFactory, tensor: Tensor) -> list
     """Return the stored parts of a parameter as views of the tensor: the files keep gate and up apart."""
     whole = dataclasses.replace(stored, data=tensor)
     return list(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rc.launch.training.checkpoints.unpickling import (
@@ -63,7 +64,7 @@ class CheckpointReader:
         if path.is_file():
             return dict(load_plain(path, path.name))
         name = ShardedObject(COMMON_ENTRY, None, (1,), (0,)).unique_key
-        return dict(self._read([], [name])[name][0])
+        return dict(self.read([], [name])[name][0])
 
     def state(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Read a sharded state; tensors are written into the memory of ``wanted``.
@@ -85,25 +86,13 @@ class CheckpointReader:
         tensors = [one for one in dict_utils.nested_values(sharded) if isinstance(one, ShardedTensor)]
         objects = [one for one in dict_utils.nested_values(sharded) if isinstance(one, ShardedObject)]
         targets = {id(one): _target(one) for one in tensors}
-        parts = [(one, targets[id(one)]) for one in tensors]
-        found = self._read(parts, [one.unique_key for one in objects])
+        found = self.read([(one, targets[id(one)]) for one in tensors], [one.unique_key for one in objects])
 
         def value(one: ShardedTensor | ShardedObject) -> Any:
             return targets[id(one)] if isinstance(one, ShardedTensor) else found[one.unique_key][0]
 
         dict_utils.merge(loaded, dict_utils.dict_list_map_outplace(value, sharded))
         return dict(apply_factory_merges(loaded, factories))
-
-    def fill(self, parts: Sequence[tuple[ShardedTensor, Tensor]]) -> None:
-        """Write stored tensors into memory.
-
-        Args:
-            parts: each part of a tensor, with memory of its local shape.
-
-        Raises:
-            OSError, ValueError: the files cannot be read, or do not hold all of it.
-        """
-        self._read(parts, [])
 
     def stored(self, part: ShardedTensor) -> TensorStorageMetadata:
         """Return the index's entry of a tensor.
@@ -120,8 +109,16 @@ class CheckpointReader:
             )
         return found
 
-    def _read(self, parts: Iterable[tuple[ShardedTensor, Tensor]], names: Iterable[str]) -> dict[str, Any]:
-        """Fill these parts, and return the entries of these names."""
+    def read(self, parts: Iterable[tuple[ShardedTensor, Tensor]], names: Iterable[str] = ()) -> dict[str, Any]:
+        """Write stored tensors into memory, and return the entries of these names, which are no tensors.
+
+        Args:
+            parts: each part of a tensor, with memory of its local shape.
+            names: of the entries.
+
+        Raises:
+            OSError, ValueError: the files cannot be read, or do not hold all of it.
+        """
         planner = _Targets()
         items = [item for part, tensor in parts for item in self._tensor_items(part, planner.add(part, tensor))]
         items += [self._object_item(name) for name in names]
@@ -149,7 +146,7 @@ class CheckpointReader:
         return ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
 
 
-class _Targets(LoadPlanner):
+class _Targets(DefaultLoadPlanner):
     """Planner that lets PyTorch's reader write each piece to its place in one of several tensors.
 
     Attributes:
@@ -157,6 +154,7 @@ class _Targets(LoadPlanner):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.objects: dict[str, Any] = {}
         self._tensors: list[Tensor] = []
 
@@ -165,34 +163,13 @@ class _Targets(LoadPlanner):
         self._tensors.append(tensor.view(sizes_of(part)))
         return len(self._tensors) - 1
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the part of the target that the piece fills."""
-        view = self._tensors[read_item.dest_index.index or 0]
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dimension, start, length)
-        return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the target has been written to."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the target of a piece."""
+        return self._tensors[index.index or 0]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read an entry that is no tensor."""
         self.objects[read_item.dest_index.fqn] = load_entry(value)
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the plan is made."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return an empty plan: the plan is made."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan unchanged."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
 
 
 def sizes_of(part: ShardedTensor) -> torch.Size:

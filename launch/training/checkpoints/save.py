@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +14,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import AgreedError, agree, failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
-from megatron_rc.launch.training.checkpoints.kept import CRITIC, POLICY, Kept, trained_state
+from megatron_rc.launch.training.checkpoints.kept import CRITIC, Kept
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.writing import Pieces, index_of, reason_of, write_common, write_index
 
@@ -42,7 +42,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.files = config, config.checkpoints
+        self.config, self.files, self.save_folder = config, config.checkpoints, config.checkpoints.save or ""
         self.pending: BackgroundWrite | None = None
         self.keeps_older = False
 
@@ -59,16 +59,10 @@ class CheckpointWriter:
         """
         phases.enter(f"the saving of step {iteration}")
         self.finish()
-        _check_weights(self.config, iteration, kept.policy.model)
-        if kept.critic is not None:
-            _check_weights(self.config, iteration, kept.critic.model, "the critic's", "--critic-lr")
-        with_optimizer = not self.files.no_save_optim
-        state = trained_state(kept.policy, POLICY, with_optimizer=with_optimizer) | {"iteration": iteration}
-        state |= kept.sampling.state() | kept.rewards.state() | kept.left_out.state()
-        if kept.reference is not None:
-            state |= kept.reference.state()
-        if kept.critic is not None:
-            state |= trained_state(kept.critic, CRITIC, with_optimizer=with_optimizer)
+        for name, trained in kept.trained():
+            whose, rate = ("the critic's", "--critic-lr") if name == CRITIC else ("the", "--lr")
+            _check_weights(self.config, iteration, trained.model, whose, rate)
+        state = kept.state(iteration, with_optimizer=not self.files.no_save_optim)
         with self._failing_together(iteration):
             self._begin(iteration, state)
         if not self.files.async_save:
@@ -92,23 +86,24 @@ class CheckpointWriter:
         while self.pending is not None:
             self._go_on(self.pending, wait=True)
 
-    @property
-    def save_folder(self) -> str:
-        """The folder of ``--save``."""
-        if self.files.save is None:
-            raise ValueError("there is no folder for checkpoints: give --save DIR")
-        return self.files.save
-
     def _begin(self, iteration: int, state: dict[str, Any]) -> None:
         config, save = self.config, self.save_folder
         folder = folders.partial_folder(save, iteration)
-        _on_rank_0(config, lambda: folders.begin(save, iteration))
-        _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
+
+        def make_folder() -> None:
+            folders.begin(save, iteration)
+            (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8")
+
+        def make_index() -> Metadata:
+            write_common(pieces)
+            return index_of(pieces, plans)
+
+        _on_rank_0(config, make_folder)
         with _agreed(config):
             pieces = Pieces(state, folder)
-        plans = pieces.gathered()
-        _on_rank_0(config, lambda: write_common(pieces))
-        index = _on_rank_0(config, lambda: index_of(pieces, plans))
+        with phases.waiting():
+            plans = pieces.gathered()
+        index = _on_rank_0(config, make_index)
         # Agreed: if one rank cannot fork, the others end their processes.
         with _agreed(config):
             self.pending = BackgroundWrite(config, iteration, pieces, index)
@@ -123,7 +118,7 @@ class CheckpointWriter:
             agree(self.config, pending.error)
             if pending.thread is None:
                 written = _gathered(pending.written)
-                _on_rank_0(self.config, lambda: write_index(pending.folder, _present(pending.index), written))
+                _on_rank_0(self.config, lambda: write_index(pending.folder, pending.index, written))
                 pending.start_digests(_names(self.config, pending.folder))
                 return
             digests = {name: digest for share in _gathered(pending.digests) for name, digest in share.items()}
@@ -174,7 +169,8 @@ def _names(config: RunConfig, folder: Path) -> list[str]:
 
 def _gathered(own: T) -> list[T]:
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, own)
+    with phases.waiting():
+        dist.all_gather_object(shares, own)
     return shares
 
 
@@ -184,37 +180,18 @@ def _on_rank_0(config: RunConfig, work: Callable[[], T]) -> T | None:
         return work() if dist.get_rank() == 0 else None
 
 
-@contextmanager
-def _agreed(config: RunConfig) -> Iterator[None]:
-    """Agree on failures inside.
-
-    Raises:
-        AgreedError: on every rank if any failed.
-    """
-    error = None
-    try:
-        yield
-    except AgreedError:
-        raise
-    except _FAILURES as problem:
-        error = reason_of(problem)
-    agree(config, error)
+def _agreed(config: RunConfig) -> AbstractContextManager[None]:
+    """Agree on failures of writing inside the block; AgreedError on every rank if any failed."""
+    return failing_together(config, _FAILURES, reason_of)
 
 
-def _present(index: Metadata | None) -> Metadata:
-    """Return the index, which rank 0 has."""
-    if index is None:
-        raise ValueError("the index of a checkpoint is on rank 0 alone")
-    return index
-
-
-def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str = "the", rate: str = "--lr") -> None:
+def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str, rate: str) -> None:
     """Refuse, on every rank, a model with a weight that is not finite: later runs would start from it."""
     bad = [name for chunk in model for name, weight in chunk.named_parameters() if not torch.isfinite(weight).all()]
-    agree(
-        config,
+    error = (
         f"{whose} weight {bad[0].removeprefix('module.')} is not finite after step {iteration}: this model is not "
         f"saved; go on from an older checkpoint with a lower {rate}"
         if bad
-        else None,
+        else None
     )
+    agree(config, error)

@@ -13,6 +13,7 @@ from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_optimizer
+from megatron_rc.launch.training.trained_model import TrainedModel
 
 # Flags by the schedule's names for them; and the names that a constant learning rate does not use.
 _SCHEDULE = {
@@ -32,16 +33,16 @@ _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def check_schedule(
-    where: str,
-    config: RunConfig,
-    scheduler: Any,
-    optimizer: Any,
-    loaded: dict[str, Any],
-    flags: Mapping[str, str],
+    where: str, config: RunConfig, trained: TrainedModel, loaded: dict[str, Any], flags: Mapping[str, str]
 ) -> None:
     """Refuse flags that differ from the checkpoint, unless a flag says which of the two counts.
 
-    ``flags``: names of a critic's flags by the policy's names.
+    Args:
+        where: the folder and the checkpoint, for the message.
+        config: of the run.
+        trained: the model with this run's optimizer and schedule.
+        loaded: the checkpoint's ``optimizer`` and ``opt_param_scheduler``.
+        flags: names of a critic's flags by the policy's names.
 
     Raises:
         AgreedError: names the flag, both values and the remedies; every rank has read the same.
@@ -49,7 +50,7 @@ def check_schedule(
     files = config.checkpoints
     if files.override_opt_param_scheduler or files.use_checkpoint_opt_param_scheduler:
         return
-    for name, own, before in _differences(scheduler, optimizer, loaded):
+    for name, own, before in _differences(trained, loaded):
         default = " (by default --train-iters)" if name == "lr_decay_iters" else ""
         words = flag(flags.get(name, name))
         remedy = "give the same"
@@ -64,24 +65,21 @@ def check_schedule(
         )
 
 
-def load_optimizer_and_schedule(config: RunConfig, optimizer: Any, scheduler: Any, loaded: dict[str, Any]) -> None:
+def load_optimizer_and_schedule(config: RunConfig, trained: TrainedModel, loaded: dict[str, Any]) -> None:
     """Load both, with the checkpoint's learning rates, or by flag with this run's."""
+    optimizer, scheduler = trained.optimizer, trained.scheduler
     override = config.checkpoints.override_opt_param_scheduler
     own = [_some(group, (*_RATES, *_GROUP)) for group in optimizer.param_groups]
-    _take_rates(optimizer.param_groups, _groups(loaded["optimizer"]))
+    # Since 0.19 Megatron looks for a group with equal rates.
+    rates = {_kind(group): _some(group, _RATES) for group in _groups(loaded["optimizer"])}
+    for group in optimizer.param_groups:
+        group.update(rates.get(_kind(group), {}))
     load_optimizer(optimizer, loaded["optimizer"])
     if override:
         for group, values in zip(optimizer.param_groups, own, strict=True):
             group.update(values)
     scheduler.override_opt_param_scheduler, scheduler.use_checkpoint_opt_param_scheduler = override, not override
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
-
-
-def _take_rates(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Give each group the checkpoint's rates: since 0.19 Megatron looks for a group with equal rates."""
-    rates = {_kind(group): _some(group, _RATES) for group in before}
-    for group in groups:
-        group.update(rates.get(_kind(group), {}))
 
 
 def _kind(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -93,19 +91,16 @@ def _some(group: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: group[name] for name in names if name in group}
 
 
-def _differences(scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(trained: TrainedModel, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (flag, this run's value, the checkpoint's value) of each difference."""
-    before = loaded["opt_param_scheduler"]
-    unused = _UNUSED.get(scheduler.lr_decay_style, ()) if before["lr_decay_style"] == scheduler.lr_decay_style else ()
-    for name, option in _SCHEDULE.items():
-        own = getattr(scheduler, name)
-        if name not in unused and own != before[name]:
-            yield option, own, before[name]
+    own, before = trained.scheduler, loaded["opt_param_scheduler"]
+    unused = _UNUSED.get(own.lr_decay_style, ()) if before["lr_decay_style"] == own.lr_decay_style else ()
+    pairs = [(option, getattr(own, name), before[name]) for name, option in _SCHEDULE.items() if name not in unused]
+    mine = trained.optimizer.param_groups[0]
     for group in _groups(loaded["optimizer"])[:1]:
-        for name, options in _GROUP.items():
-            if name in group and name in optimizer.param_groups[0]:
-                pairs = zip(options, _values(optimizer.param_groups[0][name]), _values(group[name]), strict=True)
-                yield from ((option, own, kept) for option, own, kept in pairs if own != kept)
+        for name in (name for name in _GROUP if name in group and name in mine):
+            pairs += zip(_GROUP[name], _values(mine[name]), _values(group[name]), strict=True)
+    yield from (pair for pair in pairs if pair[1] != pair[2])
 
 
 def _groups(state: Any) -> list[dict[str, Any]]:

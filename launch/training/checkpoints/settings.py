@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder, latest_iteration
 
@@ -23,10 +24,9 @@ def settings_text(config: RunConfig) -> str:
 def settings_beside(folder: Path) -> dict[str, Any]:
     """Return the sections beside one checkpoint; empty if the file is missing or damaged."""
     try:
-        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        return _sections(folder / SETTINGS)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if _are_sections(found) else {}
 
 
 def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
@@ -39,21 +39,20 @@ def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[
     Raises:
         ValueError: there is no such checkpoint, or it was written without settings, or they cannot be read.
     """
-    if iteration is None:
-        iteration = latest_iteration(load)
-    if iteration is None:
+    number = latest_iteration(load) if iteration is None else iteration
+    if number is None:
         raise ValueError(f"{load} holds no checkpoint ({TRACKER} is missing): name another folder")
-    path = iteration_folder(load, iteration) / SETTINGS
+    path = iteration_folder(load, number) / SETTINGS
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return _sections(path)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing: checkpoint {iteration} says nothing of its model") from error
+        raise ValueError(f"{path} is missing: checkpoint {number} says nothing of its model") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
-    if not _are_sections(found):
-        raise ValueError(f"{path} cannot be read (expected one object for each section)")
-    return dict(found)
+        raise ValueError(f"{path} cannot be read ({one_line(error)})") from error
 
 
-def _are_sections(found: Any) -> bool:
-    return isinstance(found, dict) and all(value is None or isinstance(value, dict) for value in found.values())
+def _sections(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not all(value is None or isinstance(value, dict) for value in found.values()):
+        raise ValueError("expected one object for each section")
+    return found

@@ -12,29 +12,28 @@ import io
 import logging
 import pickle
 import re
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_rc.launch.errors import one_line
+
 ENTRY = "an entry of a .distcp file"
 _CHECKPOINT = "torch.distributed.checkpoint"
-# The classes of PyTorch's index, and of the plans that older versions of Megatron add to it.
+# The classes of PyTorch's index, and of the plans that older versions of Megatron add to it, by their modules.
 _ALLOWED = {
-    **dict.fromkeys(
-        (
-            "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
-            "TensorStorageMetadata _MEM_FORMAT_ENCODING"
-        ).split(),
-        f"{_CHECKPOINT}.metadata",
-    ),
-    **dict.fromkeys("SavePlan TensorWriteData WriteItem WriteItemType".split(), f"{_CHECKPOINT}.planner"),
-    "_StorageInfo": f"{_CHECKPOINT}.filesystem",
-    "_get_layout": "torch.serialization",
-    "OrderedDict": "collections",
-    "Size": "torch",
+    f"{_CHECKPOINT}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    f"{_CHECKPOINT}.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
+    f"{_CHECKPOINT}.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict",
+    "torch": "Size",
 }
+_KINDS = (torch.dtype, torch.layout, torch.memory_format)
 _log = logging.getLogger("megatron_rc")
 
 # Python's own unpickler: each operation of a pickle is a method, which can be replaced. The one in C has no methods.
@@ -52,7 +51,9 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class if an index can contain it."""
-        if _ALLOWED.get(name) == module or (module == "torch" and _is_dtype(name)):
+        if name in _ALLOWED.get(module, "").split() or (
+            module == "torch" and isinstance(getattr(torch, name, None), _KINDS)
+        ):
             return super().find_class(module, name)
         # A path in its own module: PosixPath moved between Python's versions.
         if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
@@ -73,10 +74,6 @@ def _path(*parts: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
 
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format)
-
-
 def read_index(path: Path) -> Metadata:
     """Read PyTorch's index of a checkpoint.
 
@@ -85,13 +82,16 @@ def read_index(path: Path) -> Metadata:
     """
     try:
         with path.open("rb") as file:
-            return _load_index(file)
+            return _checked_index(_IndexUnpickler(file).load())
     except FileNotFoundError as error:
         raise UnsafeFileError(f"{path.name} is missing") from error
     except UnsafeFileError as error:
         raise UnsafeFileError(f"{path.name} {error}") from error
     except OSError as error:
         raise UnsafeFileError(f"{path.name} cannot be read ({error.strerror})") from error
+    except Exception as error:  # a damaged pickle may call allowed classes with arbitrary arguments
+        reason = f"{type(error).__name__}: {one_line(error, most=160)}"
+        raise UnsafeFileError(f"{path.name} cannot be read ({reason})") from error
 
 
 def load_plain(file: Path | io.BytesIO, name: str) -> Any:
@@ -133,55 +133,35 @@ def refusal(name: str, error: BaseException) -> UnsafeFileError:
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found:
         return UnsafeFileError(f"{name} names {found[1]}, which has no place in a checkpoint: nothing of it was run")
-    return UnsafeFileError(f"{name} cannot be read ({_one_line(error)})")
+    return UnsafeFileError(f"{name} cannot be read ({one_line(error, most=160)})")
 
 
 def _without_pickle(value: Any) -> Any:
-    """Return the value, or None for the pickled state of a Transformer Engine layer."""
-    content = value.getvalue() if isinstance(value, io.BytesIO) else b""
-    is_pickle = bool(content) or (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() > 0)
-    if not is_pickle:
+    """Return the value, or None for the pickled state of a Transformer Engine layer: bytes, or a tensor of bytes."""
+    is_stream = isinstance(value, io.BytesIO) and bool(value.getbuffer())
+    if not is_stream and not (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel()):
         return value
-    try:
-        if content and load_plain(io.BytesIO(content), ENTRY) is None:
+    with suppress(UnsafeFileError):
+        if is_stream and load_plain(value, ENTRY) is None:
             return None
-    except UnsafeFileError:
-        pass
     _log.warning("the checkpoint holds fp8 state of Transformer Engine's layers, which is a pickle and is not read")
     return None
 
 
-def _load_index(file: IO[bytes]) -> Metadata:
-    try:
-        index = _IndexUnpickler(file).load()
-    except UnsafeFileError:
-        raise
-    except Exception as error:  # a damaged pickle may call allowed classes with arbitrary arguments
-        raise UnsafeFileError(f"cannot be read ({type(error).__name__}: {_one_line(error)})") from error
-    return _checked_index(index)
-
-
 def _checked_index(index: Any) -> Metadata:
     """Return the index if its entries have the right form and lie inside the checkpoint's folder."""
-    entries, names = (getattr(index, name, None) for name in ("storage_data", "state_dict_metadata"))
-    if not isinstance(index, Metadata) or not isinstance(entries, dict) or not _is_mapping(names):
+    entries, names = getattr(index, "storage_data", None), getattr(index, "state_dict_metadata", None)
+    if not isinstance(index, Metadata) or not isinstance(entries, dict) or not isinstance(names, dict):
+        raise UnsafeFileError("is no index of a checkpoint")
+    if not all(isinstance(name, str) for name in names):
         raise UnsafeFileError("is no index of a checkpoint")
     for entry in entries.values():
         name = getattr(entry, "relative_path", None)
         numbers = getattr(entry, "offset", None), getattr(entry, "length", None)
         if not isinstance(name, str) or not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise UnsafeFileError("is no index of a checkpoint")
-        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        if not name or name in (".", "..") or set(name) & set("/\\\0"):
             raise UnsafeFileError(f"names {name!r}, which is no file of the checkpoint's own folder")
         if getattr(entry, "transform_descriptors", None):
             raise UnsafeFileError("asks for transforms of its files, which are not known")
     return index
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) < 160 else f"{text[:160]} …"

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.training.checkpoints.reading import COMMON_ENTRY, COMMON_FILE, sizes_of
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -37,7 +38,7 @@ class Pieces(DefaultSavePlanner):
     Attributes:
         common: values that all ranks share; None: they are a piece.
 
-    Collectives: those of Megatron's check that every piece has one owner.
+    Collectives: Megatron's check that every piece has one owner.
     """
 
     def __init__(self, state: dict[str, Any], folder: Path) -> None:
@@ -123,8 +124,7 @@ def reason_of(error: BaseException) -> str:
     """Return the cause of an error as one line; for the file system's errors the file and its reason."""
     if isinstance(error, OSError) and error.strerror:
         return f"{Path(str(error.filename)).name}: {error.strerror}" if error.filename else error.strerror
-    text = " ".join(str(error).split())
-    return text if len(text) < 300 else f"{text[:300]} …"
+    return one_line(error)
 
 
 def _writer(folder: Path) -> FileSystemWriter:

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_rc.launch.rewards import rewarder as module
 from megatron_rc.launch.rewards.outcome import MAX_COMPONENTS, Outcome
-from megatron_rc.launch.rewards.overlong_penalty import penalised
-from megatron_rc.launch.rewards.rewarder import Rewarder, RewardError, Rewards
+from megatron_rc.launch.rewards.rewarder import Rewarder, RewardError, Rewards, penalised
 from megatron_rc.launch.tasks import Problem
 from tests.support.recorded_training import flags, run_config
 
