@@ -8,6 +8,7 @@ last line of the output says the reason of every code except 0.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 # Until torchrun listens for it, Ctrl-C ends this process without a traceback, while modules load too.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Modules make many objects and little garbage: looking for it takes a tenth of the launcher's start.
+    gc.disable()
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure, processes_meant
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     """Run the module on every rank; end the process with the code and the sentence above."""
     # Rank 0 comes to the same warnings.
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
+    gc.enable()
     given = sys.argv[1:] if argv is None else argv
     try:
         outcome = run_ranks(torchrun_arguments(given, module))

@@ -342,8 +342,7 @@ class SequenceLayout:
         return [cuts[length] for length in self.full_lengths]
 
     def _flat_index(self, rank: int) -> Tensor:
-        pieces, start = [torch.empty(0, dtype=torch.int64)], 0
-        for length, positions in zip(self.full_lengths, self._positions(rank), strict=True):
-            pieces.append(positions + start)
-            start += length
-        return torch.cat(pieces)
+        """[t/cp] int64: index of each token of ``rank`` among all tokens of the whole sequences, on the CPU."""
+        lengths = torch.tensor(self.full_lengths, dtype=torch.int64)
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths // self.cp_size)
+        return torch.cat([starts.new_empty(0), *self._positions(rank)]) + starts

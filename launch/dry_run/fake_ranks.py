@@ -89,7 +89,6 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
 
     from megatron_rc.launch.training import local_layers
 
-    caches = (local_layers._zigzag_mask, local_layers._packed_mask)
     with contextlib.ExitStack() as stack:
         # No random numbers are drawn, so Megatron need not save the generator's state.
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()))
@@ -99,8 +98,8 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
             stack.enter_context(mock.patch.object(local_layers, "group_size", return_value=1))
         elif config.training.rl_use_sequence_packing:
             functional = torch.nn.functional
-            masked = _with_mask(functional.scaled_dot_product_attention)
-            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", masked))
+            joined = _joined(functional.scaled_dot_product_attention)
+            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", joined))
         if not config.launch.on_cpu:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _rms_norm))
             if config.latent is not None:
@@ -114,8 +113,7 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
             yield
         finally:
             # Cached tensors have no memory: drop them before a real run in this process finds them.
-            for cache in caches:
-                cache.cache_clear()
+            local_layers._zigzag_mask.cache_clear()
             get_moe_layer_wise_logging_tracker().clear()
 
 
@@ -128,12 +126,11 @@ def _evenly_chosen(share: float) -> Any:
     return masked_select
 
 
-def _with_mask(attention: Any) -> Any:
-    """Attention over packed sequences: with a mask that separates them."""
+def _joined(attention: Any) -> Any:
+    """Attention over packed sequences: each has an output of its own, and a copy joins them."""
 
-    def run(query: Tensor, key: Tensor, value: Tensor, *, scale: float, enable_gqa: bool, **_: Any) -> Any:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-        return attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs).clone()
 
     return run
 

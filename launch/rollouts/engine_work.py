@@ -36,6 +36,7 @@ class EngineWaits:
         self.config, self.replica, self.is_engine_rank = config, replica, is_engine_rank
         self.seconds = 60 * config.launch.rollout_wait_minutes
         self.meetings = 0
+        self._known = list[str]()
         self._store: Any = None
         if dist.get_world_size() > 1:
             store = _get_default_store()
@@ -65,8 +66,9 @@ class EngineWaits:
     def _missing(self) -> list[str]:
         """Replicas whose engine still works."""
         replicas = [str(replica) for replica in range(self.config.data_parallel_size)]
-        known = [replica for replica in replicas if self._store.check([replica])]
-        told = dict(zip(known, self._store.multi_get(known), strict=True)) if known else {}
+        # A key stays, so that most looks are one question to the store.
+        self._known += [replica for replica in replicas if replica not in self._known and self._store.check([replica])]
+        told = dict(zip(self._known, self._store.multi_get(self._known), strict=True)) if self._known else {}
         return [replica for replica in replicas if int(told.get(replica, 0)) < self.meetings]
 
 

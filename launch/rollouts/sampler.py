@@ -161,15 +161,16 @@ class RolloutSampler:
         self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample], rewards: Sequence[float], first_prompt: int
     ) -> RolloutBatch:
         rows, length = len(samples), self.config.training.seq_length
+        starts = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
+        ends = starts + torch.tensor([len(sample.token_ids) for sample in samples]).unsqueeze(1)
+        position = torch.arange(length)
+        used = position < ends
+        mask = used & (position >= starts)
+        both = zip(prompts, samples, strict=True)
         tokens = torch.full((rows, length), self.task.text.pad)
-        mask = torch.zeros(rows, length, dtype=torch.bool)
+        tokens[used] = torch.tensor([token for prompt, sample in both for token in (*prompt, *sample.token_ids)])
         log_probs = torch.zeros(rows, length)
-        for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-            end = len(prompt) + len(sample.token_ids)
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-            tokens[row, len(prompt) : end] = torch.tensor(sample.token_ids)
-            mask[row, len(prompt) : end] = True
-            log_probs[row, len(prompt) : end] = torch.tensor(sample.log_probs)
+        log_probs[mask] = torch.tensor([value for sample in samples for value in sample.log_probs])
         group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_prompt
         return RolloutBatch(
             tokens=tokens,

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rc.launch.environment import environment
@@ -21,6 +22,7 @@ Distributions = Mapping[str, Distribution]
 
 WANDB_ID = "wandb-id.txt"
 _TIMERS = ("-time", "-share")
+_QUANTILE = re.compile(r"_p\d\d$")
 # Limit for Weights & Biases to upload the rest at the end of a run; `wandb sync` can do it later.
 _UPLOAD_SECONDS = 120.0
 # Charts of TensorBoard's tab "Custom Scalars"; TensorBoard matches the expressions at the start of names.
@@ -58,9 +60,13 @@ class TensorBoard:
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
         """Log a step; quantiles of a metric with a histogram are left out, because "Distributions" draws them."""
-        for name, value in metrics.items():
-            if re.sub(r"_p\d\d$", "", name) not in distributions:
-                self.writer.add_scalar(in_section(name), value, step)
+        values = [
+            Summary.Value(tag=in_section(name), simple_value=value)
+            for name, value in metrics.items()
+            if _QUANTILE.sub("", name) not in distributions
+        ]
+        # One event for all of them: with add_scalar, each has an event and waits for the writer's lock.
+        self.writer.file_writer.add_summary(Summary(value=values), step)
         for name, (edges, counts) in distributions.items():
             centres = [(low + high) / 2 for low, high in pairwise(edges)]
             self.writer.add_histogram_raw(

@@ -8,6 +8,7 @@ logs one line. Runs on GPUs never import this module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +31,51 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites the device of every torch function call from CUDA to the CPU."""
+def _made_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the CPU instead of a CUDA device and without pinned memory in its keyword arguments."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers group parameters by these names.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to:
-            args = tuple(torch.device("cpu") if _is_cuda(argument) else argument for argument in args)
-        if kwargs and ("device" in kwargs or "pin_memory" in kwargs):
-            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            kwargs.pop("pin_memory", None)
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = torch.device("cpu")
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _stays(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand-in for ``Tensor.cuda``."""
+    return tensor
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand-in for ``Tensor.to``."""
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = torch.device("cpu")
+    return torch._C.TensorBase.to(tensor, *(torch.device("cpu") if _is_cuda(one) else one for one in args), **kwargs)
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Stand-in for ``Tensor.type``: the optimizers group parameters by the names of CUDA tensors."""
+    found = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
+def _tensor_replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Replacements for functions that make or move tensors; see :func:`_replacements`.
+
+    A ``TorchFunctionMode`` would be shorter, but every call of torch would pass through it: a tenth of a small step.
+    """
+    # The cache of _device_constructors must hold torch's own functions.
+    made = {function.__name__ for function in _device_constructors()}
+    made |= {name for name in dir(torch) if name.endswith("_like")}
+    for owner, names in ((torch, made), (Tensor, {name for name in dir(Tensor) if name.startswith("new_")})):
+        for name in sorted(names):
+            if hasattr(owner, name):
+                yield owner, name, _made_on_cpu(getattr(owner, name))
+    yield from ((Tensor, "cuda", _stays), (Tensor, "to", _to), (Tensor, "type", _type))
 
 
 class _Stream:
@@ -164,8 +192,7 @@ def cpu_backend() -> Iterator[None]:
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
     with contextlib.ExitStack() as stack:
         # Import all modules first, before any replacement is active.
-        for owner, attribute, stand_in in list(_replacements()):
+        for owner, attribute, stand_in in [*_replacements(), *_tensor_replacements()]:
             create = attribute in _MAY_BE_MISSING
             stack.enter_context(mock.patch.object(owner, attribute, stand_in, create=create))
-        stack.enter_context(_CudaMeansCpu())
         yield

@@ -6,7 +6,6 @@ support both exactly, on any device.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -159,19 +158,30 @@ class LocalAttention(torch.nn.Module):
         values may differ. ``attention_mask`` is ignored, because the mask is causal and padding is on the right.
         Returns [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
         """
-        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
-        grouped, packed = query.shape[-2] != key.shape[-2], query.dim() == 3
-        mask = None
-        if packed:
-            if packed_seq_params is None or packed_seq_params.layout is None:
-                raise ValueError("packed tokens need packed_seq_params=PackedTokens.of(layout)")
-            mask = _packed_mask(packed_seq_params.layout, query.device)
-            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        elif size > 1:
-            mask = _zigzag_mask(query.shape[0], rank, size, query.device)
+        size = group_size(self.cp_group)
         if size > 1:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             key, value = gather(key, group=self.cp_group), gather(value, group=self.cp_group)
+        if query.dim() == 4:
+            return self._attend(query, key, value).flatten(2)
+        if packed_seq_params is None or packed_seq_params.layout is None:
+            raise ValueError("packed tokens need packed_seq_params=PackedTokens.of(layout)")
+        # One by one: a mask over all packed tokens would compute the products of different sequences too.
+        layout = packed_seq_params.layout
+        lengths = [length // layout.cp_size for length in layout.full_lengths]
+        gathered = [values.unflatten(0, (size, -1)).split(lengths, dim=1) for values in (key, value)]
+        attended = [
+            self._attend(query.unsqueeze(1), *(part.flatten(0, 1).unsqueeze(1) for part in keys_and_values)).squeeze(1)
+            for query, *keys_and_values in zip(query.split(lengths), *gathered, strict=True)
+        ]
+        return torch.cat(attended).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of padded sequences: [s/cp, b, heads/tp, d], from the keys and values [s, b, groups/tp, d]."""
+        size = group_size(self.cp_group)
+        mask = None
+        if size > 1:
+            mask = _zigzag_mask(query.shape[0], group_rank(self.cp_group), size, query.device)
         output = torch.nn.functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -179,24 +189,13 @@ class LocalAttention(torch.nn.Module):
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=grouped,
+            enable_gqa=query.shape[2] != key.shape[2],
         )
-        joined = output.permute(2, 0, 1, 3).flatten(2)
-        return joined.squeeze(1) if packed else joined
+        return output.permute(2, 0, 1, 3)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _zigzag_mask(local_length: int, rank: int, size: int, device: torch.device) -> Tensor:
     """[s/cp, s], True if this rank's query sees the gathered key; keys are in rank order."""
     positions = [shard_positions(local_length * size, each, size) for each in range(size)]
     return (positions[rank].unsqueeze(1) >= torch.cat(positions).unsqueeze(0)).to(device)
-
-
-@functools.lru_cache(maxsize=4)
-def _packed_mask(layout: SequenceLayout, device: torch.device) -> Tensor:
-    """[t/cp, t], True if this rank's query sees the gathered key, which must be of its own sequence."""
-    ranks = [dataclasses.replace(layout, cp_rank=rank) for rank in range(layout.cp_size)]
-    positions = torch.cat([each.positions() for each in ranks])
-    sequences = layout.sequence_index.repeat(layout.cp_size)
-    same = layout.sequence_index.unsqueeze(1) == sequences.unsqueeze(0)
-    return (same & (layout.positions().unsqueeze(1) >= positions.unsqueeze(0))).to(device)

@@ -9,6 +9,7 @@ carry the pairs itself: add the sums, take the maxima. No function writes into i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,6 +192,15 @@ def empty_header(
     config: RolloutCorrectionConfig, counts: AgreedCounts, device: torch.device | None = None
 ) -> BatchHeader[Tensor]:
     """The header of a rank without a sequence: its form is the one of every rank. Collectives: none."""
+    # The form depends on whether there is a version, not on its number, which changes in each step.
+    version = None if counts.current_version is None else 0
+    return _empty_header(config, dataclasses.replace(counts, current_version=version), device)
+
+
+@functools.lru_cache(maxsize=16)
+def _empty_header(
+    config: RolloutCorrectionConfig, counts: AgreedCounts, device: torch.device | None
+) -> BatchHeader[Tensor]:
     floats, ids = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     log_probs = floats.view(0, 1)
     inputs = AnyInputs(

@@ -37,6 +37,13 @@ def test_counts_that_change_every_step_move_nothing():
     assert lengths == [lengths[0], lengths[0], lengths[0] + 6]
 
 
+def test_the_version_of_the_weights_needs_no_new_header():
+    """A stage without log-probs asks for one in every plan."""
+    config, third, fourth = RolloutCorrectionConfig(), AgreedCounts(current_version=3), AgreedCounts(current_version=4)
+    assert empty_header(config, third) is empty_header(config, fourth)
+    assert empty_header(config, third) is not empty_header(config, AgreedCounts())
+
+
 @dataclass(frozen=True)
 class Inner:
     some: Tensor | None

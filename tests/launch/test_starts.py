@@ -1,5 +1,6 @@
 """Ranks that torchrun starts again, with the store that it keeps."""
 
+import gc
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rc.launch.distributed import _store_of_this_start
+from megatron_rc.launch.train_ppo import _collect_garbage_again
 from tests.support.paths import ROOT
 
 
@@ -22,6 +24,22 @@ def agents_store(monkeypatch):
     for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
     return server
+
+
+def test_garbage_is_collected_again_after_a_start():
+    """What was made until then is passed over; a process that collects all the time is left alone."""
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    _collect_garbage_again()
+    assert gc.get_freeze_count() == frozen
+    gc.disable()
+    try:
+        _collect_garbage_again()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def test_each_start_has_keys_of_its_own(agents_store, monkeypatch):
