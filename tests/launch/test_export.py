@@ -347,14 +347,8 @@ FROM = ["--load", "{home}/llama3-checkpoints", "--save-hf"]
             "is a file: name a directory",
         ),
         ([*FROM, "{tmp}/out", "--bf16"], "unrecognized arguments: --bf16"),
-        (
-            [*FROM, "{tmp}/out", "--ckpt-step=4"],
-            "holds no checkpoint 4; there are 3",
-        ),
-        (
-            [*FROM, "{tmp}/out", "--tokenizer-model=x"],
-            "had one token a char",
-        ),
+        ([*FROM, "{tmp}/out", "--ckpt-step=4"], "holds no checkpoint 4; there are 3"),
+        ([*FROM, "{tmp}/out", "--tokenizer-model=x"], "had one token a char"),
     ],
 )
 def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words, message):

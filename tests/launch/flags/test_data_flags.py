@@ -102,10 +102,7 @@ def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
     [
         (["--eval-data", "B"], "--eval-data .*b.jsonl .*--eval-interval"),
         (["--eval-interval=2"], "--eval-interval 2 .*--eval-data"),
-        (
-            ["--eval-interval=2", "--eval-data", "B", "--eval-problems=5"],
-            "--eval-data .*4 .*5",
-        ),
+        (["--eval-interval=2", "--eval-data", "B", "--eval-problems=5"], "--eval-data .*4 .*5"),
         (["--eval-interval=2", "--eval-data", "1", "B"], "--eval-data 1 .*b.jsonl"),
         (["--input-key=question"], r"a.jsonl, line 1 .*'question'.*'prompt', 'label'"),
         (["--label-key=answer"], r"a.jsonl, line 1 .*'answer'"),
@@ -113,10 +110,7 @@ def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
         (["--overlong-prompts=keep"], "overlong-prompts: .*'keep'"),
         (["--max-response-length=64"], "--max-response-length 64 .*--seq-length 64"),
         (["--max-response-length=56", "--overlong-prompts=error"], None),
-        (
-            ["--max-response-length=57", "--overlong-prompts=error"],
-            "line 1 .* 8 tokens.*--seq-len",
-        ),
+        (["--max-response-length=57", "--overlong-prompts=error"], "line 1 .* 8 tokens.*--seq-len"),
         (["--max-response-length=57"], " 8 tokens"),
         (["--apply-chat-template"], "--apply-chat-template .*--tokenizer-model"),
     ],

@@ -68,18 +68,9 @@ def test_the_file_that_a_run_leaves_names_them_too(tmp_path, words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            [f"--policy-loss={USER}:SEQ_MIN"],
-            r"^--policy-loss \S+ .*Criterion.*Objective",
-        ),
-        (
-            [f"--rollout-rs={USER}:GOOD_ONLY"],
-            r"^--rollout-rs \S+ .*Objective.*Criterion",
-        ),
-        (
-            [f"--rollout-rs={USER}:TAKEN"],
-            r"^--rollout-rs \S+: .*'token_k3'",
-        ),
+        ([f"--policy-loss={USER}:SEQ_MIN"], r"^--policy-loss \S+ .*Criterion.*Objective"),
+        ([f"--rollout-rs={USER}:GOOD_ONLY"], r"^--rollout-rs \S+ .*Objective.*Criterion"),
+        ([f"--rollout-rs={USER}:TAKEN"], r"^--rollout-rs \S+: .*'token_k3'"),
         ([f"--rollout-rs=token_k1,{USER}:NO"], r"^--rollout-rs python:\S+:NO: "),
         (["--loss-type=python:nowhere:X"], r"^--loss-type python:nowhere:X: .*nowhere"),
         (["--policy-loss=ppo"], r"^--policy-loss: .*'ppo'.*ppo_clip, reinforce"),

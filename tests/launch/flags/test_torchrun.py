@@ -40,7 +40,7 @@ def test_torchruns_own_flags_reach_it_in_either_spelling(tmp_path):
         *("--rdzv-id=7", "--log-dir=logs", "--tee=3", "--role=trainer"),
     ]
     assert handed_on(tmp_path, "--rdzv_endpoint=a:1", "--nnodes=2") == [
-        *("--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint=a:1"),
+        *("--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint=a:1")
     ]
     assert handed_on(tmp_path, "--standalone", "--log_dir=logs") == [
         *("--nproc-per-node", "1", "--standalone", "--log-dir=logs")

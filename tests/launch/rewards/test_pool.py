@@ -179,10 +179,7 @@ def test_a_task_scores_in_a_worker_by_its_own_rule():
             r"broken\.py\", line 2 in <module>.*\n--reward \S+ is not loaded after 0\.4 s$",
         ),
         ("import os\nos._exit(5)\n", r"ended its process with exit code 5 while it was loaded$"),
-        (
-            "1 / 0\n",
-            r"^Traceback.*line 1.*\n--reward \S+: broken cannot be imported, it raises ZeroDivisionError: .*$",
-        ),
+        ("1 / 0\n", r"^Traceback.*line 1.*\n--reward \S+: broken cannot be imported, it raises ZeroDivisionError: .*$"),
         ("score = 3\n", r"is of type int: name a function$"),
         ("class score: pass\n", r"is a class: name a function$"),
     ],

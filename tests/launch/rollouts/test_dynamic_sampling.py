@@ -119,10 +119,7 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ["--dynamic-sampling=2", "--grpo-group-size=1", "--grpo-prompts-per-step=16"],
-            "--grpo-group-size 1",
-        ),
+        (["--dynamic-sampling=2", "--grpo-group-size=1", "--grpo-prompts-per-step=16"], "--grpo-group-size 1"),
         (["--dynamic-sampling=-1"], "--dynamic-sampling -1 must be 0 or more"),
     ],
 )

@@ -397,10 +397,7 @@ def test_only_sampled_tokens_have_a_version():
     ("more", "message"),
     [
         (["--rollout-staleness=-1"], "--rollout-staleness -1 must be 0 or more"),
-        (
-            ["--rollout-staleness=3"],
-            "--rollout-staleness 3 .* 2 optimizer steps",
-        ),
+        (["--rollout-staleness=3"], "--rollout-staleness 3 .* 2 optimizer steps"),
         (["--rollout-staleness=1.5"], "argument --rollout-staleness: invalid int value"),
     ],
 )

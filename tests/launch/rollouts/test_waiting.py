@@ -83,10 +83,7 @@ def test_a_signal_ends_a_long_rollout_and_keeps_the_steps(ranks, tmp_path, signa
 
 @pytest.mark.parametrize(
     ("error", "sentence"),
-    [
-        (None, "it did not end in 0.02 minutes (--rollout-wait-minutes)"),
-        ("no answer in 60 s", "no answer in 60 s"),
-    ],
+    [(None, "it did not end in 0.02 minutes (--rollout-wait-minutes)"), ("no answer in 60 s", "no answer in 60 s")],
     ids=["too-slow", "dead"],
 )
 def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, error, sentence):

@@ -334,14 +334,8 @@ def test_equal_rewards_have_no_advantage_when_they_are_scaled(kind):
             ["--advantage-estimator=remax", "--advantage-scope=accepted"],
             "--advantage-scope accepted does nothing with --advantage-estimator remax",
         ),
-        (
-            ["--advantage-scope=accepted", "--rollout-correction-preset=disabled"],
-            "--rollout-rs",
-        ),
-        (
-            ["--advantage-scope=accepted", "--rollout-correction-preset=bypass_ppo_clip"],
-            "--bypass-mode",
-        ),
+        (["--advantage-scope=accepted", "--rollout-correction-preset=disabled"], "--rollout-rs"),
+        (["--advantage-scope=accepted", "--rollout-correction-preset=bypass_ppo_clip"], "--bypass-mode"),
     ],
 )
 def test_flags_that_come_to_nothing_are_refused(tmp_path, more, message):

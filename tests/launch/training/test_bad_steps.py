@@ -247,9 +247,7 @@ def run_flat(words, flat, alone):
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"),
-    [(Layout(pp=2, dp=2), []), (Layout(cp=2, dp=2), ["--bypass-mode"])],
-    ids=["decoupled", "bypass"],
+    ("layout", "more"), [(Layout(pp=2, dp=2), []), (Layout(cp=2, dp=2), ["--bypass-mode"])], ids=["decoupled", "bypass"]
 )
 def test_a_step_without_an_advantage_on_any_rank_leaves_the_optimizer_alone(ranks, tmp_path, layout, more):
     """It is counted over a resume, and is no step that may end the run."""

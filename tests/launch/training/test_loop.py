@@ -251,11 +251,7 @@ PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
 @pytest.mark.parametrize("why", ["rejected", "bad"])
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [
-        (Layout(pp=2), []),
-        (Layout(pp=2), [*BYPASS, *PACKED]),
-        (Layout(cp=2), [*BYPASS, "--calculate-per-token-loss"]),
-    ],
+    [(Layout(pp=2), []), (Layout(pp=2), [*BYPASS, *PACKED]), (Layout(cp=2), [*BYPASS, "--calculate-per-token-loss"])],
     ids=["pp2", "pp2-bypass-packed", "cp2-bypass-ptl"],
 )
 def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layout, more, why):
@@ -288,12 +284,7 @@ def train_on_bad_data(words):
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [
-        (Layout(pp=2), []),
-        (Layout(cp=2, tp=2), []),
-        (Layout(pp=2), BYPASS),
-        (Layout(cp=2, tp=2), [*BYPASS, *PACKED]),
-    ],
+    [(Layout(pp=2), []), (Layout(cp=2, tp=2), []), (Layout(pp=2), BYPASS), (Layout(cp=2, tp=2), [*BYPASS, *PACKED])],
     ids=["pp2", "tp2-cp2", "pp2-bypass", "tp2-cp2-bypass-packed"],
 )
 def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more):

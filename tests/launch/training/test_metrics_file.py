@@ -14,12 +14,7 @@ import pytest
 
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training import metrics_file, picture
-from megatron_rc.launch.training.metrics_file import (
-    MetricsFile,
-    last_evaluation,
-    read_rows,
-    read_rows_backwards,
-)
+from megatron_rc.launch.training.metrics_file import MetricsFile, last_evaluation, read_rows, read_rows_backwards
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.series import collect
 from megatron_rc.launch.training.shown import IN_TABLE, table
@@ -97,10 +92,7 @@ def test_a_run_that_is_killed_before_the_tail_is_cut_off_loses_nothing(written):
     written.write_text(text[:begin] + new + text[begin + len(new) :])
     assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
     write(written, 6, {"step": 7, "again": 1})
-    assert [json.loads(line) for line in written.read_text().splitlines()][5:] == [
-        {"step": 6},
-        {"step": 7, "again": 1},
-    ]
+    assert [json.loads(line) for line in written.read_text().splitlines()][5:] == [{"step": 6}, {"step": 7, "again": 1}]
 
 
 def test_rows_backwards_are_the_rows(tmp_path, monkeypatch):

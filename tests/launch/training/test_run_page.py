@@ -173,13 +173,7 @@ def test_names_and_texts_of_any_kind_stay_texts(tmp_path):
     data = json.loads(reader.data)
     assert (data["name"], data["ending"]) == (HOSTILE.replace("\ud800", ""), HOSTILE)
     first, second = data["answers"]["rows"]
-    assert first == {
-        "prompt": f"user: {HOSTILE}",
-        "response": HOSTILE,
-        "label": "{'a': 1}",
-        "reward": 0.5,
-        "error": "",
-    }
+    assert first == {"prompt": f"user: {HOSTILE}", "response": HOSTILE, "label": "{'a': 1}", "reward": 0.5, "error": ""}
     assert second["response"] == "x" * 2000 + " … 3000 more characters"
     assert (second["prompt"], second["reward"], second["error"]) == ("3", None, HOSTILE)
     assert (data["answers"]["file"], data["answers"]["files"]) == ("eval/step-0000002.jsonl", 2)
