@@ -115,6 +115,7 @@ REFUSED = f"""
 --device-memory-gib=8 :: --device-memory-gib 8.0 | --dry-run
 --dry-run --device-memory-gib=0 :: --device-memory-gib 0.0
 --dry-run --print-config :: --dry-run | --print-config
+--tensor-model-parallel-size=2 :: 2 processes, got 1
 """
 
 
@@ -127,9 +128,3 @@ def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, monkeypatch
     sentence = str(caught.value)
     assert [part for part in (parts or words.replace("=", " ")).split(" | ") if part not in sentence] == [], sentence
     assert "\n" not in sentence
-
-
-def test_the_launcher_counts_the_processes_of_all_machines(tmp_path):
-    words = flags(tmp_path, "--tensor-model-parallel-size=2")
-    with pytest.raises(ConfigurationError, match="2 processes, got 1"):
-        torchrun_arguments(words)
