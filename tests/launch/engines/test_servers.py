@@ -361,4 +361,4 @@ def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
         monkeypatch.setenv(name, value)
     with without_torchrun({}):
         assert not [name for name in os.environ if name.startswith(TORCHRUN)]
-    assert {name: os.environ[name] for name in environment} == environment
+    assert {name: os.environ[name] for name in given} == given
