@@ -101,7 +101,7 @@ def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
         check(tmp_path, *DATA, *words)
 
 
-# Words, where B is a file, and the parts of the sentence.
+# Words (B stands for a file), and parts of the sentence.
 REFUSED = """
 --eval-data B :: --eval-data | b.jsonl | --eval-interval
 --eval-interval=2 :: --eval-interval 2 | --eval-data
@@ -136,8 +136,8 @@ def test_the_length_of_a_response_is_given_and_may_leave_just_enough_room(tmp_pa
         configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", *words], 1)
 
 
-def test_labels_are_asked_for_where_a_rule_compares_them(tmp_path):
-    """Neither of rows for a function nor of those of recorded rollouts, which have their rewards."""
+def test_labels_are_required_if_a_rule_compares_them(tmp_path):
+    """Rows for a function need no label, nor do recorded rollouts, which have their rewards."""
     path, folder = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), tmp_path / "records"
     rows, folder_of_rollouts = ["--prompt-data", path], f"--load-rollouts={folder}"
     folder.mkdir()

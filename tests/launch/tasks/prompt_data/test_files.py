@@ -78,7 +78,7 @@ def test_broken_files_are_named_by_line(tmp_path, content, message):
 
 
 def test_what_cannot_be_read_or_can_be_read_once_is_refused(tmp_path, monkeypatch):
-    """Reading a pipe or a device would wait for ever, or take what the next rank wants to read."""
+    """Reading a pipe or a device would block, or take the rows from the next rank."""
     os.mkfifo(tmp_path / "pipe")
     for path, message in {
         "/dev/null": "^--prompt-data /dev/null is no regular file",

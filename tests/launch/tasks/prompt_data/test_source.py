@@ -64,7 +64,7 @@ def test_files_have_their_weights(letters, digits):
     assert {drawn.count(digit) for digit in LETTERS[26:36]} == {30}
     without = prompts(source(letters, digits), 0, 36)
     assert sorted(without) == sorted(LETTERS[:36])
-    # Epochs are those of the file that is read most.
+    # The file that is read most counts the epochs.
     assert source(letters).metrics(39)["data/epoch"] == 1.5
     assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
 
@@ -111,7 +111,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     assert sorted(prompts(data, 0, 2)) == ["a" * 10, "ab"]
     assert caplog.messages == [f"--prompt-data {path}: 2 of 4 prompts have more than 10 tokens and are left out"]
     assert data.metrics(3) == {"data/epoch": 1.5, "data/overlong_prompts": 2}
-    # An error where that is wanted, and where none fits.
+    # An error with --overlong-prompts error, or if no prompt fits.
     message = r"--prompt-data .*a\.jsonl, line 2 .* 11 tokens, .*--seq-length 15 .*--max-response-length 5 .* 10: "
     with pytest.raises(ConfigurationError, match=message + ".*--overlong-prompts drop"):
         source(path, drops=False)
@@ -130,7 +130,7 @@ def test_an_evaluation_of_what_is_trained_is_said(tmp_path, letters, digits, cap
 
 
 def test_rows_and_orders_are_told_apart(tmp_path, letters, digits):
-    """An order by what it follows from alone: held-out rows are none of it, and weights are shares."""
+    """The order depends on seed, files and shares, not on held-out rows."""
     copy = write(tmp_path / "copy.jsonl", LETTERS[:26])
     assert source(letters).digest == source(copy).digest != source(digits).digest
     assert source(letters).digest != source(letters, held_out=[digits]).digest
