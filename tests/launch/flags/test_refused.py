@@ -49,7 +49,6 @@ TABLES = {
         @2 --grpo-prompts-per-step=3 :: --grpo-prompts-per-step 3 | 2 data-parallel
         --save=/tmp/none --save-interval=3 :: --save-interval 3 | 2 optimizer steps
         --rl-use-sequence-packing --rl-sequence-packing-bin-size=8 :: --rl-sequence-packing-bin-size 8 | --seq-length 16
-        --rl-use-sequence-packing --rl-sequence-packing-bin-size=0 :: --rl-sequence-packing-bin-size 0 must be positive
         --calculate-per-token-loss --seq-length=1048576 --grpo-prompts-per-step=512 --global-batch-size=2048 :: 21474836
         @3 --rl-use-sequence-packing --grpo-prompts-per-step=3 --global-batch-size=4 :: 3 data-parallel
         @2 --rl-use-sequence-packing --rl-sequence-packing-bin-size=18 --context-parallel-size=2 :: bin-size 18
@@ -77,36 +76,23 @@ TABLES = {
         --lr=nan
         --min-lr=1 :: --min-lr 1.0 | --lr 0.02
         --adam-beta1=1 :: --adam-beta1 1.0 must be below 1
+        --adam-eps=inf
         --adam-beta2=-1 :: --adam-beta2 -1.0 must be 0 or more
         --rotary-percent=1.5 :: --rotary-percent 1.5 must be at most 1
-        --rotary-percent=0 :: --rotary-percent 0.0 must be positive
         --rotary-percent=0.5 :: no Hugging Face architecture
         --tokenizer-type=HuggingFaceTokenizer :: HuggingFaceTokenizer | --tokenizer-model | --load-hf
         --tokenizer-type=CharacterTokenizer --tokenizer-model=DIR :: --tokenizer-model DIR | --tokenizer-type
         --apply-chat-template
-        --rollout-check-tolerance=-1 :: --rollout-check-tolerance -1.0 must be positive
-        --device-peak-tflops=0 :: --device-peak-tflops 0.0 must be
         --bad-steps=ignore :: --bad-steps | 'ignore'
-        --max-skipped-steps=0
         --bad-samples=skip :: --bad-samples | 'skip'
-        --bad-samples=resample --bad-sample-attempts=0
-        --dynamic-sampling=-1 :: --dynamic-sampling -1 must be 0 or more
         ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
-        --rollout-staleness=-1 :: --rollout-staleness -1 must be 0 or more
         --rollout-staleness=1.5 :: --rollout-staleness | '1.5'
-        --rollout-concurrency=0
-        --rollout-timeout=0 :: --rollout-timeout 0.0 must be positive
         --rollout-engine=triton :: --rollout-engine | 'triton'
-        --save-hf=hf --save-hf-interval=0
-        --kl-in-reward=-1 :: --kl-in-reward -1.0 must be 0 or more
-        --reward-clip=0 :: --reward-clip 0.0 must be positive
-        --advantage-estimator=gpg --gpg-f-norm=0 :: --gpg-f-norm 0.0 must be positive
         --advantage-estimator=reinforce-pp --gamma=1.1 :: --gamma 1.1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk-no-std :: --advantage-estimator grpo-passk-no-std | --grpo-group-size 1
         ALONE --advantage-estimator=rloo-vectorized :: --advantage-estimator rloo-vectorized | --grpo-group-size 1
         --train-iters=0
-        --num-query-groups=0
         --grpo-clamp-eps-lower=1.5 :: --grpo-clamp-eps-lower
         --rollout-is=batch :: rollout_is='batch'
         --rollout-correction-preset=best :: preset='best'
@@ -123,7 +109,6 @@ TABLES = {
         --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
         --train-iters=4 --doctor-interval=5 :: --doctor-interval 5 | --train-iters 4
         --train-iters=4 --save-hf=x --save-hf-interval=5 :: --save-hf-interval 5 | --train-iters 4
-        --doctor-interval=0
         --metric-prefix=step :: --metric-prefix 'step'
         --metric-prefix= :: --metric-prefix ''
         --metric-prefix=/ :: --metric-prefix '/'
@@ -133,7 +118,6 @@ TABLES = {
         --ref-load=/nowhere
         --ref-load-hf=nowhere
         --ref-load=. --ref-load-hf=nowhere :: --ref-load . | --ref-load-hf nowhere
-        --ref-update-interval=0
         --ref-update-interval=3
         --timing-log-level=3 --log-timers-to-tensorboard :: --timing-log-level 3
         --record-memory-history
@@ -251,18 +235,14 @@ TABLES = {
         "--num-experts=8 --moe-router-topk=4 --moe-ffn-hidden-size=24",
         False,
         """
-        --num-experts=0
         @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
         @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 data · context
         @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 data
         --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor · data · context
-        --moe-router-topk=0
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
         --moe-router-topk=9 :: --moe-router-topk 9 | [2, 8]
         --moe-router-pre-softmax --moe-router-topk=9 :: --moe-router-topk 9 | [1, 8]
-        --moe-router-topk-scaling-factor=0 :: must be positive
         --moe-aux-loss-coeff=-1 :: --moe-aux-loss-coeff -1.0 must be 0 or more
-        --moe-z-loss-coeff=nan
         --moe-router-load-balancing-type=none --moe-aux-loss-coeff=0.1 :: --moe-aux-loss-coeff 0.1 | none
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
@@ -307,7 +287,6 @@ TABLES = {
         --rope-type=rope --mscale=2 :: --mscale 2.0 | --rope-type rope | yarn
         --qk-pos-emb-head-dim=5
         --rope-type=linear :: --rope-type | 'linear'
-        --v-head-dim=0
         @2 --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | --sequence-parallel
         """,
     ),
@@ -317,7 +296,6 @@ TABLES = {
         False,
         """
         --value-clip=0 :: --value-clip 0.0 must be positive
-        --critic-lr=nan
         --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
         --critic-min-lr=1e-3 :: --critic-min-lr 0.001 | --critic-lr-decay-style constant
         --critic-lr-warmup-iters=100 :: --critic-lr-warmup-iters 100 | --lr-decay-iters 100
@@ -339,8 +317,6 @@ TABLES = {
         --reward={USER}:nothing :: --reward | nothing
         --reward={USER}:NUMBER :: --reward | int
         --reward={USER} :: python:pkg.module:name
-        --reward={USER}:parts --reward-workers=0
-        --reward={USER}:parts --reward-timeout=-1 :: --reward-timeout -1.0 must be positive
         --reward-on-error=nan
         --reward-on-error=1e39 :: --reward-on-error 1e+39
         --reward={USER}:too_few :: --reward | prompt, response, label and record
@@ -350,7 +326,6 @@ TABLES = {
         --overlong=cut :: --overlong | 'cut'
         --overlong=penalise :: --overlong penalise | --overlong-buffer
         --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
-        --overlong=penalise --overlong-buffer=4 --overlong-penalty-factor=-1 :: --overlong-penalty-factor -1.0
         """,
     ),
     "evaluations": (
@@ -358,10 +333,6 @@ TABLES = {
         f"--task={USER}:Doubles --reward=exact --eval-interval=2",
         True,
         """
-        --eval-samples=0
-        --eval-temperature=0 :: --eval-temperature 0.0 must be positive
-        --eval-answers=-1
-        --eval-interval=0
         --task=count_up :: --task count_up holds no problems out
         --eval-interval=3 :: --eval-interval 3 | the 2 opt | 4 · --grpo-group-size 4 · --grpo-iterations 2 / --global
         --eval-interval=6 --rollout-staleness=4 :: --eval-interval 6 | --rollout-staleness 4
@@ -392,12 +363,8 @@ TABLES = {
         True,
         """
         --num-layers=1000000000 :: --num-layers 1000000000 must be at most 1000
-        --hidden-size=4000000000000 :: at most 1048576
-        --ffn-hidden-size=10000000000000000 :: at most 16777216
         --vocab-size=100000000000000000000 :: at most 2147483648
-        --seq-length=100000000000000000000 :: at most 2147483648
         --seed=100000000000000000000 :: at most 9007199254740992
-        --num-experts=1000000 :: at most 2048
         --rollout-staleness=1000000000 :: at most 10000
         --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
         --overlap-grad-reduce --ddp-bucket-size=100000000000000000 :: --ddp-bucket-size 100000000000000000 | at most
