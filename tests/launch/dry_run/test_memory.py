@@ -85,7 +85,7 @@ def test_what_is_away_on_a_gpu_adds_what_its_own_work_needs_more():
     ):
         wanted = max(own.critic // 2 + critic.activations, own.critic) - critic.activations - critic.logits
         assert critic.critic == max(0, wanted) < own.critic
-        assert optimizer.optimizer == max(0, own.optimizer - own.activations - own.logits) < own.optimizer
+        assert optimizer.optimizer == max(0, own.optimizer - optimizer.activations - optimizer.logits) < own.optimizer
     assert predicted("critic", "--critic-offload")[0].critic == stay[0].critic
     assert predicted("critic", "--optimizer-offload")[0].optimizer == stay[0].optimizer
     config = configured("gpt2-reference", *on_gpu)

@@ -91,7 +91,7 @@ GIVEN_UP = {
 
 @pytest.mark.parametrize(("step", "error", "sentence"), GIVEN_UP.values(), ids=GIVEN_UP)
 def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, step, error, sentence):
-    words, slow = words_of(tmp_path, "--rollout-wait-minutes=0.02"), (ROLLOUT_0, ROLLOUT_1)[step]
+    words, slow = words_of(tmp_path, *["--rollout-wait-minutes=0.02"] * step), (ROLLOUT_0, ROLLOUT_1)[step]
     found = ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=slow, error=error))
     said = f"AgreedError: the rollout of step {step} failed: TimeoutError: {sentence.format(tmp_path)}"
     assert {said for said, _ in found} == {said}

@@ -150,12 +150,12 @@ OLDER = "does the engine keep older weights"
 def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
     """Only the last replica's engine is broken; the first sync cannot tell what later ones leave behind."""
     words = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
-    message = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
-    assert message.startswith("AgreedError: ")
-    assert message in message
-    if "sync" in message:
-        assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in message
-        assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in message) == (layout.dp == 2)
+    said = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
+    assert said.startswith("AgreedError: ")
+    assert message in said
+    if "sync" in said:
+        assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in said
+        assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in said) == (layout.dp == 2)
     assert len(steps(tmp_path)) == made, "no step was made with wrong weights"
 
 

@@ -202,9 +202,9 @@ def test_weights_that_do_not_fit_are_one_error_on_all_ranks(ranks, folders, tmp_
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders[name] / "config.json").read_text())
     layout = Layout(pp=2) if name == "llama" else Layout(tp=2, sp=True, dp=2, ep=2)
-    message = agreed(ranks.run(start, layout, words_of(tmp_path, layout)))
-    assert message.startswith("--load-hf: ")
-    assert message in message
+    said = agreed(ranks.run(start, layout, words_of(tmp_path, layout)))
+    assert said.startswith("--load-hf: ")
+    assert message in said
 
 
 def without_a_group(words):
