@@ -63,36 +63,25 @@ def findings(words, fault):
         rollout.RolloutCollector._default_engine = right
 
 
-@pytest.mark.parametrize(
-    ("fault", "more", "wrong", "message"),
-    [
-        (None, [], set(), None),
-        (None, ["--rl-default-temperature=0.6"], set(), None),
-        ("shift", [], {"shift", "weights"}, "shifted by +1"),
-        ("stale", [], {"weights"}, "other weights, a stale cache, or another tokenizer"),
-        (
-            "raw",
-            ["--rl-default-temperature=0.6"],
-            {"temperature and log-prob mode", "weights"},
-            "raw log-probs, before temperature",
-        ),
-        ("hot", [], {"temperature and log-prob mode", "weights"}, "the engine samples at another temperature"),
-        ("no eos", [], {"end of text"}, "must be in it, with its log-prob"),
-    ],
-)
+ABOUT = ["shift", "temperature and log-prob mode", "weights", "tokenizer", "end of text", "rewards"]
+# A fault of the engine, flags, the findings, and words of one of them.
+FAULTS = [
+    (None, "", set(), ""),
+    (None, "--rl-default-temperature=0.6", set(), ""),
+    ("shift", "", {"shift", "weights"}, "shifted by +1"),
+    ("stale", "", {"weights"}, "other weights, a stale cache, or another tokenizer"),
+    ("raw", "--rl-default-temperature=0.6", {ABOUT[1], "weights"}, "raw log-probs, before temperature"),
+    ("hot", "", {ABOUT[1], "weights"}, "the engine samples at another temperature"),
+    ("no eos", "", {"end of text"}, "must be in it, with its log-prob"),
+]
+
+
+@pytest.mark.parametrize(("fault", "more", "wrong", "message"), FAULTS)
 def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
-    (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *more), fault)
+    (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *more.split()), fault)
     assert {finding.about for finding in found if not finding.agrees} == wrong
-    assert [finding.about for finding in found] == [
-        "shift",
-        "temperature and log-prob mode",
-        "weights",
-        "tokenizer",
-        "end of text",
-        "rewards",
-    ]
-    if message:
-        assert any(message in finding.words for finding in found)
+    assert [finding.about for finding in found] == ABOUT
+    assert any(message in finding.words for finding in found)
 
 
 def test_every_rank_finds_the_same(ranks, tmp_path):
@@ -114,21 +103,6 @@ def test_rewards_that_fail_are_a_finding(ranks, tmp_path):
     assert judge_rewards({"reward/mean": 0.0}, 4) == [], "recorded rewards"
 
 
-def test_ends_inside_a_response_are_seen():
-    (finding,) = judge_endings(4, 4, 2)
-    assert not finding.agrees
-    assert "sampling went on after it" in finding.words
-    assert judge_endings(3, 3, 0)[0].agrees
-
-
-def test_foreign_tokens_are_seen():
-    assert judge_tokens(13, 0, 4, 3).agrees
-    assert "the text of 3 of 4 responses gives their tokens again" in judge_tokens(13, 0, 4, 3).words
-    finding = judge_tokens(13, 2, 4, 0)
-    assert not finding.agrees
-    assert "2 sampled tokens are not among the tokenizer's 13" in finding.words
-
-
 def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
     """Three responses: one as the tokenizer would split it, one with a token that it lacks, one of two other pieces."""
     text = CharacterText("ab")
@@ -143,3 +117,10 @@ def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
     assert _tokens(batch, text).tolist() == [0, 3, 2]
     tokens[1, 5] = text.size
     assert _tokens(batch, text).tolist()[:2] == [1, 3]
+    assert judge_tokens(13, 0, 4, 3).agrees
+    assert "3 of 4" in judge_tokens(13, 0, 4, 3).words
+    foreign = judge_tokens(13, 2, 4, 0)
+    assert (foreign.agrees, "2 sampled tokens" in foreign.words) == (False, True)
+    (inside,) = judge_endings(4, 4, 2)
+    assert (inside.agrees, judge_endings(3, 3, 0)[0].agrees) == (False, True)
+    assert "sampling went on after it" in inside.words

@@ -41,6 +41,8 @@ CONFIGS = {
     "wide": transformers.LlamaConfig(**GATED | WIDE),
 }
 STEP = "iter_0000003"
+# Task settings of a run with the tokenizer of --load-hf.
+OWN = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None}
 CASES = {
     "llama3": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
     "wide": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
@@ -80,7 +82,7 @@ def home(tmp_path_factory, ranks):
 
 
 def run(*words):
-    """The command; its exit code and what it wrote to standard error."""
+    """The command's exit code."""
     try:
         export.main([str(word) for word in words])
     except SystemExit as end:
@@ -88,10 +90,21 @@ def run(*words):
     return 0
 
 
+def exported(checkpoints, target, *more):
+    """The exit code of an export of these checkpoints."""
+    return run("--load", checkpoints, "--save-hf", target, *more)
+
+
+@pytest.fixture
+def copy(home, tmp_path):
+    """Checkpoints to be spoilt."""
+    return shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_reads_what_was_trained(home, tmp_path, name):
     """Written by tensor, pipeline, virtual pipeline and expert parallel ranks; read by one process."""
-    assert run("--load", home / f"{name}-checkpoints", "--save-hf", tmp_path / "out") == 0
+    assert exported(home / f"{name}-checkpoints", tmp_path / "out") == 0
     dtype = torch.bfloat16 if "--bf16" in CASES[name][1] else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     trained = transformers.AutoModelForCausalLM.from_pretrained(home / name, dtype=dtype)
@@ -107,14 +120,19 @@ def test_transformers_reads_what_was_trained(home, tmp_path, name):
 
 
 def test_its_tokenizer_and_the_way_it_ends_come_along(home, tmp_path):
-    assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path) == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert exported(home / "llama3-checkpoints", tmp_path / "llama3", "--ckpt-step=3") == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama3")
     assert tokenizer("0123")["input_ids"] == [3, 4, 5, 6]
     assert tokenizer.decode([3, 4, 1], skip_special_tokens=True) == "01"
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama3")
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 0)
     assert (model.config.bos_token_id, model.config.eos_token_id) == (None, 1)
+    # Prompts from a file have every printable character.
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": None})
+    assert exported(checkpoints, tmp_path / "out") == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("Hi, 1 + 2?")["input_ids"]) == "Hi, 1 + 2?"
 
 
 @pytest.mark.parametrize("document", ["docs/launching.md", "docs/models.md"])
@@ -141,7 +159,7 @@ def in_small_files(monkeypatch):
 
 def test_large_models_are_several_files(home, tmp_path, in_small_files):
     in_small_files(20_000)
-    assert run("--load", home / "gpt2-checkpoints", "--save-hf", tmp_path / "out") == 0
+    assert exported(home / "gpt2-checkpoints", tmp_path / "out") == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -160,7 +178,7 @@ def test_memory_is_a_file_and_a_layer(home, tmp_path, in_small_files):
     numbers = iter(range(9))
 
     def once():
-        assert run("--load", home / "wide-checkpoints", "--save-hf", tmp_path / str(next(numbers))) == 0
+        assert exported(home / "wide-checkpoints", tmp_path / str(next(numbers))) == 0
 
     assert model > 6 * (50_000 + layer)
     assert layer < most_alive(once) < 50_000 + layer
@@ -174,7 +192,7 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     transformers.GenerationConfig(eos_token_id=[1, 2], do_sample=True, top_p=0.5).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 2], "bos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=from_directory(folder))
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=OWN)
     with_settings(checkpoints, None, checkpoints={"load_hf": str(folder)})
     assert run("--load", checkpoints, "--save-hf", tmp_path / "out") == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -191,23 +209,11 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(home, tmp_path, capsys):
     CharacterText("".join(map(chr, range(32, 127)))).save(tmp_path / "large")
-    own = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None}
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=own)
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=OWN)
     words = ["--load", checkpoints, "--save-hf", tmp_path / "out", "--tokenizer-model", tmp_path / "large"]
     assert run(*words) == 2
     assert re.search(r"^error: the tokenizer in \S+/large has 98 tokens, the model \d\d: give", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
-
-
-def test_prompts_from_a_file_have_every_printable_character(home, tmp_path):
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": None})
-    assert run("--load", checkpoints, "--save-hf", tmp_path / "out") == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.decode(tokenizer("Hi, 1 + 2?")["input_ids"]) == "Hi, 1 + 2?"
-
-
-def from_directory(folder):
-    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None}
 
 
 def with_settings(source, target, **changes):
@@ -272,32 +278,28 @@ SPOILT = {
 
 @pytest.mark.parametrize("verified", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize("name", SPOILT)
-def test_checkpoints_that_cannot_be_read_are_named(home, tmp_path, capsys, name, verified):
+def test_checkpoints_that_cannot_be_read_are_named(copy, tmp_path, capsys, name, verified):
     """Found by the checksums, or where none are asked for by reading; nothing is left of what was begun."""
     spoil, message = SPOILT[name]
-    shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
-    spoil(tmp_path / "checkpoints")
-    more = [] if verified else ["--no-verify-integrity"]
-    assert run("--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out", *more) == 1
+    spoil(copy)
+    assert exported(copy, tmp_path / "out", *["--no-verify-integrity"] * (not verified)) == 1
     assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
-def test_a_flipped_bit_is_found_unless_nobody_looks(home, tmp_path, capsys):
-    shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
-    (path, *_) = sorted((tmp_path / "checkpoints").rglob("*.distcp"), key=lambda path: -path.stat().st_size)
+def test_a_flipped_bit_is_found_unless_nobody_looks(home, copy, tmp_path, capsys):
+    (path, *_) = sorted(copy.rglob("*.distcp"), key=lambda path: -path.stat().st_size)
     held = bytearray(path.read_bytes())
     held[len(held) // 2] ^= 1
     path.write_bytes(held)
-    words = ["--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out"]
-    assert run(*words) == 1
+    assert exported(copy, tmp_path / "out") == 1
     said = capsys.readouterr().err
     assert f"checkpoint 3 is damaged: {path.name}" in said
     assert "no other checkpoint there is whole" in said
-    shutil.copytree(home / "llama3-checkpoints" / STEP, tmp_path / "checkpoints" / "iter_0000002")
-    assert run(*words) == 1
+    shutil.copytree(home / "llama3-checkpoints" / STEP, copy / "iter_0000002")
+    assert exported(copy, tmp_path / "out") == 1
     assert "; --ckpt-step 2 takes one that is whole" in capsys.readouterr().err
-    assert run(*words, "--no-verify-integrity") == 0
+    assert exported(copy, tmp_path / "out", "--no-verify-integrity") == 0
 
 
 class Hostile:
@@ -305,13 +307,12 @@ class Hostile:
         return (Path.touch, (Path("it-ran"),))
 
 
-def test_a_checkpoint_runs_no_code(home, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_runs_no_code(copy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
-    path = tmp_path / "checkpoints" / STEP / ".metadata"
+    path = copy / STEP / ".metadata"
     path.write_bytes(pickle.dumps(Hostile()))
     listed(path)
-    assert run("--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out") == 1
+    assert exported(copy, tmp_path / "out") == 1
     assert "has no place in a checkpoint: nothing of it was run" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
@@ -333,49 +334,34 @@ def test_a_task_of_ones_own_is_imported_only_where_it_is_named(home, tmp_path, m
     assert (tmp_path / "it-ran").exists()
 
 
-FROM = ["--load", "{home}/llama3-checkpoints", "--save-hf"]
+FROM = "--load HOME/llama3-checkpoints --save-hf"
+REQUESTS = {
+    "": "the following arguments are required: --load, --save-hf",
+    "--load nowhere --save-hf out": "--load nowhere: no such folder; give the --save of a run",
+    f"{FROM} HOME": "is not empty: name another directory",
+    f"{FROM} HOME/llama3/config.json": "is a file: name a directory",
+    f"{FROM} TMP/out --bf16": "unrecognized arguments: --bf16",
+    f"{FROM} TMP/out --ckpt-step=4": "holds no checkpoint 4; there are 3",
+    f"{FROM} TMP/out --tokenizer-model=x": "had one token a char",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "the following arguments are required: --load, --save-hf"),
-        (["--load", "nowhere", "--save-hf", "out"], "--load nowhere: no such folder; give the --save of a run"),
-        ([*FROM, "{home}"], "is not empty: name another directory"),
-        (
-            ["--load", "{home}/llama3-checkpoints", "--save-hf", "{home}/llama3/config.json"],
-            "is a file: name a directory",
-        ),
-        ([*FROM, "{tmp}/out", "--bf16"], "unrecognized arguments: --bf16"),
-        (
-            [*FROM, "{tmp}/out", "--ckpt-step=4"],
-            "holds no checkpoint 4; there are 3",
-        ),
-        (
-            [*FROM, "{tmp}/out", "--tokenizer-model=x"],
-            "had one token a char",
-        ),
-    ],
-)
-def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words, message):
-    assert run(*(word.format(home=home, tmp=tmp_path) for word in words)) in (1, 2)
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("words", REQUESTS)
+def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words):
+    assert run(*words.replace("HOME", str(home)).replace("TMP", str(tmp_path)).split()) in (1, 2)
+    assert REQUESTS[words] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_written_leaves_nothing(home, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path / "file" / "out") == 1
-    assert "the model cannot be written to" in capsys.readouterr().err
-    assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path / "out", "--ckpt-step=3") == 0
-
-
-def test_what_stands_beside_the_directory_is_left_alone(home, tmp_path):
-    """A backup can have any name."""
+def test_what_stands_beside_the_directory_is_left_alone(home, tmp_path, capsys):
+    """A backup can have any name; a failed export leaves nothing."""
     for name in ("out.old", "out.part"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("mine")
-    assert run("--load", home / "gpt2-checkpoints", "--save-hf", tmp_path / "out") == 0
+    file = tmp_path / "out.old" / "model.safetensors"
+    assert exported(home / "gpt2-checkpoints", file / "out") == 1
+    assert "the model cannot be written to" in capsys.readouterr().err
+    assert exported(home / "gpt2-checkpoints", tmp_path / "out") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.part"]
     assert {(tmp_path / name / "model.safetensors").read_text() for name in ("out.old", "out.part")} == {"mine"}
 

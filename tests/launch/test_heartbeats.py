@@ -74,7 +74,7 @@ def test_one_store_hears_4096_ranks_a_second_at_most(monkeypatch, world, every):
 
 
 def broken_receive():
-    """The error of a rank that waits for work begun before, as Megatron does between pipeline stages."""
+    """The error of a rank that waits for a receive begun before, as Megatron does between pipeline stages."""
     store, groups = dist.HashStore(), {}
 
     def join(rank):
@@ -118,28 +118,29 @@ def test_no_beat_follows_a_ranks_last_word(make, monkeypatch):
     assert json.loads(rank._store.get("0"))["end"] == "ended"
 
 
-def test_a_silent_rank_is_named_soon_and_ends_the_run_at_the_limit(make, capsys):
+@pytest.mark.parametrize(("watcher", "silent"), [(0, 2), (1, 0)])
+def test_a_silent_rank_is_named_soon_and_ends_the_run_at_the_limit(make, capsys, watcher, silent):
+    """Rank 1 watches rank 0; a rank that has ended is not missed."""
     phases.enter("the training of step 3")
-    make(0, limit=10 * BEAT), make(1)
-    silent = make(2)
-    silent._over.set()
+    make(watcher, limit=10 * BEAT), make(3 - watcher - silent).close()
+    make(silent)._over.set()
     until(lambda: make.ended)
-    sentence = rf"rank 2 on {HOST} has not answered {SINCE}, in the training of step 3 {SINCE}"
+    sentence = rf"rank {silent} on {HOST} has not answered {SINCE}, in the training of step 3 {SINCE}"
     assert re.fullmatch(sentence + "; the run ends if it stays so for 0 s", capsys.readouterr().err.splitlines()[0])
     missed = make.ended[0]
     assert re.fullmatch(sentence + ": its process is dead, stopped or cut off", missed.words)
-    assert missed.rank == 2
+    assert missed.rank == silent
     assert re.fullmatch(rf"on {HOST}, in the training of step 3 {SINCE}", missed.last_seen)
 
 
-@pytest.mark.parametrize(
-    ("last", "sentence"),
-    [
-        ("", rf"rank 1 on {HOST} is gone, in the rollout of step 3 {SINCE}: its process \d+ has ended"),
-        ("failed", rf"rank 1 on {HOST} failed in the rollout of step 3 {SINCE}: see what it said"),
-        ("ended", None),
-    ],
-)
+def last_words(rank, process):
+    """(last word of a rank, sentence of the other ranks about it): killed, failed, ended well."""
+    ended = rf"rank {rank} on {HOST} is gone, in the rollout of step 3 {SINCE}: its process {process} has ended"
+    failed = rf"rank {rank} on {HOST} failed in the rollout of step 3 {SINCE}: see what it said"
+    return [("", ended), ("failed", failed), ("ended", None)]
+
+
+@pytest.mark.parametrize(("last", "sentence"), last_words(1, r"\d+"))
 def test_a_process_that_is_gone_ends_the_other_ranks_of_its_machine_at_once(make, monkeypatch, last, sentence):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     rank, process = make(0), subprocess.Popen(["sleep", "600"])
@@ -160,14 +161,7 @@ def test_a_process_that_is_gone_ends_the_other_ranks_of_its_machine_at_once(make
     assert sentence is None or re.fullmatch(sentence, make.ended[0].words)
 
 
-@pytest.mark.parametrize(
-    ("last", "sentence"),
-    [
-        ("", rf"rank 2 on {HOST} is gone, in the rollout of step 3 {SINCE}: its process 1 has ended"),
-        ("failed", rf"rank 2 on {HOST} failed in the rollout of step 3 {SINCE}: see what it said"),
-        ("ended", None),
-    ],
-)
+@pytest.mark.parametrize(("last", "sentence"), last_words(2, 1))
 def test_ranks_of_other_machines_end_at_once(make, monkeypatch, tmp_path, last, sentence):
     """Rank 2 is alone on its machine; its launcher knows where the ranks' store is."""
     monkeypatch.setenv("MEGATRON_RC_ENDINGS", str(tmp_path))
@@ -198,20 +192,6 @@ def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_
     last = rf"error: rank 1 \(process {rank_1}\) was ended by SIGKILL: .*; it was on {HOST}, in .*"
     assert re.fullmatch(last, errors.splitlines()[-1])
     assert not psutil.pid_exists(rank_0)
-
-
-def test_rank_1_watches_rank_0(make):
-    make(1, limit=5 * BEAT), make(2)
-    make(0)._over.set()
-    until(lambda: make.ended)
-    assert make.ended[0].rank == 0
-
-
-def test_ranks_that_ended_are_not_missed(make):
-    rank = make(0, limit=4 * BEAT)
-    make(1).close()
-    until(lambda: rank._count > 20)
-    assert make.ended == []
 
 
 def test_a_rank_that_works_for_an_engine_is_named_every_half_minute(make, capsys, monkeypatch):

@@ -27,22 +27,19 @@ def test_what_is_written_otherwise_is_refused(given):
         load_python(f"python:{given}", "--reward")
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (f"{HERE}:nothing", f"^--task python:{HERE}:nothing: {HERE} has no nothing: is the name right"),
-        (f"{HERE}:Doubles.nothing", "has no Doubles.nothing"),
-        (
-            "no_such_module:name",
-            "there is no module no_such_module: start the run in the folder that holds it, or name",
-        ),
-        ("tests.no_such:name", "there is no module tests.no_such: start"),
-        ("json.tool.deeper:name", "there is no module json.tool.deeper: start"),
-        (f"{HERE}.py:parts", rf"there is no module {HERE}\.py: leave out \.py, as in python:{HERE}:name$"),
-    ],
-)
-def test_what_is_not_there_is_named(spec, message):
-    with pytest.raises(ConfigurationError, match=message):
+MISSING = {
+    f"{HERE}:nothing": f"^--task python:{HERE}:nothing: {HERE} has no nothing: is the name right",
+    f"{HERE}:Doubles.nothing": "has no Doubles.nothing",
+    "no_such_module:name": "there is no module no_such_module: start the run in the folder that holds it, or name",
+    "tests.no_such:name": "there is no module tests.no_such: start",
+    "json.tool.deeper:name": "there is no module json.tool.deeper: start",
+    f"{HERE}.py:parts": rf"there is no module {HERE}\.py: leave out \.py, as in python:{HERE}:name$",
+}
+
+
+@pytest.mark.parametrize("spec", MISSING)
+def test_what_is_not_there_is_named(spec):
+    with pytest.raises(ConfigurationError, match=MISSING[spec]):
         load_python(f"python:{spec}", "--task")
 
 

@@ -93,28 +93,22 @@ def test_angles_and_lengths_are_those_of_the_trainers_gradients(ranks, tmp_path,
     assert "knows 13 tokens in 16: give the checkpoints of its own run" in error
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--load=nowhere"], "error: --load nowhere: no such folder; give the --save of a run"),
-        (["--load=.", "--micro-batch-size=0"], "error: --micro-batch-size 0: expected at least 1"),
-        ([], "--load"),
-        (["--load=.", "--preset=disabled"], "batch.safetensors is missing: expected a file of rollouts"),
-    ],
-)
-def test_requests_that_cannot_work_are_one_sentence(capsys, words, message):
-    code, _, error = run(capsys, "batch.safetensors", *words)
-    assert code == 2
-    assert message in error
+REQUESTS = {
+    "--load=nowhere": "error: --load nowhere: no such folder; give the --save of a run",
+    "--load=. --micro-batch-size=0": "error: --micro-batch-size 0: expected at least 1",
+    "": "--load",
+    "--load=. --preset=disabled": "batch.safetensors is missing: expected a file of rollouts",
+}
 
 
-def test_a_folder_without_checkpoints_is_named(tmp_path, capsys):
+def test_requests_that_cannot_work_are_one_sentence(tmp_path, capsys):
+    for words, message in REQUESTS.items():
+        code, _, error = run(capsys, "batch.safetensors", *words.split())
+        assert (code, message in error) == (2, True), words
     batch = recorded_batch(0)
     save_rollouts(dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs), tmp_path / "batch.safetensors")
     code, _, error = run(capsys, tmp_path / "batch.safetensors", f"--load={tmp_path}", "--preset=disabled")
-    assert code == 2
-    assert str(tmp_path) in error
-    assert error.count("\n") == 1
+    assert (code, str(tmp_path) in error, error.count("\n")) == (2, True, 1), "a folder without checkpoints"
 
 
 def test_other_advantages_of_the_run_are_said(tmp_path):

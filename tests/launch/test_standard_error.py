@@ -14,15 +14,20 @@ HOSTILE = "no \x1b[2J and \x9b2J and \u202e and \r, but 坏 · × \t\nanother li
 SEEN = "no \\x1b[2J and \\x9b2J and \\u202e and \\r, but 坏 · × \t\nanother line"
 
 
-def raise_hostile():
-    raise ValueError(HOSTILE)
-
-
 def test_what_others_wrote_is_escaped(capsys):
     say_error(HOSTILE)
     assert capsys.readouterr().err == f"error: {SEEN}\n"
     record = logging.LogRecord("", logging.WARNING, "", 0, "%s", (HOSTILE,), None)
     assert VisibleFormatter("%(message)s").format(record) == SEEN
+    # Errors of reward functions are escaped too.
+    assert in_words(ValueError("\x1b]0;title\x07")) == "ValueError: \\x1b]0;title\\x07"
+
+    def raise_hostile():
+        raise ValueError(HOSTILE)
+
+    failure = outcome_of(raise_hostile).failure
+    assert failure.startswith("raised ValueError: no \\x1b[2J and \\x9b2J and \\u202e and")
+    assert failure.isprintable()
 
 
 def test_a_traceback_is_escaped():
@@ -30,10 +35,3 @@ def test_a_traceback_is_escaped():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.startswith("Traceback (most recent call last):\n")
     assert done.stderr.endswith("ValueError: \\x1b[2J\n")
-
-
-def test_what_a_reward_raises_is_escaped():
-    assert in_words(ValueError("\x1b]0;title\x07")) == "ValueError: \\x1b]0;title\\x07"
-    failure = outcome_of(raise_hostile).failure
-    assert failure.startswith("raised ValueError: no \\x1b[2J and \\x9b2J and \\u202e and")
-    assert failure.isprintable()

@@ -1,6 +1,8 @@
 """Whole runs on the ranks of the pool: their flags, start and results."""
 
+import contextlib
 import json
+import logging
 import os
 import signal
 from unittest import mock
@@ -62,3 +64,24 @@ def run_until_signal(words, step):
 
     with mock.patch.object(Trainer, "update", stop):
         return train(*configure(words, torch.distributed.get_world_size()))
+
+
+def agreed(found):
+    """The result that all ranks have."""
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+@contextlib.contextmanager
+def logged():
+    """The messages of the package's logger inside the block."""
+    said, logger, disabled = [], logging.getLogger("megatron_rc"), logging.root.manager.disable
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.disable(logging.NOTSET)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.disable(disabled)
+        logger.removeHandler(handler)

@@ -9,41 +9,26 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_rc.launch.__main__ import main
 from megatron_rc.launch.dry_run.places import places
 from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
-from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser
 from megatron_rc.launch.resolved_file import as_launch_file
 from tests.launch.dry_run.test_command import dry_run
 from tests.support.paths import ROOT
 
-RANKS = {
-    "qwen2_7b_8gpus": 8,
-    "llama3_70b_64gpus": 64,
-    "qwen3_30b_a3b_32gpus": 32,
-    "qwen3_480b_a35b_512gpus": 512,
-    "deepseek_v3_671b_512gpus": 512,
+# Ranks, family, and billions of parameters, as they are published.
+PUBLISHED = {
+    "qwen2_7b_8gpus": (8, "qwen2", 7.62),
+    "llama3_70b_64gpus": (64, "llama", 70.6),
+    "qwen3_30b_a3b_32gpus": (32, "qwen3_moe", 30.5),
+    "qwen3_480b_a35b_512gpus": (512, "qwen3_moe", 480.2),
+    "deepseek_v3_671b_512gpus": (512, "deepseek_v3", 671.0),
 }
-# Billions of parameters, as they are published.
-SIZES = {
-    "qwen2_7b_8gpus": 7.62,
-    "llama3_70b_64gpus": 70.6,
-    "qwen3_30b_a3b_32gpus": 30.5,
-    "qwen3_480b_a35b_512gpus": 480.2,
-    "deepseek_v3_671b_512gpus": 671.0,
-}
-FAMILIES = {
-    "qwen2_7b_8gpus": "qwen2",
-    "llama3_70b_64gpus": "llama",
-    "qwen3_30b_a3b_32gpus": "qwen3_moe",
-    "qwen3_480b_a35b_512gpus": "qwen3_moe",
-    "deepseek_v3_671b_512gpus": "deepseek_v3",
-}
+RANKS = {name: ranks for name, (ranks, *_) in PUBLISHED.items()}
 
 
 def made(name, *more, ranks=None):
@@ -55,26 +40,24 @@ def test_every_launch_file_for_gpus_is_tried():
     assert {path.stem for path in (CONFIGS / "launch").glob("*gpus.yaml")} == set(RANKS)
 
 
-@pytest.mark.parametrize("name", RANKS)
-def test_a_launch_file_describes_the_published_model(name):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_launch_file_describes_the_published_model(name, tmp_path):
     from megatron_rc.launch.weights import find_family
     from megatron_rc.launch.weights.checkpoint_names import empty_model
 
-    config = made(name)
+    config, (ranks, published, size) = made(name), PUBLISHED[name]
     family = find_family(config)
-    assert family.name == FAMILIES[name]
+    assert family.name == published
     billions = sum(weight.numel() for weight in empty_model(family.hugging_face_config(config)).parameters()) / 1e9
-    assert billions == pytest.approx(SIZES[name], rel=0.005)
+    assert billions == pytest.approx(size, rel=0.005)
     assert config.correction.rollout_is == "token"
-    engines = [place for place in places(config) if place.engine]
-    assert len(engines) == len(config.engine.rollout_url.split(",")) == config.data_parallel_size
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_the_file_that_such_a_run_leaves_makes_the_same_run(name, tmp_path):
-    config, path = made(name), tmp_path / "config.yaml"
+    urls = config.engine.rollout_url.split(",")
+    assert all(url == url.strip() and url.startswith("http://") for url in urls), "over two lines of a file"
+    assert len([place for place in places(config) if place.engine]) == len(urls) == config.data_parallel_size
+    # The file that such a run leaves makes the same run.
+    path = tmp_path / "config.yaml"
     path.write_text(as_launch_file(config.flags), encoding="utf-8")
-    again = made(path, ranks=RANKS[name])
+    again = made(path, ranks=ranks)
     assert again == config
     assert as_launch_file(again.flags) == as_launch_file(config.flags)
 
@@ -129,16 +112,18 @@ def test_a_broken_variant_is_refused(name, word):
     assert BROKEN[name, word].split(" processes")[0] in str(error.value)
 
 
+def stand_ins(folder, programs):
+    """Write programs of these names; returns the PATH that has them in front."""
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 def run_script(tmp_path, name, *words, **environment):
     """(exit code, the command that was started, one word a line, standard error)."""
-    for program in ("python", "torchrun", "srun"):
-        path = tmp_path / program
-        path.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
-        path.chmod(0o755)
-    hosts = tmp_path / "scontrol"
-    hosts.write_text('#!/bin/sh\nprintf "node-4\\nnode-5\\n"\n')
-    hosts.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    shown = dict.fromkeys(("python", "torchrun", "srun"), 'printf "%s\\n" "${0##*/}" "$@"')
+    path = stand_ins(tmp_path, {**shown, "scontrol": 'printf "node-4\\nnode-5\\n"'})
     done = subprocess.run(
         ["sh", str(ROOT / "launch" / name), *words],
         env={"PATH": path, **environment},
@@ -179,11 +164,8 @@ def test_a_script_starts_the_ranks(name, tmp_path):
 
 def test_under_slurm_torchrun_gives_the_ranks_time_to_save(tmp_path):
     """Slurm's signal comes 300 s before the end; torchrun alone would kill the ranks after 30 s of them."""
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node-4\n")
-    (tmp_path / "srun").write_text('#!/bin/sh\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"\n')
-    for name in ("scontrol", "srun"):
-        (tmp_path / name).chmod(0o755)
-    environment = {**SCRIPTS["slurm.sh"][0], "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path = stand_ins(tmp_path, {"scontrol": "echo node-4", "srun": 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"'})
+    environment = {**SCRIPTS["slurm.sh"][0], "PATH": path}
     script = ["sh", str(ROOT / "launch" / "slurm.sh"), "my_run.yaml"]
     seconds = [
         subprocess.run(script, env={**environment, **more}, capture_output=True, text=True, check=True).stdout.strip()
@@ -214,11 +196,8 @@ STAND_INS = {
 @pytest.mark.parametrize("line", commands(), ids=lambda line: line.split(" --load-hf")[0])
 def test_a_command_of_the_documents_works_as_it_is_written(line, tmp_path, monkeypatch):
     """Through the shell, with stand-ins for what starts ranks; the flags of the run are then checked as ranks do."""
-    for name, text in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": stand_ins(tmp_path, STAND_INS)}
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["sh", "-ec", line], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -277,11 +256,3 @@ def test_the_scripts_are_all_tried_and_can_be_run():
     for path in scripts:
         assert os.access(path, os.X_OK)
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False).returncode == 0
-
-
-def test_the_servers_of_a_launch_file_are_one_string():
-    """Over two lines of a file."""
-    for name in RANKS:
-        urls = yaml.safe_load((CONFIGS / "launch" / f"{name}.yaml").read_text())["rollout-url"].split(",")
-        assert all(url == url.strip() and url.startswith("http://") for url in urls)
-    assert "--rollout-url" in {text for action in build_parser()._actions for text in action.option_strings}

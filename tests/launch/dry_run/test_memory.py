@@ -74,30 +74,22 @@ def test_many_layers_are_a_few_and_what_each_adds(name, layers, monkeypatch):
     assert predicted.__wrapped__(name, f"--num-layers={layers}") == some
 
 
-def test_a_critic_has_a_row_where_the_policy_has_an_output_layer():
-    first, last = predicted("critic")
-    assert first.critic == 16 * first.parameters
-    assert last.critic == 16 * (last.parameters - 2048 * 128 + 128)
-    assert predicted("pipeline-untied")[0].critic == 0
-
-
-def test_a_critic_that_is_away_adds_what_its_own_work_needs_more():
-    """Weights and gradients beside activations, or with its optimizer alone; on a CPU it has nowhere else to go."""
-    on_gpu, away = ("--transformer-impl=local", "--no-cpu"), "--critic-offload"
-    for found in stage_memories(configured("critic", *on_gpu, away)):
-        own = stage_memories(configured("critic", *on_gpu))[found.stage].critic
-        assert found.critic == max(0, max(own // 2 + found.activations, own) - found.activations - found.logits)
-        assert found.critic < own
-    assert predicted("critic", away)[0].critic == predicted("critic")[0].critic
-
-
-def test_an_optimizer_that_is_away_is_there_when_the_activations_are_gone():
-    on_gpu, away = ("--transformer-impl=local", "--no-cpu"), "--optimizer-offload"
-    for found in stage_memories(configured("critic", *on_gpu, away)):
-        own = stage_memories(configured("critic", *on_gpu))[found.stage].optimizer
-        assert found.optimizer == max(0, own - found.activations - found.logits)
-        assert found.optimizer < own
-    assert predicted("critic", away)[0].optimizer == predicted("critic")[0].optimizer
+def test_what_is_away_on_a_gpu_adds_what_its_own_work_needs_more():
+    """Weights and gradients beside activations, or an optimizer alone; on a CPU there is nowhere else to go."""
+    on_gpu, stay = ("--transformer-impl=local", "--no-cpu"), predicted("critic")
+    with_critic, with_optimizer = (
+        stage_memories(configured("critic", *on_gpu, away)) for away in ("--critic-offload", "--optimizer-offload")
+    )
+    for own, critic, optimizer in zip(
+        stage_memories(configured("critic", *on_gpu)), with_critic, with_optimizer, strict=True
+    ):
+        wanted = max(own.critic // 2 + critic.activations, own.critic) - critic.activations - critic.logits
+        assert critic.critic == max(0, wanted) < own.critic
+        assert optimizer.optimizer == max(0, own.optimizer - optimizer.activations - optimizer.logits) < own.optimizer
+    assert predicted("critic", "--critic-offload")[0].critic == stay[0].critic
+    assert predicted("critic", "--optimizer-offload")[0].optimizer == stay[0].optimizer
+    config = configured("gpt2-reference", *on_gpu)
+    assert [found.reference for found in stage_memories(config)] == [0], "a reference policy waits in host memory"
 
 
 def test_what_each_part_is():
@@ -107,6 +99,11 @@ def test_what_each_part_is():
     tokens = 4 * 64
     assert found.logits == 2 * tokens * 2048 * 4, "and their gradient; the vocabulary is padded"
     assert predicted("packed-sgd")[0].optimizer == 4 * predicted("packed-sgd")[0].parameters
+    # A critic's head is one row; the policy's output layer is a matrix.
+    first, last = predicted("critic")
+    assert first.critic == 16 * first.parameters
+    assert last.critic == 16 * (last.parameters - 2048 * 128 + 128)
+    assert predicted("pipeline-untied")[0].critic == 0
 
 
 @pytest.mark.processes
@@ -122,11 +119,6 @@ def test_flags_that_spare_memory_do():
     half = predicted("bf16-distributed", few)[0]
     assert half.optimizer == 12 * half.parameters // 2
     assert half.weights == 2 * half.parameters
-
-
-def test_a_reference_policy_waits_in_host_memory_where_there_is_a_gpu():
-    config = configured("gpt2-reference", "--transformer-impl=local", "--no-cpu")
-    assert [found.reference for found in stage_memories(config)] == [0]
 
 
 def test_megatron_lm_says_the_same_of_weights_and_optimizer():

@@ -28,20 +28,24 @@ from tests.support.rollout_servers import (
 )
 
 
-def test_connections_are_kept_for_the_next_request(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
-    engine.load_weights(weights().items(), 0)
-    before = server.connections
-    sample(engine, [[2]] * 30)
-    assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
+@pytest.fixture
+def loaded(server, tmp_path):
+    """Makes an engine that has its weights."""
+
+    def make(**options):
+        engine = make_engine(VllmServerEngine, server, tmp_path, **options)
+        engine.load_weights(weights().items(), 0)
+        return engine
+
+    return make
 
 
-def test_requests_under_way_are_bounded(server, tmp_path):
+def test_requests_under_way_are_bounded_and_their_connections_kept(server, loaded):
     server.hold, server.together = 0.05, threading.Barrier(3, timeout=60)
-    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
-    engine.load_weights(weights().items(), 0)
-    sample(engine, [[2]] * 12)
+    engine, before = loaded(concurrency=3), server.connections
+    sample(engine, [[2]] * 30)
     assert server.most == 3
+    assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
 
 
 @pytest.mark.parametrize("fault", [(500, b"oops"), (503, b""), (429, b"busy")], ids=["500", "503", "429"])
@@ -54,35 +58,27 @@ def test_a_passing_fault_is_retried(engine, server, fault):
     assert len(asked) == 1, "a retry asks the same, seed included"
 
 
-def test_retries_are_bounded(engine, server):
+def test_retries_are_bounded_and_refusals_are_not_retried(engine, server):
+    server.faults[generate_path(engine)] = [(400, b"maximum context length is 8")]
+    with pytest.raises(EngineError, match="refused the request with status 400: maximum context length is 8"):
+        sample(engine)
+    assert len(server.seen) == 1
+    server.seen.clear()
     server.faults[generate_path(engine)] = [(500, b"out of\n memory")] * 99
     with pytest.raises(EngineError, match=r"failed 4 times, at last with status 500: out of memory: check that"):
         sample(engine)
     assert server.paths().count(generate_path(engine)) == QUICK.attempts
 
 
-def test_a_refusal_is_not_retried(engine, server):
-    server.faults[generate_path(engine)] = [(400, b"maximum context length is 8")]
-    with pytest.raises(EngineError, match="refused the request with status 400: maximum context length is 8"):
-        sample(engine)
-    assert len(server.seen) == 1
-
-
-def test_the_first_error_ends_the_batch(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=2)
-    engine.load_weights(weights().items(), 0)
+def test_the_first_error_ends_the_batch_and_what_is_under_way(server, loaded):
+    engine = loaded(concurrency=2)
     server.faults["/v1/completions"] = [(400, b"no")]
     server.hold = 0.01
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 200)
     assert server.paths().count("/v1/completions") < 100
-
-
-def test_the_first_error_ends_those_under_way(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+    engine, begun = loaded(), time.monotonic()
     server.faults["/v1/completions"] = [9.0, 9.0, (400, b"no")]
-    begun = time.monotonic()
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 3)
     assert time.monotonic() - begun < 8
@@ -100,9 +96,8 @@ def test_waits_double_are_bounded_and_heed_the_server():
 LATE = r"/v1/completions gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
 
 
-def test_a_silent_server_is_an_error_in_time(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+def test_a_silent_server_is_an_error_in_time(server, loaded):
+    engine = loaded()
     engine.client.timeout = 0.3
     server.faults["/v1/completions"] = [9.0]
     start = time.monotonic()
@@ -149,12 +144,14 @@ def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
         with pytest.raises(EngineError, match=LATE):
             client.call("POST", "/v1/completions", {})
         assert time.monotonic() - start < 8
+    answer = raw_server(b"HTTP/1.1 403 No\r\n\r\n", b"no " * 10000, 0)
+    with answer as (client.url, _), pytest.raises(EngineError, match="refused the request with status 403: no no no"):
+        client.call("GET", "/health")
 
 
-def test_an_answer_has_a_limit_of_size(server, tmp_path):
+def test_an_answer_has_a_limit_of_size(server, loaded):
     """It is the answer to a long request, and no more of it is held."""
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+    engine = loaded()
     with raw_server(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (1 << 16), 0) as (engine.client.url, sent):
         with pytest.raises(EngineError, match=r"answered with more than 1155072 bytes: is this the rollout server's"):
             sample(engine, tokens=102)
@@ -165,13 +162,6 @@ def test_an_answer_has_a_limit_of_size(server, tmp_path):
         sample(engine, tokens=102)
     server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
     assert sample(engine), "a large answer that may be one is read"
-
-
-def test_a_refusal_without_an_end_is_a_refusal():
-    client = HttpClient("http://localhost", retries=QUICK)
-    answer = raw_server(b"HTTP/1.1 403 No\r\n\r\n", b"no " * 10000, 0)
-    with answer as (client.url, _), pytest.raises(EngineError, match="refused the request with status 403: no no no"):
-        client.call("GET", "/health")
 
 
 def nowhere():
@@ -211,53 +201,33 @@ def test_a_server_that_dies_is_retried_then_named(tmp_path):
     assert 0.3 < time.monotonic() - begun < 8
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "localhost:8000",
-        "ftp://host",
-        "http://",
-        "http://host/v1",
-        "http://host?a=b",
-        "http://host:99999",
-        "http://host\n",
-    ],
-)
+ADDRESSES = ["localhost:8000", "ftp://host", "http://", "http://host/v1", "http://host?a=b", "http://host:99999"]
+
+
+@pytest.mark.parametrize("url", [*ADDRESSES, "http://host\n", "http://me:secret@host:8000"])
 def test_wrong_addresses(url):
-    with pytest.raises(ValueError, match="expected http://host:port"):
+    password = r"user or a password in it: .* variable ROLLOUT_API_KEY$"
+    with pytest.raises(ValueError, match=password if "@" in url else "expected http://host:port") as caught:
         check_url(url)
-
-
-def test_an_address_with_a_password_is_not_repeated():
-    with pytest.raises(ValueError, match=r"user or a password in it: .* variable ROLLOUT_API_KEY$") as caught:
-        check_url("http://me:secret@host:8000")
     assert "secret" not in str(caught.value)
 
 
-def test_the_key_is_sent(server):
-    keys = []
-    handler = server.RequestHandlerClass
+def test_the_key_is_sent_and_never_shown(server, caplog):
+    caplog.set_level(logging.DEBUG)
+    keys, handler = [], server.RequestHandlerClass
     server.RequestHandlerClass = type(
         "Keyed", (handler,), {"do_GET": lambda self: (keys.append(self.headers["Authorization"]), handler.do_GET(self))}
     )
-    HttpClient(server.url, api_key="secret").call("GET", "/health")
-    assert keys == ["Bearer secret"]
-
-
-def test_the_key_is_never_shown(server, caplog):
-    caplog.set_level(logging.DEBUG)
     client = HttpClient(server.url, api_key="secret-7", retries=QUICK)
+    client.call("GET", "/health")
+    assert keys == ["Bearer secret-7"]
     for status in (401, 200, 500):
         server.faults["/x"] = [(status, b"no such key: secret-7")] * 4
         with pytest.raises(EngineError, match="no such key: ROLLOUT_API_KEY") as caught:
             client.json("GET", "/x")
         assert "secret" not in "".join(traceback.format_exception(caught.value))
     assert "secret" not in caplog.text
-
-
-@pytest.mark.parametrize("key", ["secret\n", "se cret", "sécret", "\x00secret"])
-def test_a_key_that_no_header_can_carry(key):
-    with pytest.raises(
-        ValueError, match="variable ROLLOUT_API_KEY has characters other than printable ASCII without spaces"
-    ):
-        check_key(key)
+    for key in ("secret\n", "se cret", "sécret", "\x00secret"):
+        message = "variable ROLLOUT_API_KEY has characters other than printable ASCII without spaces"
+        with pytest.raises(ValueError, match=message):
+            check_key(key)

@@ -9,12 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.model_directory import ModelDirectory
-from tests.support.rollout_servers import (
-    CONFIG,
-    EOS,
-    random_weights,
-    weights,
-)
+from tests.support.rollout_servers import CONFIG, EOS, random_weights, weights
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -42,35 +42,6 @@ def test_each_replica_has_its_own(tmp_path, words, kind, url):
         assert engine.directory.path == tmp_path / "weights" / "replica-1"
 
 
-@pytest.mark.parametrize(
-    ("words", "world", "message"),
-    [
-        (["--rollout-engine=vllm-server", TWO], 2, "--rollout-engine vllm-server needs --rollout-weights-dir"),
-        (["--rollout-engine=sglang-server", "--rollout-weights-dir=w"], 1, "sglang-server needs --rollout-url"),
-        (["--rollout-engine=vllm-server", TWO, "--rollout-weights-dir=w"], 1, "names 2 servers for 1 data-parallel"),
-        ([TWO], 2, "does nothing with --rollout-engine transformers: drop it, or use vllm-server or sglang-server"),
-        (["--rollout-weights-dir=w"], 1, "does nothing with --rollout-engine transformers: drop it, or use vllm or"),
-        (
-            ["--rollout-engine=sglang-server", TWO, "--rollout-weights-dir=w", "--rollout-model=m"],
-            2,
-            "--rollout-model m does nothing with --rollout-engine sglang-server: drop it, or use vllm-server",
-        ),
-        (
-            ["--rollout-engine=vllm-server", "--rollout-url=http://a:1/v1", "--rollout-weights-dir=w"],
-            1,
-            "--rollout-url: the rollout server's address is 'http://a:1/v1': expected http://host:port, without a path",
-        ),
-        (["--rollout-concurrency=0"], 1, "--rollout-concurrency 0 must be positive"),
-        (["--rollout-timeout=0"], 1, r"--rollout-timeout 0\.0 must be positive"),
-        (["--rollout-engine=triton"], 1, "invalid choice: 'triton'"),
-    ],
-)
-def test_engines_that_cannot_work_are_refused(tmp_path, monkeypatch, words, world, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match=message):
-        parse(tmp_path, *words, world=world)
-
-
 SERVER = ["--rollout-engine=vllm-server", "--rollout-url=http://a:1", "--rollout-weights-dir=w"]
 
 

@@ -41,6 +41,12 @@ def test_samples_are_the_servers_in_the_order_of_the_prompts(engine, server):
     for index, (prompt, got) in enumerate(zip(prompts, samples, strict=True)):
         assert got == Sample(*draw(prompt, derive_seed(9, index), TOKENS), "length")
     assert 8 <= server.most <= engine.concurrency == 64
+    server.seen.clear()
+    assert sample(engine, []) == []
+    assert generate_path(engine) not in server.paths(), "no prompts are no requests"
+    seeds = {derive_seed(seed, index) for seed in range(30) for index in range(100)}
+    assert len(seeds) == 3000
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_every_sampling_parameter_is_named(engine, server):
@@ -52,12 +58,6 @@ def test_every_sampling_parameter_is_named(engine, server):
     assert sampling.items() >= (fixed | {"temperature": 0.6, "stop_token_ids": [EOS]}).items()
     assert sampling["top_k"] == (0 if type(engine) is VllmServerEngine else -1)
     assert body.get("prompt", body.get("input_ids")) == [5, 6]
-
-
-def test_seeds_differ_between_prompts_and_steps():
-    seeds = {derive_seed(seed, index) for seed in range(30) for index in range(100)}
-    assert len(seeds) == 3000
-    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 @pytest.mark.parametrize("kind", GENERATE)
@@ -86,6 +86,13 @@ def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog)
         after = server.paths()[server.paths().index(swapped) :]
         assert after.count(GENERATE[kind]) == 12, "what the server sampled before it had the weights is not used"
     assert "lost the weights of step 5" in caplog.text
+
+
+def given(kind, server, tmp_path, version=0, **options):
+    """An engine that has its weights."""
+    engine = make_engine(kind, server, tmp_path, **options)
+    engine.load_weights(weights().items(), version)
+    return engine
 
 
 def in_choice(**fields):
@@ -148,8 +155,7 @@ WRONG_COMPLETIONS = {
 
 @pytest.mark.parametrize(("fault", "message"), WRONG_COMPLETIONS.values(), ids=WRONG_COMPLETIONS)
 def test_vllm_answers_that_cannot_be_trained_on(server, tmp_path, fault, message):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+    engine = given(VllmServerEngine, server, tmp_path)
     server.faults["/v1/completions"] = [fault]
     with pytest.raises(EngineError, match=message) as caught:
         sample_to_train_on(engine, tmp_path)
@@ -195,8 +201,7 @@ WRONG_GENERATIONS = {
 
 @pytest.mark.parametrize(("fault", "message"), WRONG_GENERATIONS.values(), ids=WRONG_GENERATIONS)
 def test_sglang_answers_that_cannot_be_trained_on(server, tmp_path, fault, message):
-    engine = make_engine(SglangServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+    engine = given(SglangServerEngine, server, tmp_path)
     server.faults["/generate"] = [fault]
     with pytest.raises(EngineError, match=message):
         sample_to_train_on(engine, tmp_path)
@@ -220,14 +225,8 @@ def test_an_empty_prompt_is_refused(engine, server):
     assert not server.seen
 
 
-def test_no_prompts_are_no_requests(engine, server):
-    assert sample(engine, []) == []
-    assert generate_path(engine) not in server.paths()
-
-
 def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+    engine = given(VllmServerEngine, server, tmp_path)
     swap = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
     assert server.paths()[-5:] == swap
     body = dict(server.seen)["/collective_rpc"]
@@ -237,45 +236,47 @@ def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
     engine.load_weights(weights(seed=1).items(), 1)
     assert server.paths() == swap, "a server is met once"
     assert engine.version == 1
+    # One that keeps no versions is not asked for them; of several models the named one is chosen.
+    server.faults["/update_weight_version"] = [(404, b"")]
+    server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
+    sample(given(VllmServerEngine, server, tmp_path, 5, model="b"))
+    assert server.paths()[-2:] == ["/resume", "/v1/completions"]
+    assert server.seen[-1][-1]["model"] == "b"
 
 
 def test_sglang_takes_weights_over_and_flushes(server, tmp_path):
-    engine = make_engine(SglangServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 7)
+    given(SglangServerEngine, server, tmp_path, 7)
     assert server.paths()[-2:] == ["/update_weights_from_disk", "/flush_cache"]
     body = dict(server.seen)["/update_weights_from_disk"]
     assert body == {"model_path": str(tmp_path / "weights"), "flush_cache": True, "weight_version": "7"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "path", "fault", "message"),
-    [
-        (
-            VllmServerEngine,
-            "/server_info",
-            (404, b""),
-            r"/server_info.* status 404: start it as VLLM_SERVER_DEV_MODE=1 vllm",
-        ),
-        (VllmServerEngine, "/pause", (404, b""), r"/pause.* status 404: start it as VLLM_SERVER_DEV_MODE=1 vllm"),
-        (VllmServerEngine, "/v1/models", lambda _: {"data": [{"id": "a"}, {"id": "b"}]}, "serves a, b, not None: name"),
-        (VllmServerEngine, "/v1/models", lambda _: {"data": None}, "serves no model, not None: name"),
-        (
-            VllmServerEngine,
-            "/server_info",
-            lambda _: {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}},
-            "reports raw_logprobs, expected processed_logprobs",
-        ),
-        (VllmServerEngine, "/collective_rpc", (500, b"disk"), "failed 4 times, at last with status 500: disk"),
-        (VllmServerEngine, "/reset_prefix_cache", lambda _: {"success": False}, "kept its prefix cache"),
-        (
-            SglangServerEngine,
-            "/update_weights_from_disk",
-            lambda _: {"success": False, "message": "shape"},
-            "did not take the weights over: shape",
-        ),
-        (SglangServerEngine, "/flush_cache", (400, b"requests are running"), "status 400: requests are running"),
-    ],
-)
+def answer(**fields):
+    return lambda _: fields
+
+
+VLLM, SGLANG = VllmServerEngine, SglangServerEngine
+DEVELOPER = "status 404: start it as VLLM_SERVER_DEV_MODE=1 vllm"
+RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+FAILED = [
+    (VLLM, "/server_info", (404, b""), f"/server_info.* {DEVELOPER}"),
+    (VLLM, "/pause", (404, b""), f"/pause.* {DEVELOPER}"),
+    (VLLM, "/v1/models", answer(data=[{"id": "a"}, {"id": "b"}]), "serves a, b, not None: name"),
+    (VLLM, "/v1/models", answer(data=None), "serves no model, not None: name"),
+    (VLLM, "/server_info", answer(**RAW), "reports raw_logprobs, expected processed_logprobs"),
+    (VLLM, "/collective_rpc", (500, b"disk"), "failed 4 times, at last with status 500: disk"),
+    (VLLM, "/reset_prefix_cache", answer(success=False), "kept its prefix cache"),
+    (
+        SGLANG,
+        "/update_weights_from_disk",
+        answer(success=False, message="shape"),
+        "did not take the weights over: shape",
+    ),
+    (SGLANG, "/flush_cache", (400, b"requests are running"), "status 400: requests are running"),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "fault", "message"), FAILED)
 def test_after_a_failed_sync_nothing_is_sampled(server, tmp_path, kind, path, fault, message):
     engine = make_engine(kind, server, tmp_path)
     server.faults[path] = [fault] * (4 if isinstance(fault, tuple) and fault[0] == 500 else 1)
@@ -286,14 +287,6 @@ def test_after_a_failed_sync_nothing_is_sampled(server, tmp_path, kind, path, fa
         sample(engine)
     engine.load_weights(weights().items(), 0)
     assert len(sample(engine)) == 1
-
-
-def test_a_named_model_is_chosen(server, tmp_path):
-    server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
-    engine = make_engine(VllmServerEngine, server, tmp_path, model="b")
-    engine.load_weights(weights().items(), 0)
-    sample(engine)
-    assert dict(server.seen)["/v1/completions"]["model"] == "b"
 
 
 @pytest.mark.parametrize(
@@ -339,21 +332,12 @@ def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_begin
         engine.load_weights(weights().items(), 6)
 
 
-def test_a_vllm_server_that_keeps_no_versions_is_not_asked(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    server.faults["/update_weight_version"] = [(404, b"")]
-    engine.load_weights(weights().items(), 5)
-    sample(engine)
-    assert server.paths()[-2:] == ["/resume", "/v1/completions"]
-
-
 def raw(answer):
     return in_meta(output_top_logprobs=[[[-0.5, 3, None]]])(answer)
 
 
 def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path):
-    engine = make_engine(SglangServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
+    engine = given(SglangServerEngine, server, tmp_path)
     server.always["/generate"] = raw
     assert sample(engine), "at temperature 1 they are equal"
     with pytest.raises(EngineError, match=r"log-probs before temperature 0.5: start it without SGLANG_RETURN_ORIG"):

@@ -78,11 +78,9 @@ def test_a_file_of_fields_by_flag_is_that_file(tmp_path):
     ],
 )
 def test_flags_override_the_launch_files_correction(tmp_path, words, fields):
-    assert checked(tmp_path, *words.split()).correction == RolloutCorrectionConfig(**fields)
-
-
-def test_the_objective_is_the_one_that_was_named(tmp_path):
-    assert checked(tmp_path, "--policy-loss=cispo", "--rollout-rs=none").loss.algorithm == "cispo"
+    config = checked(tmp_path, *words.split())
+    assert config.correction == RolloutCorrectionConfig(**fields)
+    assert config.loss.algorithm == ("cispo" if "cispo" in words else "ppo_clip")
 
 
 IN_THE_LOSS = [
@@ -93,10 +91,17 @@ IN_THE_LOSS = [
 
 @pytest.mark.parametrize("words", IN_THE_LOSS, ids=["bypass", "proximal"])
 def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_the_loss(tmp_path, words, caplog):
+    """Given ones are refused there; elsewhere they have Megatron's defaults."""
     config = checked_alone(tmp_path, *words)
     assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.0, 0.0)
     (message,) = [record.message for record in caplog.records]
     assert all(part in message for part in ("--grpo-kl-beta", "0.001", "--rollout-is-batch-normalize"))
+    for given in ("--grpo-kl-beta=0.001", "--grpo-entropy-term-weight=0.04"):
+        with pytest.raises(ConfigurationError, match="rollout_is_batch_normalize=True"):
+            checked_alone(tmp_path, *words, given)
+    for others in ((), ("--rollout-is-batch-normalize",), ("--rollout-correction-preset=bypass_pg_is",)):
+        config = checked_alone(tmp_path, *others)
+        assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.001, 0.0)
 
 
 def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
@@ -104,19 +109,6 @@ def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
     with pytest.raises(SystemExit):
         main(flags(tmp_path, *IN_THE_LOSS[0]))
     assert not caplog.records
-
-
-@pytest.mark.parametrize("given", ["--grpo-kl-beta=0.001", "--grpo-entropy-term-weight=0.04"])
-@pytest.mark.parametrize("words", IN_THE_LOSS, ids=["bypass", "proximal"])
-def test_given_penalties_are_refused_there(tmp_path, words, given):
-    with pytest.raises(ConfigurationError, match="rollout_is_batch_normalize=True"):
-        checked_alone(tmp_path, *words, given)
-
-
-def test_penalties_have_megatrons_defaults_elsewhere(tmp_path):
-    for words in ((), ("--rollout-is-batch-normalize",), ("--rollout-correction-preset=bypass_pg_is",)):
-        config = checked_alone(tmp_path, *words)
-        assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.001, 0.0)
 
 
 def test_a_launch_file_says_the_same_as_flags(tmp_path):

@@ -22,13 +22,8 @@ def test_what_follows_from_the_policys_flags(tmp_path):
     assert (critic.num_critic_only_steps, critic.value_clip, critic.critic_load_hf) == (0, None, None)
     small = check(tmp_path, GAE, "--min-lr=1e-3", "--critic-lr=1e-4").critic
     assert (small.critic_lr, small.critic_min_lr) == (1e-4, 1e-4)
-
-
-def test_where_the_loss_corrects_nothing_is_left_for_the_critic(tmp_path):
     assert check(tmp_path, GAE, "--bypass-mode", "--rollout-is=none").critic.correct_values == "none"
-
-
-def test_an_optimizer_with_float32_weights_has_a_state_to_offload(tmp_path):
+    # An optimizer with float32 weights has a state to offload.
     words = ["--optimizer=sgd", "--sgd-momentum=0", "--optimizer-offload", "--bf16", "--rollout-dtype=bf16"]
     assert check(tmp_path, *words).training.optimizer_offload
 

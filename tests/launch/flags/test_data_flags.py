@@ -31,29 +31,33 @@ def write(path, rows):
 
 @pytest.fixture
 def file(tmp_path):
-    return write(
-        tmp_path / "a.jsonl", [{"prompt": f"{number} + 1 = ", "label": str(number + 1)} for number in range(9)]
-    )
+    return write(tmp_path / "a.jsonl", [{"prompt": f"{n} + 1 = ", "label": str(n + 1)} for n in range(9)])
 
 
 @pytest.fixture
 def other(tmp_path):
-    return write(
-        tmp_path / "b.jsonl", [{"prompt": f"{number} - 1 = ", "label": str(number - 1)} for number in range(4)]
-    )
+    return write(tmp_path / "b.jsonl", [{"prompt": f"{n} - 1 = ", "label": str(n - 1)} for n in range(4)])
 
 
 def check(tmp_path, *words, world_size=1):
     return configure([*BASE, f"--runs-dir={tmp_path}/runs", *words], world_size)
 
 
-def test_prompts_come_from_the_files(tmp_path, file, other):
-    config, task = check(tmp_path, *DATA, "--prompt-data", "0.5", file, "0.5", other)
+def test_prompts_come_from_the_files_and_evaluations_try_all_of_theirs(tmp_path, file, other):
+    mixed = ["--prompt-data", "0.5", file, "0.5", other]
+    config, task = check(tmp_path, *DATA, *mixed, "--eval-data", other, "--eval-interval=2")
     assert isinstance(task, PromptData)
     assert config.data.prompt_data == ("0.5", file, "0.5", other)
     assert (config.task.task, config.data.label_key) == (None, "label")
     assert sorted("-" in problem.prompt for problem in task.problems(0, 8)) == [False] * 4 + [True] * 4
     assert {problem.record["prompt"] for problem in task.problems(0, 50)} > {"0 + 1 = ", "3 - 1 = "}
+    found = config.evaluation
+    defaults = (found.eval_problems, found.eval_samples, found.eval_temperature, found.eval_answers)
+    assert defaults == (4, 1, None, 8)
+    assert [problem.label for problem in task.problems(0, 4, held_out=True)] == ["-1", "0", "1", "2"]
+    flags = [*BASE, f"--runs-dir={tmp_path}", *DATA]
+    words = torchrun_arguments(["--nproc-per-node", "1", *mixed, "--nnodes", "1", *flags])
+    assert words[words.index("--module") + 2 :] == [*mixed, *flags], "torchrun gets all values of a flag"
 
 
 def test_a_launch_file_has_them_as_a_list(tmp_path, file, other):
@@ -97,79 +101,56 @@ def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
         check(tmp_path, *DATA, *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--eval-data", "B"], "--eval-data .*b.jsonl .*--eval-interval"),
-        (["--eval-interval=2"], "--eval-interval 2 .*--eval-data"),
-        (
-            ["--eval-interval=2", "--eval-data", "B", "--eval-problems=5"],
-            "--eval-data .*4 .*5",
-        ),
-        (["--eval-interval=2", "--eval-data", "1", "B"], "--eval-data 1 .*b.jsonl"),
-        (["--input-key=question"], r"a.jsonl, line 1 .*'question'.*'prompt', 'label'"),
-        (["--label-key=answer"], r"a.jsonl, line 1 .*'answer'"),
-        (["--label-key=answer", "--reward=python:math:sqrt"], r"a.jsonl, line 1 .*'answer'"),
-        (["--overlong-prompts=keep"], "overlong-prompts: .*'keep'"),
-        (["--max-response-length=64"], "--max-response-length 64 .*--seq-length 64"),
-        (["--max-response-length=56", "--overlong-prompts=error"], None),
-        (
-            ["--max-response-length=57", "--overlong-prompts=error"],
-            "line 1 .* 8 tokens.*--seq-len",
-        ),
-        (["--max-response-length=57"], " 8 tokens"),
-        (["--apply-chat-template"], "--apply-chat-template .*--tokenizer-model"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(tmp_path, file, other, words, message):
-    words = [other if word == "B" else word for word in words]
-    if message is None:
-        check(tmp_path, *DATA, "--prompt-data", file, *words)
-        return
-    with pytest.raises(ConfigurationError, match=message) as caught:
-        check(tmp_path, *DATA, "--prompt-data", file, *words)
-    assert "\n" not in str(caught.value)
+# Words (B stands for a file), and parts of the sentence.
+REFUSED = """
+--eval-data B :: --eval-data | b.jsonl | --eval-interval
+--eval-interval=2 :: --eval-interval 2 | --eval-data
+--eval-interval=2 --eval-data B --eval-problems=5 :: --eval-data | 4 | 5
+--eval-interval=2 --eval-data 1 B :: --eval-data 1 | b.jsonl
+--input-key=question :: a.jsonl, line 1 | 'question' | 'prompt', 'label'
+--label-key=answer :: a.jsonl, line 1 | 'answer'
+--label-key=answer --reward=python:math:sqrt :: a.jsonl, line 1 | 'answer'
+--overlong-prompts=keep :: --overlong-prompts: | 'keep'
+--max-response-length=64 :: --max-response-length 64 | --seq-length 64
+--max-response-length=57 --overlong-prompts=error :: line 1 | 8 tokens | --seq-len
+--max-response-length=57 :: 8 tokens
+--apply-chat-template :: --apply-chat-template | --tokenizer-model
+"""
 
 
-def test_files_need_the_length_of_a_response(tmp_path, file):
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_what_cannot_work_is_one_sentence(tmp_path, file, other, row):
+    words, _, parts = row.partition(" :: ")
+    with pytest.raises(ConfigurationError) as caught:
+        check(tmp_path, *DATA, "--prompt-data", file, *(other if word == "B" else word for word in words.split()))
+    sentence = str(caught.value)
+    assert [part for part in parts.split(" | ") if part not in sentence] == [], sentence
+    assert "\n" not in sentence
+
+
+def test_the_length_of_a_response_is_given_and_may_leave_just_enough_room(tmp_path, file):
+    words = ["--prompt-data", file, "--overlong-prompts=error"]
+    check(tmp_path, *DATA, *words, "--max-response-length=56")
     base = [word for word in BASE if not word.startswith("--max-response-length")]
     with pytest.raises(ConfigurationError, match=r"--prompt-data .*--max-response-length"):
-        configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", "--prompt-data", file], 1)
+        configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", *words], 1)
 
 
-def test_labels_are_not_asked_of_rows_for_a_function(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}])
-    _, task = check(tmp_path, *DATA, "--prompt-data", path, "--reward=python:tests.support.user_rewards:length")
-    assert task.problems(0, 1)[0].label is None
-    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
-        check(tmp_path, *DATA, "--prompt-data", path)
+def test_labels_are_required_if_a_rule_compares_them(tmp_path):
+    """Rows for a function need no label, nor do recorded rollouts, which have their rewards."""
+    path, folder = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), tmp_path / "records"
+    rows, folder_of_rollouts = ["--prompt-data", path], f"--load-rollouts={folder}"
+    folder.mkdir()
+    save_rollouts(recorded_batch(0), folder / "step-0000000-replica-0000.safetensors")
+    recorded = [*[word for word in DATA if not word.startswith("--reward")], folder_of_rollouts, "--train-iters=2"]
+    for words in ([*DATA, "--reward=python:tests.support.user_rewards:length"], recorded):
+        assert check(tmp_path, *words, *rows)[1].problems(0, 1)[0].label is None
+    for words in (DATA, [*recorded, "--label-key=label"]):
+        with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
+            check(tmp_path, *words, *rows)
     lists = write(tmp_path / "lists.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": ["b"]}])
     with pytest.raises(ConfigurationError, match=r"lists.jsonl, line 2 .*'label'.*--reward exact"):
         check(tmp_path, *DATA, "--prompt-data", lists)
-
-
-def test_labels_are_not_asked_of_rows_that_nothing_scores(tmp_path):
-    """Recorded rollouts have their rewards."""
-    path, folder = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), tmp_path / "records"
-    folder.mkdir()
-    save_rollouts(recorded_batch(0), folder / "step-0000000-replica-0000.safetensors")
-    words = [word for word in DATA if not word.startswith("--reward")]
-    words += ["--prompt-data", path, f"--load-rollouts={folder}", "--train-iters=2"]
-    assert check(tmp_path, *words)[1].problems(0, 1)[0].label is None
-    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
-        check(tmp_path, *words, "--label-key=label")
-
-
-def test_evaluations_try_all_of_their_data(tmp_path, file, other):
-    config, task = check(tmp_path, *DATA, "--prompt-data", file, "--eval-data", other, "--eval-interval=2")
-    settings = config.evaluation
-    assert (settings.eval_problems, settings.eval_samples, settings.eval_temperature, settings.eval_answers) == (
-        4,
-        1,
-        None,
-        8,
-    )
-    assert [problem.label for problem in task.problems(0, 4, held_out=True)] == ["-1", "0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -190,41 +171,29 @@ def test_the_settings_that_a_run_keeps_make_it_again(tmp_path, file, other, text
     assert (again.task, again.data, again.evaluation) == (config.task, config.data, config.evaluation)
 
 
-def test_the_launcher_hands_several_values_to_torchrun(tmp_path, file, other):
-    files = ["--prompt-data", "0.5", file, "0.5", other]
-    flags = [*BASE, f"--runs-dir={tmp_path}", *DATA]
-    words = torchrun_arguments(["--nproc-per-node", "1", *files, "--nnodes", "1", *flags])
-    assert words[words.index("--module") + 2 :] == [*files, *flags]
-
-
-def template_line(caplog):
-    return [message for message in caplog.messages if "chat template" in message]
-
-
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"])
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "characters"])
 def test_a_launch_files_template_needs_a_tokenizer_that_has_one(tmp_path, file, template, caplog):
     """The launch file's is dropped with a line where there is none; a typed one is an error."""
-    folder = tokenizer_folder(tmp_path / "tokenizer", template=template)
     (tmp_path / "run.yaml").write_text("apply-chat-template: true\n")
-    words = [*DATA, "--prompt-data", file, f"--tokenizer-model={folder}", f"--config={tmp_path}/run.yaml"]
+    words = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
+    if template != "characters":
+        folder = tokenizer_folder(tmp_path / "tokenizer", template=template)
+        words.append(f"--tokenizer-model={folder}")
+    applied = template not in (None, "characters")
     with caplog.at_level(logging.WARNING):
         config, task = check(tmp_path, *words)
-    assert config.task.apply_chat_template == task.text.chat == (template is not None)
-    assert len(template_line(caplog)) == (template is None)
-    assert all(f"{folder}" in line and f"--config {tmp_path}/run.yaml" in line for line in template_line(caplog))
+    assert config.task.apply_chat_template == applied
+    lines = [message for message in caplog.messages if "chat template" in message]
+    assert len(lines) == (not applied)
+    if template == "characters":
+        return
+    assert task.text.chat == applied
+    assert all(f"{folder}" in line and f"--config {tmp_path}/run.yaml" in line for line in lines)
     shown = task.text.tokenizer.decode(task.text.encode(task.problems(0, 1)[0]))
-    assert shown.startswith("[") == (template is not None)
-    if template is None:
+    assert shown.startswith("[") == applied
+    if not applied:
         with pytest.raises(ConfigurationError, match=r"--apply-chat-template: .*chat_template"):
             check(tmp_path, *words, "--apply-chat-template")
-
-
-def test_a_launch_files_template_is_dropped_for_single_characters(tmp_path, file, caplog):
-    (tmp_path / "run.yaml").write_text("apply-chat-template: true\n")
-    with caplog.at_level(logging.WARNING):
-        config, _ = check(tmp_path, *DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml")
-    assert not config.task.apply_chat_template
-    assert len(template_line(caplog)) == 1
 
 
 def test_the_launching_pages_command_works(tmp_path, monkeypatch):

@@ -48,7 +48,4 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
     assert limited(64, 1000) == "1000"
     assert limited(300, 20_000) == "4096"
     assert limited(5000, 20_000) == "5000"
-
-
-def test_too_few_open_files_are_named():
     assert all(part in limited(64, 128) for part in ("ulimit -n 128", "256"))

@@ -32,13 +32,10 @@ def test_an_objective_is_defined_by_the_flag_that_names_it(tmp_path):
     assert run_config([*words[:-1], *bypass]).correction.loss_type == "own_good_only"
 
 
-def test_a_criterion_stands_in_the_list_beside_others(tmp_path):
+def test_a_criterion_stands_in_the_list_beside_others_and_in_a_launch_file(tmp_path):
     config = run_config(flags(tmp_path, *RS))
     assert config.correction.rollout_rs == "token_k1,own_seq_min"
     assert "sequences whose smallest ρ_t" in config.correction.describe()
-
-
-def test_a_launch_file_names_them_too(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"rollout-rs: {USER}:SEQ_MIN\nrollout-rs-threshold: 0.01_100\n")
     config = run_config([word for word in flags(tmp_path, f"--config={path}") if "rollout-rs" not in word])
@@ -65,30 +62,21 @@ def test_the_file_that_a_run_leaves_names_them_too(tmp_path, words):
     assert as_launch_file(again.flags) == as_launch_file(config.flags)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [f"--policy-loss={USER}:SEQ_MIN"],
-            r"^--policy-loss \S+ .*Criterion.*Objective",
-        ),
-        (
-            [f"--rollout-rs={USER}:GOOD_ONLY"],
-            r"^--rollout-rs \S+ .*Objective.*Criterion",
-        ),
-        (
-            [f"--rollout-rs={USER}:TAKEN"],
-            r"^--rollout-rs \S+: .*'token_k3'",
-        ),
-        ([f"--rollout-rs=token_k1,{USER}:NO"], r"^--rollout-rs python:\S+:NO: "),
-        (["--loss-type=python:nowhere:X"], r"^--loss-type python:nowhere:X: .*nowhere"),
-        (["--policy-loss=ppo"], r"^--policy-loss: .*'ppo'.*ppo_clip, reinforce"),
-        ([f"--rollout-rs={USER}:SEQ_MIN", "--rollout-rs-threshold=-1"], r"^--rollout-rs-threshold"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(tmp_path, words, message):
-    with pytest.raises(ConfigurationError, match=message):
-        run_config(flags(tmp_path, *words))
+REFUSED = {
+    f"--policy-loss={USER}:SEQ_MIN": r"^--policy-loss \S+ .*Criterion.*Objective",
+    f"--rollout-rs={USER}:GOOD_ONLY": r"^--rollout-rs \S+ .*Objective.*Criterion",
+    f"--rollout-rs={USER}:TAKEN": r"^--rollout-rs \S+: .*'token_k3'",
+    f"--rollout-rs=token_k1,{USER}:NO": r"^--rollout-rs python:\S+:NO: ",
+    "--loss-type=python:nowhere:X": r"^--loss-type python:nowhere:X: .*nowhere",
+    "--policy-loss=ppo": r"^--policy-loss: .*'ppo'.*ppo_clip, reinforce",
+    f"--rollout-rs={USER}:SEQ_MIN --rollout-rs-threshold=-1": r"^--rollout-rs-threshold",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_work_is_one_sentence(tmp_path, words):
+    with pytest.raises(ConfigurationError, match=REFUSED[words]):
+        run_config(flags(tmp_path, *words.split()))
 
 
 def test_they_train_on_all_ranks(ranks, tmp_path):

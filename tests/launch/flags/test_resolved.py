@@ -83,27 +83,19 @@ def test_every_flag_is_there_given_or_not():
     assert (values["lr"], values["seed"], values["load"]) == (0.5, 1234, None)
 
 
+WRITTEN = [(True, "true"), (3, "3"), (1e-7, "1e-07"), ("a: b", "a: b"), ("#1", "#1"), ("0.5_2", "0.5_2")]
+
+
+@pytest.mark.parametrize(("value", "read"), [*WRITTEN, (("a", "1"), ["a", "1"])])
+def test_values_are_read_as_they_were_written(value, read):
+    text = as_launch_file([ResolvedFlag("section", "name", value, True)])
+    assert yaml.load(text, yaml.BaseLoader) == {"name": read}
+
+
 def test_a_correction_that_was_not_given_is_a_comment(tmp_path):
     words = [word for word in flags(tmp_path) if "rollout-is" not in word and "rollout-rs" not in word]
     lines = as_launch_file(run_config(words).flags).splitlines()
     assert [line for line in lines if "rollout-is:" in line] == ["# rollout-is: sequence"]
-
-
-@pytest.mark.parametrize(
-    ("value", "read"),
-    [
-        (True, "true"),
-        (3, "3"),
-        (1e-7, "1e-07"),
-        ("a: b", "a: b"),
-        ("#1", "#1"),
-        ("0.5_2", "0.5_2"),
-        (("a", "1"), ["a", "1"]),
-    ],
-)
-def test_values_are_read_as_they_were_written(value, read):
-    text = as_launch_file([ResolvedFlag("section", "name", value, True)])
-    assert yaml.load(text, yaml.BaseLoader) == {"name": read}
 
 
 def test_another_file_of_the_run_is_kept(tmp_path):
@@ -114,12 +106,9 @@ def test_another_file_of_the_run_is_kept(tmp_path):
     assert len(names) == 2
     assert "\nlr: 1.0\n" in (tmp_path / "run" / names[0]).read_text()
     assert "\nlr: 2.0\n" in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_a_folder_that_is_a_file_is_one_sentence(tmp_path):
-    (tmp_path / "run").write_text("")
-    error = write_settings(resolved(flags(tmp_path, "--run-name=run")))
-    assert error.startswith(f"{tmp_path}/run/config.yaml ")
+    (tmp_path / "file").write_text("")
+    error = write_settings(resolved(flags(tmp_path, "--run-name=file")))
+    assert error.startswith(f"{tmp_path}/file/config.yaml "), "one sentence"
 
 
 def test_print_config_prints_and_starts_nothing(tmp_path, capsys):
@@ -133,8 +122,5 @@ def test_print_config_prints_and_starts_nothing(tmp_path, capsys):
     (tmp_path / "my_run.yaml").write_text(output, encoding="utf-8")
     assert resolved([f"--config={tmp_path}/my_run.yaml"]) == resolved(["--config=count_up", "--lr=1e-3"])
     assert re.search("^# python 3.* · torch 2.*$", output, flags=re.MULTILINE)
-
-
-def test_print_config_says_what_cannot_work():
     with pytest.raises(ConfigurationError, match=r"^--lr -1\.0 "):
         torchrun_arguments(["--config=count_up", "--nproc-per-node=4", "--print-config", "--lr=-1"])

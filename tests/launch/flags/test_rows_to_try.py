@@ -15,15 +15,9 @@ TABLE = PAGE.partition("| try | flags |")[2].partition("\n\n")[0]
 ROWS = dict(re.findall(r"^\| (.+) \| `(--.+)` \|$", TABLE, flags=re.MULTILINE))
 QUICK_START = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 # One small step of the launch file on one process.
-SMALL = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel", "--cpu"]
-SMALL += [
-    "--train-iters=1",
-    "--grpo-iterations=1",
-    "--grpo-prompts-per-step=4",
-    "--grpo-group-size=2",
-    "--run-name=run",
-]
-SMALL += ["--global-batch-size=8", "--micro-batch-size=8"]
+SMALL = """--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel --cpu --train-iters=1
+--grpo-iterations=1 --grpo-prompts-per-step=4 --grpo-group-size=2 --run-name=run --global-batch-size=8
+--micro-batch-size=8""".split()
 
 
 def test_the_table_is_read():
@@ -57,9 +51,8 @@ def test_the_quick_start_explains_every_column():
 def test_the_task_of_another_library_is_learnt_from(ranks, tmp_path):
     """Sampled, rewarded and trained on: its questions, its alphabet, its longest response."""
     (words,) = (words for words in ROWS.values() if "reasoning_gym" in words)
-    assert ranks.run(
-        run_training, Layout(), ["--config=count_up", f"--runs-dir={tmp_path}", *words.split(), *SMALL]
-    ) == [None]
+    words = ["--config=count_up", f"--runs-dir={tmp_path}", *words.split(), *SMALL]
+    assert ranks.run(run_training, Layout(), words) == [None]
     (row,) = rows(tmp_path)
     assert 0 < row["rollout/response_length"] <= 32
     assert row["rollout/tokens"] > 8

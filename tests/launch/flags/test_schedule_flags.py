@@ -14,13 +14,10 @@ def words(tmp_path, more):
     return [word for word in flags(tmp_path) if "samples" not in more or "train-iters" not in word] + more.split()
 
 
-def test_samples_are_steps(tmp_path):
+def test_samples_are_steps_and_parts_of_a_step_count(tmp_path):
     config = run_config(words(tmp_path, SAMPLES))
     schedule = config.schedule
     assert (config.training.train_iters, schedule.lr_decay_iters, schedule.lr_warmup_iters) == (6, 4, 2)
-
-
-def test_parts_of_a_step_count(tmp_path):
     schedule = run_config(words(tmp_path, "--train-samples=100 --lr-decay-samples=60 --lr-warmup-samples=5")).schedule
     assert (schedule.lr_decay_iters, schedule.warmup_steps) == (3.75, 0.3125)
 

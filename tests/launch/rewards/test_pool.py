@@ -44,10 +44,7 @@ def pool():
 def test_outcomes_come_in_the_order_of_the_requests(pool):
     slow_first = ["sleep 0.3", "give numpy", "give true", "give fraction", "else"]
     assert [one.reward for one in pool.score([request(text) for text in slow_first])] == [1.0, 0.5, 1.0, 0.5, 1.0]
-
-
-def test_a_worker_knows_neither_torch_nor_megatron(pool):
-    assert pool.score([request("heavy")])[0].reward == 0.0
+    assert pool.score([request("heavy")])[0].reward == 0.0, "a worker knows neither torch nor Megatron"
 
 
 def test_what_a_rule_forks_scores_nothing(pool):
@@ -138,14 +135,6 @@ def test_all_that_is_known_of_a_sample_arrives_as_it_is():
     pool.close()
 
 
-def test_components_are_the_other_entries_of_a_dict():
-    pool = RewardPool(source("parts"), 1, SECONDS)
-    first, second = pool.score([request("4"), request("4, please")])
-    assert (first.reward, first.components) == (1.0, {"length": 1.0})
-    assert (second.reward, second.components) == (0.0, {"length": 9.0, "polite": 1.0})
-    pool.close()
-
-
 @pytest.mark.parametrize("name", ["too_few", "BadReward"])
 def test_a_rule_with_other_parameters_is_refused_before_it_scores(name):
     which = Source(f"{USER}:{name}", 1) if name == "BadReward" else source(name)
@@ -153,22 +142,6 @@ def test_a_rule_with_other_parameters_is_refused_before_it_scores(name):
     with pytest.raises(ConfigurationError, match=words):
         which.load()
     assert source("keywords").load()(**request("4")) == 1.0
-
-
-def test_a_class_whose_tokens_and_lengths_come_by_flags_scores_in_a_worker():
-    pool = RewardPool(Source(f"{USER}:Bare", 1), 1, SECONDS)
-    assert [one.reward for one in pool.score([request("4"), request("44")])] == [1.0, 0.0]
-    pool.close()
-
-
-def test_a_task_scores_in_a_worker_by_its_own_rule():
-    pool = RewardPool(Source(f"{USER}:Doubles", 1), 1, SECONDS)
-    assert [one.reward for one in pool.score([request("4"), request("44")])] == [1.0, 0.0]
-    pool.close()
-    pool = RewardPool(Source("reasoning_gym:chain_sum", 1), 1, SECONDS)
-    entry = {"question": "2 + 2 = ?", "answer": "4", "metadata": {}}
-    assert pool.score([request("4", record=entry)])[0].reward == 1.0
-    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -179,10 +152,7 @@ def test_a_task_scores_in_a_worker_by_its_own_rule():
             r"broken\.py\", line 2 in <module>.*\n--reward \S+ is not loaded after 0\.4 s$",
         ),
         ("import os\nos._exit(5)\n", r"ended its process with exit code 5 while it was loaded$"),
-        (
-            "1 / 0\n",
-            r"^Traceback.*line 1.*\n--reward \S+: broken cannot be imported, it raises ZeroDivisionError: .*$",
-        ),
+        ("1 / 0\n", r"^Traceback.*line 1.*\n--reward \S+: broken cannot be imported, it raises ZeroDivisionError: .*$"),
         ("score = 3\n", r"is of type int: name a function$"),
         ("class score: pass\n", r"is a class: name a function$"),
     ],
@@ -304,3 +274,21 @@ def runs(process):
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+ENTRY = {"question": "2 + 2 = ?", "answer": "4", "metadata": {}}
+# A rule, the responses, and their rewards with the other entries of its dict. Tokens and lengths of Bare come by flags.
+RULES = [
+    (source("parts"), ["4", "4, please"], [(1.0, {"length": 1.0}), (0.0, {"length": 9.0, "polite": 1.0})]),
+    (Source(f"{USER}:Bare", 1), ["4", "44"], [(1.0, {}), (0.0, {})]),
+    (Source(f"{USER}:Doubles", 1), ["4", "44"], [(1.0, {"ended": 1.0}), (0.0, {"ended": 0.0})]),
+    (Source("reasoning_gym:chain_sum", 1), ["4"], [(1.0, {})]),
+]
+
+
+@pytest.mark.parametrize(("rule", "responses", "outcomes"), RULES, ids=["parts", "bare", "task", "library"])
+def test_rules_of_every_kind_score_in_a_worker(rule, responses, outcomes):
+    pool = RewardPool(rule, 1, SECONDS)
+    found = pool.score([request(text, record=ENTRY) for text in responses])
+    pool.close()
+    assert [(one.reward, one.components) for one in found] == outcomes

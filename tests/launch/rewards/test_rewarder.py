@@ -55,6 +55,13 @@ def test_the_first_error_ends_it_where_that_is_asked_for(tmp_path):
     ):
         rewarder.score([BAD, BAD], ["x" * 3000, "3"], step=0)
     assert len(lines(tmp_path)) == 2, "all of the batch are kept"
+    (tmp_path / "run" / "reward-errors.jsonl").unlink()
+    (tmp_path / "run" / "reward-errors.jsonl").symlink_to("/dev/full")
+    words = (
+        r"reward-errors\.jsonl cannot be written \(No space left on device\): make room, or choose another --runs-dir$"
+    )
+    with pytest.raises(RewardError, match=words):
+        make(tmp_path, "--reward=exact").score([BAD], ["3"], step=0)
 
 
 def test_a_label_that_nothing_writes_is_named_by_its_kind(tmp_path):
@@ -68,17 +75,6 @@ def test_a_label_that_nothing_writes_is_named_by_its_kind(tmp_path):
     unwritten = "a value that cannot be written, of type "
     written = [line["label"] for line in lines(tmp_path)]
     assert written == [f"{unwritten}dict", f"{unwritten}int", "[" * 6 + "[...]" + "]" * 6]
-
-
-def test_a_full_disk_under_the_file_of_errors_is_named(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "reward-errors.jsonl").symlink_to("/dev/full")
-    rewarder = make(tmp_path, "--reward=exact")
-    words = (
-        r"reward-errors\.jsonl cannot be written \(No space left on device\): make room, or choose another --runs-dir$"
-    )
-    with pytest.raises(RewardError, match=words):
-        rewarder.score([BAD], ["3"], step=0)
 
 
 def test_components_of_a_run_are_limited(tmp_path):

@@ -31,10 +31,7 @@ def test_distances_by_hand():
 )
 def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
     assert tolerance(run_config(flags(tmp_path, *words))) == limit
-
-
-def test_every_dtype_has_a_limit():
-    assert set(ROUNDING) == set(DTYPES)
+    assert set(ROUNDING) == set(DTYPES), "every dtype has a limit"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rewards.rewarder import Rewards
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
@@ -15,7 +14,7 @@ from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, recorded_batch, run_config
+from tests.support.recorded_training import flags, recorded_batch
 from tests.support.training_runs import LIVE, rows, run_training
 
 EOS = 12
@@ -53,17 +52,13 @@ def groups_of(batch):
     return [batch.rewards[batch.group_ids == index].unique() for index in batch.group_ids.unique()]
 
 
-def test_nothing_is_replaced_by_default(tmp_path):
-    made = sampler(tmp_path)
-    sampled = made.sample(0)
-    assert len(made.engine.asked) == 1
-    assert (sampled.replaced, sampled.baselines) == (0, None)
-    assert sampled.flat == sum(len(values) == 1 for values in groups_of(sampled.batch)) > 0
-
-
 @pytest.mark.parametrize("tries", [1, 2, 30])
 def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
-    made, plain = sampler(tmp_path, f"--dynamic-sampling={tries}"), sampler(tmp_path).sample(0).batch
+    made, default = sampler(tmp_path, f"--dynamic-sampling={tries}"), sampler(tmp_path)
+    sampled = default.sample(0)
+    plain = sampled.batch
+    assert (len(default.engine.asked), sampled.replaced, sampled.baselines) == (1, 0, None)
+    assert sampled.flat == sum(len(values) == 1 for values in groups_of(plain)) > 0
     sampled = made.sample(0)
     batch, asked = sampled.batch, made.engine.asked
     assert 1 < len(asked) <= 1 + tries
@@ -114,22 +109,6 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
     assert sampled.baselines[::GROUP].tolist() == pytest.approx(wanted)
     assert max(wanted) > 0
     assert torch.equal(sampled.baselines, sampled.baselines[::GROUP].repeat_interleave(GROUP))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            ["--dynamic-sampling=2", "--grpo-group-size=1", "--grpo-prompts-per-step=16"],
-            "--grpo-group-size 1",
-        ),
-        (["--dynamic-sampling=-1"], "--dynamic-sampling -1 must be 0 or more"),
-    ],
-)
-def test_what_cannot_be_replaced_is_refused(tmp_path, more, message):
-    with pytest.raises(ConfigurationError) as error:
-        run_config(flags(tmp_path, *more))
-    assert message in str(error.value)
 
 
 def counted_replaced():

@@ -21,7 +21,11 @@ from megatron_rc.launch.rollouts.evaluation import (
 from megatron_rc.launch.tasks import Problem
 from tests.support.recorded_training import flags, run_config
 
-HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact"]
+HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact", "--eval-interval=2"]
+
+
+def config_of(tmp_path, *more):
+    return run_config(flags(tmp_path, *HELD_OUT, "--run-name=mine", *more))
 
 
 def write(problems, config, step):
@@ -36,20 +40,14 @@ def graded(*rewards, problem=None):
     return Graded(problem, responses, rewards, [Outcome(reward, {"format": 0.5}) for reward in rewards])
 
 
-@pytest.mark.parametrize("samples", [1, 2, 5, 6])
-def test_pass_at_k_is_the_share_of_choices_with_a_right_one(samples):
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one():
     """Counted out: of all ways to choose k of n responses, those that hold one of the c right ones."""
-    for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
-        choices = list(itertools.combinations(range(samples), k))
-        share = sum(any(index < right for index in choice) for choice in choices) / len(choices)
-        assert pass_at_k(samples, right, k) == pytest.approx(share, abs=1e-12)
-
-
-def test_many_samples_do_not_overflow():
-    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
-
-
-def test_tries_are_powers_of_two_and_all():
+    for samples in (1, 2, 5, 6):
+        for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+            choices = list(itertools.combinations(range(samples), k))
+            share = sum(any(index < right for index in choice) for choice in choices) / len(choices)
+            assert pass_at_k(samples, right, k) == pytest.approx(share, abs=1e-12), (samples, right, k)
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5), "many do not overflow"
     assert [tries(samples) for samples in (1, 2, 3, 8, 9)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 9]]
 
 
@@ -75,16 +73,9 @@ def test_responses_that_could_not_be_scored_are_counted(tmp_path):
     broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], [Outcome(failure="raised ValueError: no"), Outcome(1.0)])
     sums = sums_of([broken, graded(1, 1)], 2)
     assert metrics_of(sums, 2)["eval/reward_errors"] == 1
-    write([broken], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine")), 6)
+    write([broken], config_of(tmp_path), 6)
     (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
-
-
-def test_a_label_that_is_no_json_is_written_in_words(tmp_path):
-    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
-    write([graded(1.0, problem=Problem("a", {(1, 2): "b"}))], config, 6)
-    (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
-    assert line["label"] == "{(1, 2): 'b'}"
 
 
 def test_the_terminal_says_both():
@@ -103,7 +94,7 @@ def test_the_terminal_says_both():
     ],
 )
 def test_one_response_is_the_likeliest_and_several_are_sampled(tmp_path, more, top_k, temperature):
-    sampling = sampling_of(run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", *more)))
+    sampling = sampling_of(config_of(tmp_path, *more))
     assert (sampling.top_k, sampling.temperature) == (top_k, temperature)
 
 
@@ -112,49 +103,33 @@ def written(folder):
 
 
 def test_a_few_answers_are_written_down(tmp_path):
-    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=2", "--run-name=mine"))
+    write([graded(1.0)], config_of(tmp_path, "--eval-answers=0"), 6)
+    assert not list(tmp_path.rglob("eval")), "or none"
+    config = config_of(tmp_path, "--eval-answers=3")
     said = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
-    problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said)), graded(1.0, 1.0)]
+    problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said))]
+    problems += [graded(1.0, problem=Problem("a", {(1, 2): "b"})), graded(1.0, 1.0)]
     write(problems, config, 6)
-    first, second = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
+    first, second, third = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     scored = {"components": {"format": 0.5}, "error": None}
     assert first == {"prompt": "4 + 5 = ", "response": "answer 0", "label": 9, "reward": 1.0, **scored}
     assert second["prompt"] == list(said)
     assert (second["label"], second["reward"]) == ({"value": 3}, 0.0)
+    assert third["label"] == "{(1, 2): 'b'}", "in words where it is no JSON"
 
 
 def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
-    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
+    config = config_of(tmp_path)
     for step in (0, 2, 4):
         write([graded(1.0)], config, step)
-    write([graded(0.0)], config, 0)
-    folders = sorted((tmp_path / "mine").iterdir())
-    assert [len(list(folder.iterdir())) for folder in folders] == [1, 3]
-    assert folders[0].name == "eval"
-    assert written(folders[0] / "step-0000000.jsonl")[0]["reward"] == 0
-
-
-def test_two_older_runs_of_one_second_are_both_kept(tmp_path):
-    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
-    for reward in (1.0, 0.5, 0.0):
-        write([graded(reward)], config, 0)
+    for reward in (0.5, 0.0):  # older runs of one second are both kept
         os.utime(tmp_path / "mine" / "eval", (1e9, 1e9))
-    found = [written(folder / "step-0000000.jsonl")[0]["reward"] for folder in sorted((tmp_path / "mine").iterdir())]
-    assert found == [0.0, 1.0, 0.5]
-
-
-def test_answers_that_cannot_be_written_are_one_sentence(tmp_path):
-    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
-    (tmp_path / "mine").mkdir(exist_ok=True)
-    (tmp_path / "mine" / "eval").write_text("in the way")
-    with pytest.raises(
-        ValueError, match=r"eval/step-0000002.jsonl cannot be written \(File exists\): make room, choose"
-    ):
-        write([graded(1.0)], config, 2)
-    write([graded(1.0)], config, 0)
-    assert len(list((tmp_path / "mine").iterdir())) == 2
-
-
-def test_none_are_written_where_none_are_wanted(tmp_path):
-    write([graded(1.0)], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=0")), 0)
-    assert not list(tmp_path.rglob("eval"))
+        write([graded(reward)], config, 0)
+    folders = sorted((tmp_path / "mine").iterdir())
+    assert [len(list(folder.iterdir())) for folder in folders] == [1, 3, 1]
+    assert folders[0].name == "eval"
+    assert [written(folder / "step-0000000.jsonl")[0]["reward"] for folder in folders] == [0.0, 1.0, 0.5]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "eval").write_text("in the way")
+    write([graded(1.0)], config_of(tmp_path, "--run-name=other"), 0)
+    assert len(list((tmp_path / "other").iterdir())) == 2

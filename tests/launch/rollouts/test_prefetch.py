@@ -22,17 +22,13 @@ from tests.support.training_runs import HELD_OUT, LIVE, rows, run_training, with
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
 
 
-def numbered(step):
-    return recorded_batch(step)
-
-
 def test_ordered_batches_are_taken_by_their_step():
-    prefetched = PrefetchedRollouts(numbered, in_background=True)
+    prefetched = PrefetchedRollouts(recorded_batch, in_background=True)
     prefetched.order([1, 2])
     assert (1 in prefetched, 3 in prefetched, len(prefetched)) == (True, False, 2)
-    assert identical(prefetched.take(2), numbered(2))
-    assert identical(prefetched.take(1), numbered(1))
-    assert identical(prefetched.take(3), numbered(3)), "not ordered: obtained at once"
+    assert identical(prefetched.take(2), recorded_batch(2))
+    assert identical(prefetched.take(1), recorded_batch(1))
+    assert identical(prefetched.take(3), recorded_batch(3)), "not ordered: obtained at once"
     assert len(prefetched) == 0
     prefetched.close()
 
@@ -40,14 +36,20 @@ def test_ordered_batches_are_taken_by_their_step():
 @pytest.mark.parametrize("in_background", [False, True])
 def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
     seen, main = [], threading.get_ident()
-    prefetched = PrefetchedRollouts(
-        lambda step: seen.append((step, threading.get_ident() == main)), in_background=in_background
-    )
-    prefetched.order([4, 6, 8])
+
+    def sample(step):
+        seen.append((step, threading.get_ident() == main))
+        if step == 9:
+            raise TimeoutError("no answer")
+
+    prefetched = PrefetchedRollouts(sample, in_background=in_background)
+    prefetched.order([4, 6, 8, 9])
     for step in (4, 6, 8):
         prefetched.take(step)
+    with pytest.raises(TimeoutError, match="no answer"):
+        prefetched.take(9)
     prefetched.close()
-    assert seen == [(step, not in_background) for step in (4, 6, 8)]
+    assert seen == [(step, not in_background) for step in (4, 6, 8, 9)]
 
 
 def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
@@ -56,28 +58,13 @@ def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
             raise OSError("still there")
 
     collector = RolloutCollector.__new__(RolloutCollector)
-    collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(numbered, in_background=False)
+    collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(recorded_batch, in_background=False)
     collector.sampler = None
     collector.close()
     assert "the rollout engine did not end cleanly: still there" in caplog.text
 
 
-def test_what_sampling_raises_is_raised_where_it_is_taken():
-    def broken(step):
-        if step == 2:
-            raise TimeoutError("no answer")
-        return step
-
-    for in_background in (False, True):
-        prefetched = PrefetchedRollouts(broken, in_background=in_background)
-        prefetched.order([1, 2])
-        assert prefetched.take(1) == 1
-        with pytest.raises(TimeoutError, match="no answer"):
-            prefetched.take(2)
-        prefetched.close()
-
-
-def test_closing_drops_what_waits_and_ends_the_thread():
+def test_closing_drops_what_waits_and_ends_the_thread(monkeypatch):
     begun, go, seen = threading.Event(), threading.Event(), []
 
     def slow(step):
@@ -94,13 +81,10 @@ def test_closing_drops_what_waits_and_ends_the_thread():
     closing.join(SECONDS)
     assert seen == [1]
     assert not sampling_threads()
-
-
-def test_a_batch_that_does_not_end_is_left_behind(monkeypatch):
-    """An error of the trainer is not kept back by it."""
+    # A batch that does not end is left behind: an error of the trainer is not kept back by it.
     monkeypatch.setattr("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01)
-    begun, go = threading.Event(), threading.Event()
-    prefetched = PrefetchedRollouts(lambda step: begun.set() or go.wait(SECONDS), in_background=True)
+    begun.clear(), go.clear()
+    prefetched = PrefetchedRollouts(slow, in_background=True)
     prefetched.order([1])
     assert begun.wait(SECONDS)
     prefetched.close()
@@ -176,18 +160,27 @@ AGES = [0, 1, 2, 1, 2, 1]  # with two batches ahead
 STALE = ["--rollout-staleness=2", "--train-iters=6"]
 
 
-@pytest.mark.parametrize("more", [[], ["--bypass-mode"]], ids=["decoupled", "bypass"])
-def test_versions_reach_the_metrics(ranks, tmp_path, more):
-    words = flags(tmp_path, *LIVE, *STALE, *more)
+# With two batches ahead; without the flag every batch is fresh.
+VERSIONS = [
+    (STALE, [0, 0, 0, 2, 2, 4], AGES),
+    ([*STALE, "--bypass-mode"], [0, 0, 0, 2, 2, 4], AGES),
+    (["--train-iters=3"], [0, 1, 2], [0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("more", "versions", "ages"), VERSIONS, ids=["decoupled", "bypass", "fresh"])
+def test_versions_reach_the_metrics(ranks, tmp_path, more, versions, ages):
+    words = flags(tmp_path, *LIVE, *more)
     ((error, calls, threads, left),) = ranks.run(run_with, Layout(), words, CountingEngine)
     assert (error, left) == (None, [])
-    assert calls == [[0, 0, 0, 2, 2, 4]]
-    assert {name.split("_")[0] for name in threads[0]} == {"MainThread", "rollouts"}
-    for row, age in zip(rows(tmp_path), AGES, strict=True):
-        assert row["rollout/staleness_mean"] == row["rollout/staleness_max"] == age
+    assert calls == [versions]
+    assert {name.split("_")[0] for name in threads[0]} == {"MainThread", *["rollouts"] * (max(ages) > 0)}
+    for row, age in zip(rows(tmp_path), ages, strict=True):
+        if max(ages) > 0:
+            assert row["rollout/staleness_mean"] == row["rollout/staleness_max"] == age
+            assert f"rollout_corr/rollout_rs_masked_fraction_staleness_{age}" in row
         found = {name: value for name, value in row.items() if name.endswith("_token_fraction") and "staleness" in name}
         assert found == {f"rollout_corr/staleness_{age}_token_fraction": 1.0}
-        assert f"rollout_corr/rollout_rs_masked_fraction_staleness_{age}" in row
 
 
 @pytest.mark.parametrize("more", [[], ["--proximal-interpolation", "--rollout-staleness-scale=1:1.2,2:1.5"]])
@@ -198,16 +191,6 @@ def test_several_steps_of_a_batch_count_as_versions(ranks, tmp_path, more):
     assert error is None
     assert calls == [[0, 0, 2]]
     assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 0, 2, 2, 2, 2]
-
-
-def test_without_the_flag_every_batch_is_fresh(ranks, tmp_path):
-    ((error, calls, threads, _),) = ranks.run(
-        run_with, Layout(), flags(tmp_path, *LIVE, "--train-iters=3"), CountingEngine
-    )
-    assert error is None
-    assert calls == [[0, 1, 2]]
-    assert threads == [{"MainThread"}]
-    assert [row["rollout_corr/staleness_0_token_fraction"] for row in rows(tmp_path)] == [1, 1, 1]
 
 
 class PatientEngine(CountingEngine):
@@ -391,22 +374,6 @@ def test_only_sampled_tokens_have_a_version():
         check_versions(replace(batch, policy_versions=versions), 5, 0)
     with pytest.raises(ValueError, match=r"version 4, newer .* step 3: "):
         check_versions(replace(batch, policy_versions=versions), 3, 9)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--rollout-staleness=-1"], "--rollout-staleness -1 must be 0 or more"),
-        (
-            ["--rollout-staleness=3"],
-            "--rollout-staleness 3 .* 2 optimizer steps",
-        ),
-        (["--rollout-staleness=1.5"], "argument --rollout-staleness: invalid int value"),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(tmp_path, more, message):
-    with pytest.raises(ConfigurationError, match=message):
-        configure(flags(tmp_path, *more), 1)
 
 
 def test_a_recorded_limit_need_not_be_a_multiple(tmp_path):

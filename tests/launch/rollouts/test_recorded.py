@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, find_rollouts, write_rollouts
 from megatron_rc.records.rollout import FINISH_REASONS
 from tests.fuzz.targets import example
+from tests.support.recorded_training import flags, run_config
 
 
 def written(folder, *files):
@@ -34,18 +36,15 @@ def test_steps_that_a_replica_did_not_write_are_skipped(tmp_path, caplog):
     written(tmp_path, (2, 1), (1, 0))
     assert list(find_rollouts(tmp_path)) == [0, 1, 2, 3]
     assert len(list(tmp_path.iterdir())) == 8, "the half of a file is gone"
-
-
-def test_a_folder_with_all_steps_says_nothing(tmp_path, caplog):
-    batch = written(tmp_path, (0, 0), (4, 0))
-    RecordedRollouts(tmp_path, batch.tokens.shape[1], batch.num_sequences, batch.num_sequences)
-    assert not caplog.messages
+    caplog.clear()
+    RecordedRollouts(tmp_path, length, 2 * rows, 2 * rows)
+    assert not caplog.messages, "of a folder with all steps nothing is said"
 
 
 def test_a_folder_without_a_whole_step_is_refused(tmp_path):
     written(tmp_path, (0, 1), (1, 0))
-    with pytest.raises(ValueError, match=r"no complete rollout batch: .* 2 replicas"):
-        find_rollouts(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"no complete rollout batch: .* 2 replicas"):
+        run_config(flags(tmp_path / "runs", f"--load-rollouts={tmp_path}", "--train-iters=2"))
 
 
 def test_a_batch_without_a_token_is_refused(tmp_path):

@@ -81,28 +81,21 @@ def test_a_signal_ends_a_long_rollout_and_keeps_the_steps(ranks, tmp_path, signa
     assert without_times(tmp_path) == without_times(whole)
 
 
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (None, "it did not end in 0.02 minutes (--rollout-wait-minutes)"),
-        ("no answer in 60 s", "no answer in 60 s"),
-    ],
-    ids=["too-slow", "dead"],
-)
-def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, error, sentence):
-    words = words_of(tmp_path, "--rollout-wait-minutes=0.02")
-    found = ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=ROLLOUT_1, error=error))
-    assert {said for said, _ in found} == {
-        f"AgreedError: the rollout of step 1 failed: TimeoutError: {sentence}; checkpoint 1 in {tmp_path}/save holds "
-        "the steps before that"
-    }
-    assert iterations(tmp_path / "save") == [1]
+KEPT = "; checkpoint 1 in {}/save holds the steps before that"
+GIVEN_UP = {
+    "too-slow": (1, None, f"it did not end in 0.02 minutes (--rollout-wait-minutes){KEPT}"),
+    "dead": (1, "no answer in 60 s", f"no answer in 60 s{KEPT}"),
+    "nothing-to-keep": (0, "gone", "gone"),
+}
 
 
-def test_before_the_first_step_there_is_nothing_to_keep(ranks, tmp_path):
-    found = ranks.run(run_slowly, LAYOUT, words_of(tmp_path), SlowEngine(0, slow=ROLLOUT_0, error="gone"))
-    assert {said for said, _ in found} == {"AgreedError: the rollout of step 0 failed: TimeoutError: gone"}
-    assert iterations(tmp_path / "save") == []
+@pytest.mark.parametrize(("step", "error", "sentence"), GIVEN_UP.values(), ids=GIVEN_UP)
+def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, step, error, sentence):
+    words, slow = words_of(tmp_path, *["--rollout-wait-minutes=0.02"] * step), (ROLLOUT_0, ROLLOUT_1)[step]
+    found = ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=slow, error=error))
+    said = f"AgreedError: the rollout of step {step} failed: TimeoutError: {sentence.format(tmp_path)}"
+    assert {said for said, _ in found} == {said}
+    assert iterations(tmp_path / "save") == [1] * step
 
 
 def meet_twice(words):

@@ -10,7 +10,11 @@ from megatron_rc.launch.tasks.text import CharacterText
 
 SPEC = "python:tests.support.user_rewards:Doubles"
 GOOD = """
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks import Problem
+
+def raise_sentence():
+    raise ConfigurationError('no problems held out')
 
 class Task:
     characters = "0123456789"
@@ -30,12 +34,10 @@ def test_a_class_is_a_task():
     assert [one.prompt for one in task.problems(0, 1, held_out=True)] == ["8"]
     assert (task.text.size, task.max_response_length) == (13, 2)
     assert task.reward(prompt="4", response="8", label="8", record={}) == {"reward": 1.0, "ended": 1.0}
-
-
-def test_flags_come_before_what_the_class_says():
     text = CharacterText("ab")
     task = make_task(SPEC, 3, text, 100, 7)
-    assert (task.text, task.max_response_length) == (text, 7)
+    assert (task.text, task.max_response_length) == (text, 7), "flags come before what the class says"
+    assert Problem("2 + 2 = ?").label is None
 
 
 @pytest.fixture
@@ -91,6 +93,9 @@ def test_a_class_that_is_no_task_is_refused(own, line, other, message):
     assert str(caught.value).splitlines()[-1].startswith("--task python:own:Task")
 
 
+GIVES = "return [Problem(str(number), label=number) for number in range(start, start + count)]"
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -106,25 +111,11 @@ def test_a_class_that_is_no_task_is_refused(own, line, other, message):
         ("[Problem('1', messages='ab'), Problem('2')]", r"problem 0 .* messages 'ab': "),
         ("exit()", r"(?s)^Traceback.*\n--task \S+: problems raises SystemExit: None$"),
         ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) .* empty prompt"),
+        ("raise_sentence()", r"^no problems held out$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),
     ],
 )
 def test_problems_are_checked(own, result, message):
-    task = own(
-        "return [Problem(str(number), label=number) for number in range(start, start + count)]", f"return {result}"
-    )
+    task = own(GIVES, f"return {result}")
     with pytest.raises(ConfigurationError, match=message):
         task.problems(0, 2)
-
-
-def test_a_sentence_of_the_class_itself_stays_one(own):
-    raising = (
-        "from megatron_rc.launch.errors import ConfigurationError; raise ConfigurationError('no problems held out')"
-    )
-    task = own("return [Problem(str(number), label=number) for number in range(start, start + count)]", raising)
-    with pytest.raises(ConfigurationError, match=r"^no problems held out$"):
-        task.problems(0, 2, held_out=True)
-
-
-def test_problems_need_a_prompt_alone():
-    assert Problem("2 + 2 = ?").label is None

@@ -40,6 +40,8 @@ def test_the_answers_count_up_to_nine(count_up):
     assert {len(problem.label) for problem in problems} == set(range(10))
     for problem in problems:
         assert problem.prompt[-1] + problem.label == "0123456789"[-len(problem.label) - 1 :]
+    with pytest.raises(ConfigurationError, match="count_up holds no problems out"):
+        count_up.problems(0, 1, held_out=True)
 
 
 @pytest.mark.parametrize("name", ["count_up", "reasoning_gym:chain_sum"])
@@ -66,13 +68,6 @@ def test_questions_that_leave_no_room_are_passed_over():
         make_task("reasoning_gym:chain_sum", 1, None, 50, 10).problems(0, 1)
 
 
-def test_reasoning_gym_scores_its_own_answers():
-    task = make_task("reasoning_gym:chain_sum", 1)
-    for problem in task.problems(0, 5):
-        assert scored(task, problem, problem.label) == 1
-        assert scored(task, problem, "no idea") < 0.1
-
-
 def test_what_is_held_out_is_never_trained_on():
     task, count = make_task("reasoning_gym:chain_sum", 1), 100
     held_out = [problem.prompt for problem in task.problems(0, count, held_out=True)]
@@ -80,11 +75,9 @@ def test_what_is_held_out_is_never_trained_on():
     assert not set(held_out) & {problem.prompt for problem in task.problems(0, 300)}
     again = make_task("reasoning_gym:chain_sum", 1).problems(7, 3, held_out=True)
     assert [problem.prompt for problem in again] == held_out[7:10]
-
-
-def test_count_up_holds_nothing_out(count_up):
-    with pytest.raises(ConfigurationError, match="count_up holds no problems out"):
-        count_up.problems(0, 1, held_out=True)
+    for problem in task.problems(0, 5):
+        assert scored(task, problem, problem.label) == 1
+        assert scored(task, problem, "no idea") < 0.1
 
 
 @pytest.mark.parametrize("name", ["chess", "count_up:9", "reasoning_gym", "reasoning_gym:none"])

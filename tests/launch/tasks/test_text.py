@@ -34,12 +34,6 @@ def tokenizer_folder(folder, *, template=TEMPLATE, eos="</s>", pad="<pad>", bos=
     return folder
 
 
-def test_plain_text_shows_the_examples_first(tmp_path):
-    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=False)
-    assert text.decode(text.encode(PROBLEM)) == "1 + 2 = ?\n3\n4 + 5 = ?\n"
-    assert (text.pad, text.eos, text.size) == (0, 2, 259)
-
-
 def test_code_beside_a_tokenizer_is_neither_run_nor_asked_about(tmp_path, capsys):
     path, mark = tokenizer_folder(tmp_path) / "tokenizer_config.json", tmp_path / "was here"
     named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
@@ -59,47 +53,34 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once(tmp_path):
     assert chat.encode(PROBLEM).count(1) == 1
 
 
-def test_a_conversation_shows_the_examples_as_turns(tmp_path):
-    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
+def test_problems_are_shown_as_text_or_as_conversations(tmp_path):
+    """Examples come first, as turns of a conversation too; one that a problem brings is shown whole."""
+    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=False)
+    assert text.decode(text.encode(PROBLEM)) == "1 + 2 = ?\n3\n4 + 5 = ?\n"
+    assert (text.pad, text.eos, text.size) == (0, 2, 259)
+    text = HuggingFaceText(tmp_path, chat=True)
     ids = text.encode(PROBLEM)
     shown = "[user]1 + 2 = ?</s>[assistant]3</s>[user]4 + 5 = ?</s>[assistant]"
     assert text.tokenizer.decode(ids) == shown
     assert ids.count(text.eos) == 3
-
-
-def test_a_conversation_that_a_problem_brings_is_shown_whole(tmp_path):
-    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
     said = ({"role": "system", "content": "add"}, {"role": "user", "content": " 4 + 5 "})
     shown = text.tokenizer.decode(text.encode(Problem(" 4 + 5 ", "9", messages=said)))
     assert shown == "[system]add</s>[user] 4 + 5 </s>[assistant]"
-
-
-def test_a_response_is_decoded_without_its_end(tmp_path):
-    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
+    # A response is decoded without its end.
     ids = text.tokenizer.encode("12 </s>")
-    assert ids[-1] == text.eos
-    assert text.decode(ids) == "12 "
+    assert (ids[-1], text.decode(ids)) == (text.eos, "12 ")
     characters = CharacterText("123 ")
     assert characters.decode([*characters.encode(Problem("12 ", None)), characters.eos]) == "12 "
 
 
-def test_the_end_fills_batches_where_there_is_no_padding_token(tmp_path):
-    text = HuggingFaceText(tokenizer_folder(tmp_path, pad=None), chat=False)
-    assert text.pad == text.eos == 2
+def test_a_tokenizer_may_lack_padding_but_neither_an_end_nor_a_template_that_is_wanted(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "pad", pad=None), chat=False)
+    assert text.pad == text.eos == 2, "the end fills batches"
     assert text.pad_token is None
-
-
-@pytest.mark.parametrize(
-    ("made", "chat", "message"),
-    [
-        ({"eos": None}, False, "has no eos_token"),
-        ({"template": None}, True, "--apply-chat-template: the tokenizer in .* has no chat_template"),
-    ],
-)
-def test_what_a_tokenizer_lacks_is_named(tmp_path, made, chat, message):
-    tokenizer_folder(tmp_path, **made)
-    with pytest.raises(ConfigurationError, match=message):
-        HuggingFaceText(tmp_path, chat)
+    with pytest.raises(ConfigurationError, match="has no eos_token"):
+        HuggingFaceText(tokenizer_folder(tmp_path / "eos", eos=None), chat=False)
+    with pytest.raises(ConfigurationError, match=r"--apply-chat-template: the tokenizer in .* has no chat_template"):
+        HuggingFaceText(tokenizer_folder(tmp_path / "template", template=None), chat=True)
 
 
 @pytest.mark.parametrize(
@@ -134,25 +115,8 @@ def test_the_flags_choose_the_tokenizer(tmp_path):
     config, task = check(tmp_path)
     assert isinstance(task.text, CharacterText)
     assert config.task.tokenizer_type == "CharacterTokenizer"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tokenizer-type=HuggingFaceTokenizer"], "HuggingFaceTokenizer needs --tokenizer-model DIR or --load-hf"),
-        (["--tokenizer-type=CharacterTokenizer", "--tokenizer-model=DIR"], "--tokenizer-model DIR does nothing with"),
-        (["--apply-chat-template"], "--apply-chat-template needs a tokenizer that has one"),
-        (["--tokenizer-model=DIR"], "DIR holds no tokenizer"),
-    ],
-)
-def test_flags_that_do_not_go_together(tmp_path, words, message):
-    with pytest.raises(ConfigurationError, match=message):
-        check(tmp_path, *words)
-
-
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="--vocab-size 200 is smaller than the tokenizer's 259 tokens"):
-        check(tmp_path, f"--tokenizer-model={tokenizer_folder(tmp_path)}", "--vocab-size=200")
+        check(tmp_path, f"--tokenizer-model={tmp_path}", "--vocab-size=200")
 
 
 def test_a_model_directory_brings_its_tokenizer(tmp_path):

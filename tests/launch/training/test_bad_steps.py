@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import logging
 import math
 import re
 import shlex
@@ -23,7 +22,7 @@ from megatron_rc.records.rollout import load_rollouts
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch, run_config
-from tests.support.training_runs import LIVE, rows, run_training, tensors_of
+from tests.support.training_runs import LIVE, logged, rows, run_training, tensors_of
 
 # No gradient is 0, even where all rewards are alike.
 MOVING = ["--grpo-entropy-term-weight=0.01"]
@@ -73,15 +72,8 @@ def state_of(trainer):
 
 
 def train_with_faults(words, steps, batches=()):
-    with faults(steps, batches) as left, contextlib.redirect_stderr(io.StringIO()) as said:
-        logging.disable(logging.NOTSET)
-        handler = logging.StreamHandler(said)
-        logging.getLogger("megatron_rc").addHandler(handler)
-        try:
-            return run_training(words), left, said.getvalue()
-        finally:
-            logging.getLogger("megatron_rc").removeHandler(handler)
-            logging.disable(logging.WARNING)
+    with faults(steps, batches) as left, contextlib.redirect_stderr(io.StringIO()) as said, logged() as lines:
+        return run_training(words), left, said.getvalue() + "\n".join(lines)
 
 
 def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks, tmp_path):
@@ -162,23 +154,11 @@ def test_steps_that_were_left_out_are_counted_over_a_resume(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "steps", "message"),
-    [
-        (
-            ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", "--train-iters=8"],
-            6,
-            "no token was accepted, or none",
-        ),
-        (
-            ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", "--train-iters=3"],
-            3,
-            "3 of the run's 3 steps, the",
-        ),
-    ],
-    ids=["limit", "end"],
+    ("end", "steps", "message"), [(8, 6, "no token was accepted, or none"), (3, 3, "3 of the run's 3 steps, the")]
 )
-def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, more, steps, message):
-    words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--no-skip-steps-without-signal", *more)
+def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, end, steps, message):
+    words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--no-skip-steps-without-signal", f"--train-iters={end}")
+    words += ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12"]
     (error,) = ranks.run(run_training, Layout(), words)
     assert error.startswith("AgreedError: ")
     assert message in error
@@ -191,14 +171,9 @@ def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
     (command,) = re.findall(
         r"^python -m megatron_rc.launch --nproc-per-node 4 (.* --stop-if [^`]*)", text, re.MULTILINE
     )
-    words = [
-        *shlex.split(command.replace("\\\n", " ")),
-        *ONE_PROCESS,
-        f"--runs-dir={tmp_path}",
-        "--run-name=run",
-        "--lr=1e4",
-    ]
-    (error,) = ranks.run(run_training, Layout(), [*words, "--train-iters=8"])
+    words = [*shlex.split(command.replace("\\\n", " ")), *ONE_PROCESS, f"--runs-dir={tmp_path}", "--run-name=run"]
+    words += ["--lr=1e4", "--train-iters=8"]
+    (error,) = ranks.run(run_training, Layout(), words)
     assert error.startswith("AgreedError: the last 6 steps left the model as it was (their gradient was 0: a model")
     assert len(rows(tmp_path)) == 7
 
@@ -247,9 +222,7 @@ def run_flat(words, flat, alone):
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"),
-    [(Layout(pp=2, dp=2), []), (Layout(cp=2, dp=2), ["--bypass-mode"])],
-    ids=["decoupled", "bypass"],
+    ("layout", "more"), [(Layout(pp=2, dp=2), []), (Layout(cp=2, dp=2), ["--bypass-mode"])], ids=["decoupled", "bypass"]
 )
 def test_a_step_without_an_advantage_on_any_rank_leaves_the_optimizer_alone(ranks, tmp_path, layout, more):
     """It is counted over a resume, and is no step that may end the run."""
@@ -303,41 +276,26 @@ def checked(words, losses, norms):
 SMALL = [(1.0, 1.0)] * 100
 
 
-@pytest.mark.parametrize(
-    ("more", "losses", "norms", "message"),
-    [
-        ([], [math.inf], SMALL[:1], "the loss of step 1 is inf: the step was not made"),
-        ([], [1.0], [(1.0, math.nan)], "the gradient norm of step 1 is nan: the step was not made"),
-        (["--no-check-for-nan-in-loss-and-grad"], [math.nan], [(math.nan, 1.0)], None),
-        ([], [1.0] * 100 + [10.0], [*SMALL, (10.0, 10.0)], None),
-        (["--check-for-spiky-loss"], [-1.0] * 100 + [9.9], [*SMALL, (50.0, 50.0)], None),
-        (
-            ["--check-for-spiky-loss"],
-            [1.0] * 100 + [-10.0],
-            [*SMALL, (1.0, 1.0)],
-            "the loss of step 101 is -10, the larg",
-        ),
-        (["--check-for-spiky-loss"], [1.0] * 99 + [10.0], SMALL, None),
-        (
-            ["--check-for-large-grads"],
-            [1.0] * 101,
-            [*SMALL, (1.0, 10.0)],
-            "the gradient norm of step 101 is 10, the large",
-        ),
-    ],
-)
+SPIKY, LARGE = "--check-for-spiky-loss", "--check-for-large-grads"
+# A flag, the losses, the gradient norms of the two ranks, and the sentence.
+CHECKS = [
+    ("", [math.inf], SMALL[:1], "the loss of step 1 is inf: the step was not made"),
+    ("", [1.0], [(1.0, math.nan)], "the gradient norm of step 1 is nan: the step was not made"),
+    ("--no-check-for-nan-in-loss-and-grad", [math.nan], [(math.nan, 1.0)], None),
+    ("", [1.0] * 100 + [10.0], [*SMALL, (10.0, 10.0)], None),
+    (SPIKY, [-1.0] * 100 + [9.9], [*SMALL, (50.0, 50.0)], None),
+    (SPIKY, [1.0] * 100 + [-10.0], [*SMALL, (1.0, 1.0)], "the loss of step 101 is -10, the larg"),
+    (SPIKY, [1.0] * 99 + [10.0], SMALL, None),
+    (LARGE, [1.0] * 101, [*SMALL, (1.0, 10.0)], "the gradient norm of step 101 is 10, the large"),
+]
+
+
+@pytest.mark.parametrize(("more", "losses", "norms", "message"), CHECKS)
 def test_megatrons_checks_of_a_step(ranks, tmp_path, more, losses, norms, message):
-    words = flags(tmp_path, *more, *Layout(dp=2).flags())
+    words = flags(tmp_path, *more.split(), *Layout(dp=2).flags())
     first, second = ranks.run(checked, Layout(dp=2), words, losses, norms)
     assert first == second
     assert first is message is None or first.startswith(message)
-
-
-def test_a_policy_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="--bad-steps: invalid choice: 'ignore'"):
-        run_config(flags(tmp_path, "--bad-steps=ignore"))
-    with pytest.raises(ConfigurationError, match="--max-skipped-steps 0 must be positive"):
-        run_config(flags(tmp_path, "--max-skipped-steps=0"))
 
 
 def test_a_run_does_not_read_bad_batches_where_it_writes_them(tmp_path):

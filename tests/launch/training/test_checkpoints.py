@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import io
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -32,6 +31,7 @@ from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoin
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
+from tests.support.training_runs import logged
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0"]
 TWO = Layout(tp=2)
@@ -76,18 +76,17 @@ def test_a_checkpoint_says_how_it_was_made(saved):
     assert found["task"]["tokenizer_type"] == config.task.tokenizer_type
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "is missing: checkpoint 2 says nothing of its model"),
-        ("", "cannot be read (Expecting value"),
-        ("[" * 100_000, "cannot be read (maximum recursion depth"),
-        ("[]", "expected one object for each section"),
-        ('{"model": 3}', "expected one object for each section"),
-        ('{"model": ' + "9" * 5000 + "}", "cannot be read (Exceeds the limit"),
-    ],
-    ids=["missing", "empty", "deep", "list", "number", "digits"],
-)
+SETTINGS_TEXTS = {
+    "missing": (None, "is missing: checkpoint 2 says nothing of its model"),
+    "empty": ("", "cannot be read (Expecting value"),
+    "deep": ("[" * 100_000, "cannot be read (maximum recursion depth"),
+    "list": ("[]", "expected one object for each section"),
+    "number": ('{"model": 3}', "expected one object for each section"),
+    "digits": ('{"model": ' + "9" * 5000 + "}", "cannot be read (Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), SETTINGS_TEXTS.values(), ids=SETTINGS_TEXTS)
 def test_settings_that_cannot_be_read_are_one_error(copy, text, message):
     path = iteration_folder(copy, 2) / SETTINGS
     path.unlink()
@@ -98,9 +97,13 @@ def test_settings_that_cannot_be_read_are_one_error(copy, text, message):
     assert message in str(error.value)
 
 
-def test_a_folder_without_checkpoints_has_no_settings(tmp_path):
+def test_settings_of_another_kind_count_for_nothing(copy):
+    """Their readers ask for sections by name."""
+    for section in ("parallel", "data", "transformer"):
+        (iteration_folder(copy, 2) / SETTINGS).write_text(json.dumps({section: [1]}))
+        assert settings_beside(iteration_folder(copy, 2)) == {}
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        checkpoint_settings(tmp_path)
+        checkpoint_settings(copy.parent)
 
 
 # Damage
@@ -117,12 +120,12 @@ def flip(path):
     path.write_bytes(content)
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-3])
+def cut(path, by=3):
+    path.write_bytes(path.read_bytes()[:-by])
 
 
 def shorten(path):
-    path.write_bytes(path.read_bytes()[:-1])
+    cut(path, 1)
 
 
 def empty(path):
@@ -156,19 +159,15 @@ def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
         assert f"checkpoint 2 is damaged: {name} " in said or (name == "metadata.json" and "is not complete" in said)
     valid = ranks.run(find_each, TWO, [*words, f"--load={folder}", "--load-last-valid"], folders)
     assert valid == [["1"] * len(names)] * 2
-
-
-def test_a_flipped_bit_is_trained_on_only_by_flag(ranks, saved, copy):
-    """Without the checksums nobody sees it: PyTorch's format has none."""
-    _, words = saved
-    (path, *_) = sorted(iteration_folder(copy, 2).glob("*.distcp"))
-    flip(path)
-    words = [*words, f"--load={copy}"]
-    first, second = ranks.run(train, TWO, words)
-    assert first[0] == second[0]
-    assert f"checkpoint 2 is damaged: {path.name} is not what was written: its checksum differs" in first[0]
-    assert [found[:2] for found in ranks.run(train, TWO, [*words, "--no-verify-integrity"])] == [(None, 2)] * 2
-    assert [found[:2] for found in ranks.run(train, TWO, [*words, "--load-last-valid"])] == [(None, 1)] * 2
+    if spoil is flip:
+        # PyTorch's format has no checksums: without ours a flipped bit is trained on.
+        place = next(place for name, place in zip(names, folders, strict=True) if name == "__0_0.distcp")
+        words = [*words, f"--load={place}"]
+        first, second = ranks.run(train, TWO, words)
+        assert first[0] == second[0]
+        assert "checkpoint 2 is damaged: __0_0.distcp is not what was written: its checksum differs" in first[0]
+        for more, step in ("--no-verify-integrity", 2), ("--load-last-valid", 1):
+            assert [found[:2] for found in ranks.run(train, TWO, [*words, more])] == [(None, step)] * 2
 
 
 def load_with_a_failure(words, module, name, error, where):
@@ -182,15 +181,17 @@ def load_with_a_failure(words, module, name, error, where):
 STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
-        (("reading", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
-        (("kept", "load_model", RuntimeError("size mismatch"), 1), "does not fit this model and its flags (size mis"),
-    ],
-    ids=["folder", "index", "weights"],
-)
+FAILURES = {
+    "folder": (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
+    "index": (("reading", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
+    "weights": (
+        *[("kept", "load_model", RuntimeError("size mismatch"), 1)],
+        "does not fit this model and its flags (size mis",
+    ),
+}
+
+
+@pytest.mark.parametrize(("place", "message"), FAILURES.values(), ids=FAILURES)
 def test_what_fails_on_one_rank_alone_is_one_error(ranks, saved, copy, place, message):
     if place[0] == "find":
         cut(iteration_folder(copy, 2) / "__0_0.distcp")
@@ -273,15 +274,8 @@ def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
 
 def find_each_with_warnings(words, folders):
     """What is said of each folder, and the warnings of this rank."""
-    logger, written, disabled = logging.getLogger("megatron_rc"), io.StringIO(), logging.root.manager.disable
-    handler = logging.StreamHandler(written)
-    logger.addHandler(handler)
-    logging.disable(logging.NOTSET)
-    try:
-        return find_each(words, folders), written.getvalue().splitlines()
-    finally:
-        logging.disable(disabled)
-        logger.removeHandler(handler)
+    with logged() as said:
+        return find_each(words, folders), said
 
 
 def test_a_newer_whole_checkpoint_than_the_tracker_names_is_named(ranks, saved, copy, caplog):
@@ -312,15 +306,8 @@ def test_a_checkpoint_of_before_loads(ranks, saved, copy):
     assert "it is cut off" in said
 
 
-@pytest.mark.parametrize("section", ["parallel", "data", "transformer"])
-def test_settings_of_another_kind_count_for_nothing(copy, section):
-    """What reads them on the way asks sections by name."""
-    (iteration_folder(copy, 2) / SETTINGS).write_text(json.dumps({section: [1]}))
-    assert settings_beside(iteration_folder(copy, 2)) == {}
-
-
 @pytest.mark.parametrize("text", ["", "x", "1" * 500, "²", "-1", "\0"])
-def test_a_tracker_without_a_number_is_named(saved, copy, text):
+def test_a_tracker_without_a_number_is_named(copy, text):
     (copy / TRACKER).write_text(text)
     with pytest.raises(ValueError, match="expected the number of a checkpoint"):
         checked_checkpoint(copy)
@@ -450,17 +437,16 @@ def test_a_state_that_no_layer_asked_for_is_not_unpickled(ranks, saved, copy, tm
 PIPELINE = Layout(pp=2)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"model0": {"decoder.final_layernorm.weight": torch.ones(1)}},
-        {"model0": [1]},
-        {"optimizer": {"param_groups": [1, 2]}},
-        {"opt_param_scheduler": {"max_lr": "x"}},
-        {"iteration": "x"},
-    ],
-    ids=["of-the-last-stage", "list", "groups", "schedule", "step"],
-)
+SHARED = {
+    "of-the-last-stage": {"model0": {"decoder.final_layernorm.weight": torch.ones(1)}},
+    "list": {"model0": [1]},
+    "groups": {"optimizer": {"param_groups": [1, 2]}},
+    "schedule": {"opt_param_scheduler": {"max_lr": "x"}},
+    "step": {"iteration": "x"},
+}
+
+
+@pytest.mark.parametrize("entry", SHARED.values(), ids=SHARED)
 def test_what_all_ranks_share_and_says_otherwise_is_one_error_on_all_stages(ranks, saved, copy, entry):
     """Stages ask for different entries: what one of them finds twice, another one does not know."""
     folder = iteration_folder(copy, 2)
@@ -495,35 +481,35 @@ def test_an_index_stays_inside_its_folder(saved, copy, name):
         checked_checkpoint(copy, checksums=False)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x80\x04.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([1]), b"\x80\x04\x8c\xff", b"(" * 100_000],
-    ids=["empty", "stop", "text", "dict", "list", "cut", "deep"],
-)
+WITHOUT_PARTS = Metadata.__new__(Metadata)
+WITHOUT_PARTS.storage_data = {}
+NO_INDEX = {
+    "empty": b"",
+    "stop": b"\x80\x04.",
+    "text": b"garbage",
+    "dict": pickle.dumps({"a": 1}),
+    "list": pickle.dumps([1]),
+    "cut": b"\x80\x04\x8c\xff",
+    "deep": b"(" * 100_000,
+    "parts": pickle.dumps(WITHOUT_PARTS),
+}
+
+
+@pytest.mark.parametrize("content", NO_INDEX.values(), ids=NO_INDEX)
 def test_an_index_that_is_none_is_one_error(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is no index)"):
         read_index(tmp_path / ".metadata")
 
 
-def test_an_index_without_its_parts_is_none(tmp_path):
-    index = Metadata.__new__(Metadata)
-    index.storage_data = {}
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match="is no index of a checkpoint"):
-        read_index(tmp_path / ".metadata")
-
-
-@pytest.mark.parametrize(
-    "named",
-    [b"cpathlib\nPosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"ccollections\nOrderedDict\n"],
-    ids=["path", "index", "dict"],
-)
-def test_an_index_changes_no_class(tmp_path, named):
+def test_an_index_changes_no_class(tmp_path):
     """Pickle's BUILD on a class sets attributes of the class."""
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + b"(N}X\x04\x00\x00\x00nameK\x03stb.")
-    with pytest.raises(ValueError, match="changes a class, which has no place"):
-        read_index(tmp_path / ".metadata")
+    classes = ("pathlib\nPosixPath", "torch.distributed.checkpoint.metadata\nMetadata", "collections\nOrderedDict")
+    for named in classes:
+        content = b"\x80\x02c" + named.encode() + b"\n(N}X\x04\x00\x00\x00nameK\x03stb."
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match="changes a class, which has no place"):
+            read_index(tmp_path / ".metadata")
     assert not hasattr(Metadata, "name")
     assert isinstance(PurePosixPath.name, property)
 

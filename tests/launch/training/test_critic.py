@@ -12,10 +12,7 @@ from tests.support.critic_cases import OBJECTIVES, Case
 from tests.support.ranks import Layout
 from tests.support.training_cases import MINI_BATCHES
 
-CASES = [
-    *critic_cases.make_cases(),
-    Case(Layout(dp=2, ep=2), 1, packed=False, per_token_loss=False, size=4, experts=4),
-]
+CASES = [*critic_cases.make_cases(), Case(Layout(dp=2, ep=2), 1, packed=False, per_token_loss=False, size=4, experts=4)]
 
 
 @pytest.fixture(scope="module")

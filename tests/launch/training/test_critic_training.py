@@ -63,11 +63,6 @@ def test_the_loop_trains_both_and_reports_it(ranks, tmp_path):
     assert 0 < found[0]["reward/nonzero_advantages"] <= 1
 
 
-def nearly(got, want, rel):
-    for one, other in zip(got, want, strict=True):
-        assert one == pytest.approx(other, rel=rel, abs=rel)
-
-
 DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
@@ -92,7 +87,9 @@ def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
     assert [step["lr"] for step in whole] == [1e-3] * 3, "the policy has a schedule of its own"
     words += [f"--load={tmp_path}/save"]
     assert ranks.run(train, before, [*words, *before.flags()], 2, 3)[0] == whole[2:]
-    nearly(ranks.run(train, after, [*words, *after.flags()], 2, 3)[0], whole[2:], 2e-2 if "--bf16" in more else 1e-4)
+    ((found,), *_) = ranks.run(train, after, [*words, *after.flags()], 2, 3)
+    apart = 2e-2 if "--bf16" in more else 1e-4
+    assert found == pytest.approx(whole[2], rel=apart, abs=apart)
 
 
 def bytes_alive():
@@ -103,10 +100,10 @@ def bytes_alive():
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def train_offloaded(words, begin, end, save_at=None):
-    """Metrics of the steps, and what the critic has beyond its host memory: (when it is here − away) / parameters.
+def train_away(part, words, begin, end, save_at=None):
+    """Metrics of the steps, and bytes of a part on the device for each parameter, by its presence and absence.
 
-    A checkpoint is written in the background while the critic comes and goes.
+    A checkpoint is written in the background while the part comes and goes.
     """
     trainer, found, ratios = make_trainer(words), [], []
     for index in range(begin, end):
@@ -115,8 +112,9 @@ def train_offloaded(words, begin, end, save_at=None):
             assert trainer.writer.pending is not None
         found.append(step(trainer, index))
         away = bytes_alive()
-        with trainer.critic.here():
-            parameters = sum(weight.numel() for chunk in trainer.critic.chunks for weight in chunk.parameters())
+        with trainer.critic.here() if part == "critic" else trainer.optimizer_here():
+            chunks = trainer.critic.chunks if part == "critic" else trainer.chunks
+            parameters = sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
             ratios.append((bytes_alive() - away) / parameters)
     trainer.writer.finish()
     return found, ratios
@@ -125,53 +123,28 @@ def train_offloaded(words, begin, end, save_at=None):
 OVERLAPPING = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
-def check_away(ranks, layout, train_away, words, offload, folder, each):
+SHARED = ["--bf16", *DISTRIBUTED, *OVERLAPPING]
+# The part, its flag, and the bytes of a parameter: weights, gradients and states of a critic, or states alone.
+AWAY = {
+    "critic-pp2": ("critic", [], Layout(pp=2), 4 + 4 + 8),
+    "critic-bf16-distributed-overlapping-dp2": ("critic", SHARED, Layout(dp=2), 2 + 4 + 12 / 2),
+    "optimizer-pp2": ("optimizer", [], Layout(pp=2), 8),
+    "optimizer-bf16-distributed-overlapping-dp2": ("optimizer", SHARED, Layout(dp=2), 12 / 2),
+}
+
+
+@pytest.mark.parametrize(("part", "more", "layout", "each"), AWAY.values(), ids=AWAY)
+def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, tmp_path, part, more, layout, each):
     """Three steps, with a checkpoint after the second and from it, are those of a run whose tensors stay."""
+    own = PPO if part == "critic" else [*PPO[:3], "--advantage-estimator=rloo"]
+    words = flags(tmp_path, *own, *more, *layout.flags())
     stayed = ranks.run(train, layout, words, 0, 3)
-    files = [f"--save={folder}/save", f"--load={folder}/save", "--async-save", "--save-interval=2"]
-    for part, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
-        went = ranks.run(train_away, layout, [*words, *offload, *files], begin, 3, save_at)
+    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
+    for steps, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
+        went = ranks.run(train_away, layout, part, [*words, f"--{part}-offload", *files], begin, 3, save_at)
         for one, (other, ratios) in zip(stayed, went, strict=True):
-            assert other == one[part]
+            assert other == one[steps]
             assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
-
-
-@pytest.mark.parametrize(
-    ("more", "layout", "each"),
-    [([], Layout(pp=2), 4 + 4 + 8), (["--bf16", *DISTRIBUTED, *OVERLAPPING], Layout(dp=2), 2 + 4 + 12 / 2)],
-    ids=["plain-pp2", "bf16-distributed-overlapping-dp2"],
-)
-def test_a_critic_waits_in_host_memory(ranks, tmp_path, more, layout, each):
-    """Weights, gradients, moments and copies of weights: nothing is left, and every number is what it was."""
-    words = flags(tmp_path, *PPO, *more, *layout.flags())
-    check_away(ranks, layout, train_offloaded, words, ["--critic-offload"], tmp_path, each)
-
-
-def train_without_states(words, begin, end, save_at=None):
-    """As above, of the policy's optimizer alone."""
-    trainer, found, ratios = make_trainer(words), [], []
-    parameters = sum(weight.numel() for chunk in trainer.chunks for weight in chunk.parameters())
-    for index in range(begin, end):
-        found.append(step(trainer, index))
-        away = bytes_alive()
-        with trainer.optimizer_here():
-            ratios.append((bytes_alive() - away) / parameters)
-        if trainer.iteration == save_at:
-            trainer.save()
-    trainer.writer.finish()
-    return found, ratios
-
-
-@pytest.mark.parametrize(
-    ("more", "layout", "each"),
-    [([], Layout(pp=2), 8), (["--bf16", *DISTRIBUTED, *OVERLAPPING], Layout(dp=2), 12 / 2)],
-    ids=["plain-pp2", "bf16-distributed-overlapping-dp2"],
-)
-def test_the_policys_optimizer_waits_in_host_memory(ranks, tmp_path, more, layout, each):
-    """Moments and copies of weights; every number is what it was, over a checkpoint too."""
-    words = flags(tmp_path, *PPO, "--advantage-estimator=rloo", *more, *layout.flags())
-    words = [word for word in words if not word.startswith("--critic") and word != "--advantage-estimator=gae"]
-    check_away(ranks, layout, train_without_states, words, ["--optimizer-offload"], tmp_path, each)
 
 
 def critic_only(words):
@@ -263,12 +236,10 @@ def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
     (said,) = ranks.run(load_from, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
     assert "checkpoint 1 was written without a critic: give another --advantage-estimator than gae, or" in said
     assert len(ranks.run(train, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save", "--finetune"), 0, 1)[0]) == 1
-
-
-def test_another_learning_rate_of_the_critic_is_refused(ranks, tmp_path):
-    words = flags(tmp_path, *PPO, f"--save={tmp_path}/save")
+    # So is another learning rate of the critic.
+    words = flags(tmp_path, *PPO, f"--save={tmp_path}/critic")
     ranks.run(train, Layout(), words, 0, 1, 1)
-    (said,) = ranks.run(load_from, Layout(), [*words, f"--load={tmp_path}/save", "--critic-lr=5e-3"])
+    (said,) = ranks.run(load_from, Layout(), [*words, f"--load={tmp_path}/critic", "--critic-lr=5e-3"])
     assert "checkpoint 1 was written with --critic-lr 0.002, this run has 0.005: give the same, or" in said
 
 

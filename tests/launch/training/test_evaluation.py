@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.records.rollout import save_rollouts
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, recorded_batch
+from tests.support.recorded_training import flags
 from tests.support.training_runs import HELD_OUT, rows, run_training, run_until_signal
 
 
@@ -98,10 +96,9 @@ def evaluate_pupil(words, known, guessed=()):
 def failed_evaluation(words):
     from megatron_rc.launch.distributed import AgreedError
 
-    try:
-        return evaluate_pupil(words, {})
-    except AgreedError as error:
-        return str(error)
+    with pytest.raises(AgreedError) as error:
+        evaluate_pupil(words, {})
+    return str(error.value)
 
 
 def first_problems(count):
@@ -158,26 +155,3 @@ def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_pat
     first, second = ranks.run(failed_evaluation, Layout(dp=2), words)
     assert first == second
     assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in first
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--eval-interval=3", "--grpo-iterations=2"], "--eval-interval 3 must be a multiple of the 2 optimizer steps"),
-        (["--eval-interval=0"], "--eval-interval 0 must be positive"),
-        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 .*2 data-parallel ranks"),
-        (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
-        (["--eval-problems=8"], "--eval-problems 8 .*--eval-interval"),
-        (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
-    ],
-)
-def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
-    with pytest.raises(ConfigurationError, match=message):
-        configure(flags(tmp_path, *HELD_OUT, *more), 2)
-
-
-def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
-    save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
-    with pytest.raises(ConfigurationError, match=r"--eval-interval 2 .*--load-rollouts"):
-        configure(words, 1)

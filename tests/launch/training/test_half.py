@@ -72,8 +72,7 @@ FALLING = [128.0, 64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("more", "scales"),
-    [("", FALLING), ("--min-loss-scale=512", [512.0] * 3), ("--loss-scale=4", [4.0] * 3)],
+    ("more", "scales"), [("", FALLING), ("--min-loss-scale=512", [512.0] * 3), ("--loss-scale=4", [4.0] * 3)]
 )
 def test_steps_in_a_row_end_a_run_whose_scale_cannot_fall(tmp_path, more, scales):
     config = run_config(flags(tmp_path, "--fp16", "--max-skipped-steps=3", *more.split()))

@@ -80,22 +80,12 @@ def test_micro_batches_change_nothing(start):
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2)], ids=str)
 def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
-    more = [
-        "--optimizer=sgd",
-        "--grpo-kl-beta=0.1",
-        "--grpo-entropy-term-weight=0.05",
-        "--ppo-dual-clip=1.01",
-    ]
+    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05", "--ppo-dual-clip=1.01"]
     assert_same(start(*more, model="gpt2", layout=layout), start(*more, model="gpt2"), [1e-5] * 4)
 
 
 @pytest.mark.parametrize(
-    ("layout", "packed"),
-    [
-        (Layout(pp=2, vpp=True), False),
-        (Layout(tp=2, cp=2, sp=True), True),
-    ],
-    ids=str,
+    ("layout", "packed"), [(Layout(pp=2, vpp=True), False), (Layout(tp=2, cp=2, sp=True), True)], ids=str
 )
 def test_log_probs_without_logits_take_the_same_steps(start, layout, packed):
     more = ["--optimizer=sgd", "--sgd-momentum=0.5"]

@@ -14,12 +14,7 @@ import pytest
 
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training import metrics_file, picture
-from megatron_rc.launch.training.metrics_file import (
-    MetricsFile,
-    last_evaluation,
-    read_rows,
-    read_rows_backwards,
-)
+from megatron_rc.launch.training.metrics_file import MetricsFile, last_evaluation, read_rows, read_rows_backwards
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.series import collect
 from megatron_rc.launch.training.shown import IN_TABLE, table
@@ -47,13 +42,6 @@ def written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, *ROWS)
     return path
-
-
-def test_rows_are_appended(written):
-    before = written.stat().st_ino
-    write(written, 7, {"step": 8})
-    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert written.stat().st_ino == before, "nothing had to go, so the file was not written anew"
 
 
 def test_steps_that_are_made_again_take_their_place_with_the_first_row(written):
@@ -97,10 +85,7 @@ def test_a_run_that_is_killed_before_the_tail_is_cut_off_loses_nothing(written):
     written.write_text(text[:begin] + new + text[begin + len(new) :])
     assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
     write(written, 6, {"step": 7, "again": 1})
-    assert [json.loads(line) for line in written.read_text().splitlines()][5:] == [
-        {"step": 6},
-        {"step": 7, "again": 1},
-    ]
+    assert [json.loads(line) for line in written.read_text().splitlines()][5:] == [{"step": 6}, {"step": 7, "again": 1}]
 
 
 def test_rows_backwards_are_the_rows(tmp_path, monkeypatch):
@@ -114,33 +99,28 @@ def test_rows_backwards_are_the_rows(tmp_path, monkeypatch):
         assert last_evaluation(path, 9) == -1
 
 
-def test_what_is_no_number_is_left_out_of_a_row(written):
-    with written.open("a") as file:
-        file.write('{"step": 8, "reward/mean": null, "note": "by hand", "grad_norm": 0.5}\n')
-    assert list(read_rows(written))[-1] == {"step": 8, "grad_norm": 0.5}
-
-
-def test_a_row_that_was_cut_off_goes(written):
-    with written.open("a") as file:
-        file.write('{"step": 8, "rew')
-    assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
-    write(written, 8, {"step": 9})
-    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 9]
-
-
-BROKEN = ["", "null", "[1]", '{"step": "8"}', '{"reward/mean": 1}', "\ufffd", "[" * 99999]
+CUT_OFF = '{"step": 8, "rew'
+BROKEN = ["", "null", "[1]", '{"step": "8"}', '{"reward/mean": 1}', "\ufffd", "[" * 99999, CUT_OFF]
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
 def test_lines_that_are_no_rows_are_left_out(written, line):
     with written.open("a") as file:
-        file.write(f"{line}\n")
+        file.write(line if line == CUT_OFF else f"{line}\n")
+    assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
     write(written, 8, {"step": 9})
     assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 9]
 
 
-def test_older_files_are_kept_side_by_side(written):
-    times = written.stat().st_mtime
+def test_rows_are_appended_and_what_is_no_number_is_left_out_of_one(written):
+    before, times = written.stat().st_ino, written.stat().st_mtime
+    write(written, 7, {"step": 8})
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert written.stat().st_ino == before, "nothing had to go, so the file was not written anew"
+    with written.open("a") as file:
+        file.write('{"step": 9, "reward/mean": null, "note": "by hand", "grad_norm": 0.5}\n')
+    assert list(read_rows(written))[-1] == {"step": 9, "grad_norm": 0.5}
+    # Older files are kept side by side.
     for _ in range(3):
         write(written, 0, {"step": 1})
         os.utime(written, (times, times))

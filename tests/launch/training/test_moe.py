@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.experts import weakens_auxiliary_losses
 from megatron_rc.launch.flags.configure import configure
@@ -260,26 +259,6 @@ def test_optimizer_steps_are_those_of_experts_together(ranks, tmp_path):
         steps = [[step[name] for step in one] for one in found]
         assert steps[1] == pytest.approx(steps[0], rel=1e-4)
         assert steps[2] == pytest.approx(steps[0], rel=1e-4)
-
-
-def save_or_load(words):
-    """Save a fresh trainer, or the error of loading one."""
-    try:
-        trainer = make_trainer(words)
-        if trainer.config.checkpoints.save:
-            trainer.save()
-    except AgreedError as error:
-        return str(error)
-
-
-def test_the_optimizer_of_other_experts_is_one_error(ranks, tmp_path):
-    one, two = MoeCase(Layout(dp=2), "decoupled"), MoeCase(Layout(dp=2, ep=2), "decoupled")
-    assert ranks.run(save_or_load, one.layout, [*one.words(tmp_path), f"--save={tmp_path}/save"]) == [None, None]
-    words = [*two.words(tmp_path), f"--load={tmp_path}/save"]
-    messages = ranks.run(save_or_load, two.layout, words)
-    assert set(messages) == {messages[0]}
-    assert "--expert-model-parallel-size 1, whose optimizer's state does not fit 2" in messages[0]
-    assert ranks.run(save_or_load, two.layout, [*words, "--no-load-optim"]) == [None, None]
 
 
 def initial_weights(words):

@@ -72,17 +72,19 @@ def test_nothing_lies_over_anything_else(name):
 
 def test_what_each_part_shows():
     reward, kl, shares, weights = figure_of(RUNS["evaluated"], "sums").axes
-    assert labels(reward) == [
-        "mean reward",
-        "right answers, held out",
-        "mean reward, held out",
-        "right in 16 tries, held out",
-    ]
+    right = ["right answers, held out", "mean reward, held out", "right in 16 tries, held out"]
+    assert labels(reward) == ["mean reward", *right]
     assert labels(kl) == ["KL", "k3"]
     assert labels(shares) == ["ESS", "rejected tokens"]
     assert labels(weights) == ["smallest to largest", "mean ± std"]
     assert [list(line.get_ydata()[:2]) for line in shares.lines] == [[0.9, 0.9], [0.05, 0.05]]
     assert list(reward.lines[1].get_xdata()) == [10, 20, 30, 40, 50, 60]
+    # Runs without weights show the ratios, and name missing measurements.
+    weights = figure_of(RUNS["without-weights"], "sums").axes[3]
+    assert weights.get_title() == "ratios ρ = π_trainer / π_rollout of tokens"
+    assert weights.lines[0].get_ydata()[0] == 1.0
+    shares = figure_of(RUNS["measured-alone"], "sums").axes[2]
+    assert [text.get_text() for text in shares.texts] == ["nothing measured"]
 
 
 @pytest.mark.parametrize(("rewards", "curves"), [([0.25, 0.5], 0), ([0.25, 0.5 + 1e-12], 0), ([0.25, 0.625], 1)])
@@ -94,17 +96,6 @@ def test_a_held_out_reward_that_is_the_share_of_right_answers_is_drawn_once(rewa
     drawn = labels(figure_of([*rows, {"step": 3, "reward/mean": 0.5}], "sums").axes[0])
     assert drawn.count("right answers, held out") == 1
     assert drawn.count("mean reward, held out") == curves
-
-
-def test_runs_without_weights_show_the_ratios():
-    weights = figure_of(RUNS["without-weights"], "sums").axes[3]
-    assert weights.get_title() == "ratios ρ = π_trainer / π_rollout of tokens"
-    assert weights.lines[0].get_ydata()[0] == 1.0
-
-
-def test_what_was_not_measured_is_said():
-    shares = figure_of(RUNS["measured-alone"], "sums").axes[2]
-    assert [text.get_text() for text in shares.texts] == ["nothing measured"]
 
 
 def test_the_name_is_no_formula(tmp_path):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.training.loop import _check_start
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 from tests.support.training_runs import LIVE, run_training
@@ -34,28 +34,7 @@ def test_a_trace_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pat
     assert errors[0].startswith(f"AgreedError: --profile: {tmp_path}/run/profile/rank1-steps2-2.json.gz could not be")
 
 
-def resumed_at_2(words):
-    from megatron_rc.launch.training.loop import _check_start
-
+def test_a_resumed_run_whose_steps_lie_behind_is_refused(tmp_path):
+    config = run_config(flags(tmp_path, "--train-iters=8", *STEP_2), engine=False)
     with pytest.raises(ValueError, match="--profile-step-end 2: checkpoint 2"):
-        _check_start(run_config(words, engine=False), 2)
-
-
-def test_a_resumed_run_whose_steps_lie_behind_is_refused(ranks, tmp_path):
-    ranks.run(resumed_at_2, Layout(), flags(tmp_path, "--train-iters=8", *STEP_2))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--profile-step-end=3", "--profile-step-end 3 .*--profile"),
-        ("--profile-ranks 0 1", "--profile-ranks 0 1 .*--profile"),
-        ("--profile --profile-step-start=12", "--profile-step-start 12 .*--profile-step-end 12"),
-        ("--profile --profile-step-start=2", "--train-iters 8"),
-        ("--profile --profile-step-start=2 --profile-step-end=3 --profile-ranks 1", "--profile-ranks 1 must be one of"),
-        ("--record-memory-history", "--record-memory-history"),
-    ],
-)
-def test_what_would_record_nothing_is_refused(tmp_path, more, message):
-    with pytest.raises(ConfigurationError, match=message):
-        run_config(flags(tmp_path, "--train-iters=8", *more.split()))
+        _check_start(config, 2)

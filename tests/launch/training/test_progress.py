@@ -66,27 +66,17 @@ def test_a_terminal_shows_lines_and_a_bar(rows, columns):
     assert shown.endswith("finished\r\n")
 
 
-@pytest.mark.parametrize("columns", [20])
-def test_a_narrow_terminal_wraps_nothing(columns):
-    shown = in_a_terminal(24, columns)
+def test_a_narrow_terminal_wraps_nothing_and_a_dumb_one_gets_lines():
+    shown = in_a_terminal(24, 20)
     assert "100%" in shown
     lines = re.split(r"[\r\n]+", shown)
     bars = [line for line in lines if "%|" in line]
     assert bars
-    assert all(len(line) < columns for line in lines if "held out" not in line)
+    assert all(len(line) < 20 for line in lines if "held out" not in line)
     assert " 6/6       0.6" in lines
-
-
-def test_a_dumb_terminal_gets_lines():
     lines = in_a_terminal(24, 80, term="dumb").split("\r\n")
-    assert [re.sub(" +", " ", line)[:22] for line in lines] == [
-        "step reward kl ess rej",
-        " 3/6 0.3 0.01 - - 0.5 ",
-        "held out: 50.0% right",
-        " 6/6 0.6 0.01 - - 0.5 ",
-        "finished",
-        "",
-    ]
+    steps = ["step reward kl ess rej", " 3/6 0.3 0.01 - - 0.5 ", "held out: 50.0% right", " 6/6 0.6 0.01 - - 0.5 "]
+    assert [re.sub(" +", " ", line)[:22] for line in lines] == [*steps, "finished", ""]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [("2", [3, 6]), ("0", [3, 4, 5, 6])])
@@ -142,26 +132,12 @@ def test_no_number_makes_a_line_wider(metrics, seconds, left, columns):
         assert " " not in cell.strip()
 
 
-@pytest.mark.parametrize(
-    ("value", "width", "shown"),
-    [
-        (0.0662, 8, "  0.0662"),
-        (-0.00001234, 8, "-1.23e-5"),
-        (-0.00001234, 7, "-1.2e-5"),
-        (4860.4, 6, "  4860"),
-        (999.7, 6, "  1000"),
-        (1234567.0, 6, "1.23e6"),
-        (1e22, 6, "  1e22"),
-        (0.0, 6, "     0"),
-    ],
-)
-def test_a_number_has_the_digits_that_fit(value, width, shown):
-    assert narrow(value, width) == shown
+NUMBERS = {(0.0662, 8): "  0.0662", (-0.00001234, 8): "-1.23e-5", (-0.00001234, 7): "-1.2e-5", (4860.4, 6): "  4860"}
+NUMBERS |= {(999.7, 6): "  1000", (1234567.0, 6): "1.23e6", (1e22, 6): "  1e22", (0.0, 6): "     0"}
+LEFT = {59.6: "1:00", 3599: "59:59", 3600: "1:00:00", 360000: "4d 4h", 1e12: "9999999d"}
 
 
-@pytest.mark.parametrize(
-    ("left", "shown"), [(59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (360000, "4d 4h"), (1e12, "9999999d")]
-)
-def test_what_is_left_is_told_in_hours_and_days(left, shown):
-    words = line(1, 2, {}, seconds=1.0, left=left, columns=100)
-    assert words.endswith(f" {shown}")
+def test_a_number_has_the_digits_that_fit_and_what_is_left_is_in_hours_and_days():
+    assert {given: narrow(*given) for given in NUMBERS} == NUMBERS
+    ends = {left: line(1, 2, {}, seconds=1.0, left=left, columns=100) for left in LEFT}
+    assert [left for left, words in ends.items() if not words.endswith(f" {LEFT[left]}")] == []

@@ -1,7 +1,6 @@
 """Training on prompts from files, on ranks: who draws what, resumption, and files that differ."""
 
 import json
-import logging
 import os
 import re
 from unittest import mock
@@ -16,7 +15,7 @@ from megatron_rc.launch.training.data_check import compare_with_checkpoint
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, LLAMA, flags, run_config
-from tests.support.training_runs import LIVE, rows, run_training
+from tests.support.training_runs import LIVE, logged, rows, run_training
 
 LAYOUT = Layout(dp=2)
 # 4 prompts a step of 11 that fit: the second epoch begins in the third step.
@@ -76,17 +75,8 @@ def test_prompts_are_those_of_their_numbers_through_epochs_and_a_resumption(rank
 
 def run_aloud(flags):
     """Train, and give back what was said of checkpoints."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger, disabled = logging.getLogger("megatron_rc"), logging.root.manager.disable
-    logging.disable(logging.NOTSET)
-    logger.addHandler(handler)
-    try:
+    with logged() as said:
         assert run_training(flags) is None
-    finally:
-        logging.disable(disabled)
-        logger.removeHandler(handler)
     return [line for line in said if "checkpoint" in line]
 
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.configure import configure
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, save_initial
@@ -60,26 +58,3 @@ def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
     assert "--rl-default-temperature is 0.5: set it alike" in run("--train-iters=1", "--rl-default-temperature=0.5")
     path.write_bytes(path.read_bytes()[:-20])
     assert "the rollout of step 0 failed: ValueError" in run("--train-iters=1")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--train-iters=3"], "holds 2 rollout batches, which make 2 optimizer steps: --train-iters 3 is more"),
-        (["--train-iters=2", "--save-rollouts=elsewhere"], "--save-rollouts elsewhere .*--load-rollouts"),
-        (["--train-iters=2", "--rollout-engine=vllm-server"], "--rollout-engine vllm-server does nothing with"),
-    ],
-)
-def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
-    for step in range(2):
-        (tmp_path / f"step-{step:07d}-replica-0000.safetensors").touch()
-    with pytest.raises(ConfigurationError, match=message):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", *more), 1)
-    (tmp_path / "step-0000001-replica-0001.safetensors").touch()
-    with pytest.raises(ConfigurationError, match="holds 1 rollout batches, which make 1 optimizer steps"):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
-    (tmp_path / "step-0000001-replica-0000.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match=r"no complete rollout batch: .* 2 replicas"):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
-    with pytest.raises(ConfigurationError, match="/none: no such folder"):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2"), 1)

@@ -10,7 +10,7 @@ from tests.support.live import storages_of
 from tests.support.published_models import MODELS, changed, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config, save_initial
-from tests.support.training_runs import run_training
+from tests.support.training_runs import agreed, run_training
 
 KL = ["--grpo-kl-beta=0.1", "--kl-estimator=k2"]
 
@@ -112,12 +112,12 @@ def test_finetuning_compares_with_the_weights_it_starts_from_or_with_the_other_o
 def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published):
     words = words_of(published[0], Layout(dp=2), *KL, "--rollout-engine=transformers", "--train-iters=2")
     ranks.run(refreshed, Layout(dp=2), [*words, f"--save={tmp_path}/save"], [0])
-    said = ranks.run(run_training, Layout(dp=2), [*words, f"--load={tmp_path}/save", f"--ref-load-hf={published[1]}"])
-    assert set(said) == {said[0]}
-    assert f"--ref-load-hf {published[1]} would do nothing; drop it, or give --finetune" in said[0]
-    said = ranks.run(run_training, Layout(dp=2), [*words, f"--ref-load={tmp_path}"])
-    assert set(said) == {said[0]}
-    assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said[0]
+    said = agreed(
+        ranks.run(run_training, Layout(dp=2), [*words, f"--load={tmp_path}/save", f"--ref-load-hf={published[1]}"])
+    )
+    assert f"--ref-load-hf {published[1]} would do nothing; drop it, or give --finetune" in said
+    said = agreed(ranks.run(run_training, Layout(dp=2), [*words, f"--ref-load={tmp_path}"]))
+    assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said
 
 
 def refused(words):
@@ -171,23 +171,6 @@ def test_no_second_model_comes_into_being(ranks, tmp_path):
     outside, inside, most, largest = ranks.run(bytes_while_it_is_compared, Layout(), flags(tmp_path, *KL))[0]
     assert outside == inside
     assert 0 < most <= largest
-
-
-REFUSED = {
-    "--grpo-kl-beta=0 --ref-update-interval=2": "--ref-update-interval 2 .*--grpo-kl-beta or --kl",
-    "--grpo-kl-beta=0 --ref-load=.": r"--ref-load \. .*--grpo-kl-beta or --kl",
-    "--ref-update-interval=3": "--ref-update-interval 3 .* 2 optimizer steps",
-    "--ref-update-interval=0": "--ref-update-interval 0 must be positive",
-    "--ref-load=nowhere": "--ref-load nowhere: no such folder",
-    "--ref-load-hf=nowhere": r"--ref-load-hf nowhere: there is no such directory",
-    "--ref-load=. --ref-load-hf=nowhere": r"--ref-load \. .*--ref-load-hf nowhere",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_compared_with_is_refused(tmp_path, words):
-    with pytest.raises(ConfigurationError, match=REFUSED[words]):
-        run_config(flags(tmp_path, KL[0], *words.split()), engine=False)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_rc.launch.rollouts.samples import without_overlong
 from megatron_rc.records.rollout import FINISH_REASONS, load_rollouts, save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch
-from tests.support.training_runs import LIVE, rows, run_training
+from tests.support.training_runs import LIVE, agreed, rows, run_training
 
 USER = "python:tests.support.user_rewards"
 
@@ -63,26 +63,18 @@ def with_path(folder, words):
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)
-def test_the_first_error_can_end_the_run_on_all_ranks(ranks, tmp_path, layout):
-    words = flags(tmp_path, *LIVE, *layout.flags(), f"--reward={USER}:refuse", "--reward-errors=stop")
-    messages = ranks.run(run_training, layout, [*words, "--reward-workers=1"])
-    assert len(set(messages)) == 1
-    *traceback, sentence = messages[0].splitlines()
+def test_the_first_error_can_end_the_run_on_all_ranks_and_a_batch_without_any_score_does(ranks, tmp_path, layout):
+    words = flags(tmp_path, *LIVE, *layout.flags(), f"--reward={USER}:refuse", "--reward-workers=1")
+    *traceback, sentence = agreed(ranks.run(run_training, layout, [*words, "--reward-errors=stop"])).splitlines()
     assert traceback[0] == "AgreedError: the rollout of step 0 failed: RewardError: its traceback:"
     assert "in refuse" in "\n".join(traceback)
     assert sentence.startswith(f"--reward {USER}:refuse raised ValueError: none is good enough, on response '")
     assert "reward-errors.jsonl; mend the rule, or go on with --reward-errors continue" in sentence
     assert (tmp_path / "run" / "reward-errors.jsonl").is_file()
-
-
-def test_a_batch_without_any_score_ends_the_run_on_all_ranks(ranks, tmp_path):
-    layout = Layout(dp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), f"--reward={USER}:refuse", "--reward-workers=1")
-    messages = ranks.run(run_training, layout, words)
-    assert len(set(messages)) == 1
+    message = agreed(ranks.run(run_training, layout, words))
     said = f"AgreedError: the rollout of step 0 failed: none of its {SEQUENCES} responses could be scored by --reward "
-    assert messages[0].startswith(said)
-    assert "reward-errors.jsonl: " in messages[0]
+    assert message.startswith(said)
+    assert "reward-errors.jsonl: " in message
 
 
 def cut_off(batch, which):

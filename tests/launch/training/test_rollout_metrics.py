@@ -52,6 +52,10 @@ def test_rewards_and_lengths_are_those_of_one_process(ranks):
     for summary, reduced in ranks.run(summarized, Layout(cp=2, dp=2), REWARDS):
         assert summary == whole
         assert len(reduced) == 2, "a sum and a maximum"
+    # Rewards that are all alike have a distribution.
+    (summary, _), *_ = ranks.run(summarized, Layout(), [1.0] * SEQUENCES)
+    edges, counts = summary.distributions["reward/rewards"]
+    assert (edges[0], edges[-1], sum(counts)) == (0.5, 1.5, 16)
 
 
 @pytest.mark.parametrize("largest", [1e-6, 30.0, 100.0, 1e9])
@@ -63,9 +67,3 @@ def test_rewards_of_any_size_are_counted_where_they_are(largest):
         # To the width of the bin that it is counted in.
         low, high = (sum(reward < edge * (1 + side / 30) for reward in rewards.tolist()) for side in (-1, 1))
         assert low - 1e-6 <= until <= high + 1e-6
-
-
-def test_rewards_that_are_all_alike_have_a_distribution(ranks):
-    (summary, _), *_ = ranks.run(summarized, Layout(), [1.0] * SEQUENCES)
-    edges, counts = summary.distributions["reward/rewards"]
-    assert (edges[0], edges[-1], sum(counts)) == (0.5, 1.5, 16)

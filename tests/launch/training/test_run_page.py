@@ -111,6 +111,15 @@ def test_settings_and_what_else_is_there_are_those_of_the_folder(tmp_path):
     assert "of step 2." in notes
     assert f"python -m megatron_rc.replay {tmp_path}/rec --preset decoupled_token_is --html {tmp_path}" in notes
     assert f"could not be scored are in {tmp_path}/reward-errors.jsonl" in notes
+    # Metrics under another prefix are found.
+    made(
+        folder, [{name.replace("rollout_corr/", "mine/"): value for name, value in row.items()} for row in run(steps=2)]
+    )
+    text = (folder / "config.yaml").read_text().replace("# metric-prefix: rollout_corr/", "metric-prefix: mine/")
+    (folder / "config.yaml").write_text(text)
+    data = shown(folder)
+    assert curve(data, "ESS")["values"] == [0.9, 0.9]
+    assert data["doctor"]["numbers"]
 
 
 @pytest.mark.parametrize("steps", [MOST + 1, 10_000])
@@ -131,26 +140,22 @@ def test_thinned_curves_keep_every_extreme(tmp_path, steps):
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
-def test_phases_are_stacked_over_the_same_steps(tmp_path):
-    rows = run(steps=4)
-    for row in rows:
-        row["perf/update_seconds"] = 1.5
-    rows[1]["perf/eval_seconds"] = 3.0
-    (panel,) = [panel for panel in shown(made(tmp_path, rows))["panels"] if panel["stacked"]]
-    assert [(one["label"], one["steps"], one["values"]) for one in panel["curves"]] == [
-        ("eval", [1, 2, 3, 4], [0, 3, 0, 0]),
-        ("update", [1, 2, 3, 4], [1.5] * 4),
-    ]
-
-
-def test_what_is_no_number_is_a_gap_and_is_counted(tmp_path):
+def test_what_is_no_number_is_a_gap_and_is_counted_and_phases_are_stacked(tmp_path):
     rows = run(steps=5)
     rows[1]["reward/mean"], rows[2]["reward/mean"], rows[4]["reward/mean"] = math.nan, math.inf, math.nan
     rows[4]["rollout_corr/log_ratio_p50"] = math.nan
+    for row in rows:
+        row["perf/update_seconds"] = 1.5
+    rows[1]["perf/eval_seconds"] = 3.0
     data = shown(made(tmp_path, rows[:4]))
     assert curve(data, "mean reward")["values"] == [0.2, None, None, 0.8]
     assert data["panels"][0]["note"].endswith(" NaN or infinite: 2.")
     assert "0.2 → 0.5" in [tile["value"] for tile in data["tiles"]]
+    # Phases are stacked over the same steps.
+    (panel,) = [panel for panel in data["panels"] if panel["stacked"]]
+    assert [(one["label"], one["steps"], one["values"]) for one in panel["curves"]] == [
+        *(("eval", [1, 2, 3, 4], [0, 3, 0, 0]), ("update", [1, 2, 3, 4], [1.5] * 4))
+    ]
     assert shown(made(tmp_path, rows))["histograms"] == []
 
 
@@ -173,13 +178,7 @@ def test_names_and_texts_of_any_kind_stay_texts(tmp_path):
     data = json.loads(reader.data)
     assert (data["name"], data["ending"]) == (HOSTILE.replace("\ud800", ""), HOSTILE)
     first, second = data["answers"]["rows"]
-    assert first == {
-        "prompt": f"user: {HOSTILE}",
-        "response": HOSTILE,
-        "label": "{'a': 1}",
-        "reward": 0.5,
-        "error": "",
-    }
+    assert first == {"prompt": f"user: {HOSTILE}", "response": HOSTILE, "label": "{'a': 1}", "reward": 0.5, "error": ""}
     assert second["response"] == "x" * 2000 + " … 3000 more characters"
     assert (second["prompt"], second["reward"], second["error"]) == ("3", None, HOSTILE)
     assert (data["answers"]["file"], data["answers"]["files"]) == ("eval/step-0000002.jsonl", 2)
@@ -207,6 +206,12 @@ def test_a_page_of_the_same_steps_keeps_what_the_run_said_of_its_end(tmp_path, c
     assert shown(folder)["ending"] == ""
     (folder / "report.html").write_bytes(b'<script type="application/json" id="data">\xff[</script>')
     assert shown(folder)["ending"] == ""
+    (folder / "report.html.partial").mkdir()
+    with pytest.raises(SystemExit) as end:
+        report.main([str(folder)])
+    assert end.value.code == 1
+    said = f"error: {folder}/report.html could not be written (Is a directory): make room, or copy {folder}\n"
+    assert capsys.readouterr().err == said
 
 
 DEEP, NO_DATE = b"a: " + b"[" * 1000, b"x: 2026-99-99"
@@ -224,7 +229,7 @@ def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
 
 
 @pytest.mark.parametrize(("k3", "wrong"), [(1e-4, False), (0.5, True)])
-def test_the_doctor_speaks_of_it(tmp_path, k3, wrong):
+def test_the_doctor_speaks_of_it_and_of_a_drift(tmp_path, k3, wrong):
     rows = [row | {"rollout_corr/k3_kl": k3} for row in run(steps=12)]
     doctor = shown(made(tmp_path, rows))["doctor"]
     assert doctor["is_wrong"] is wrong
@@ -232,56 +237,26 @@ def test_the_doctor_speaks_of_it(tmp_path, k3, wrong):
     assert ["k3", f"{k3:.3g} nats a token"] in doctor["numbers"]
     if wrong:
         assert "two different policies" in doctor["words"]
+        rows, _ = drifting_run(3)
+        verdicts = shown(made(tmp_path, rows))["doctor"]["verdicts"]
+        assert any("since step" in verdict["words"] for verdict in verdicts)
+    assert set(FULL_NAMES) == set(OVER_THE_RUN), "it gets all that it looks at over a run"
 
 
-def test_the_doctor_gets_all_that_it_looks_at_over_a_run():
-    assert set(FULL_NAMES) == set(OVER_THE_RUN)
+NO_METRICS = "holds no metrics.jsonl that can be read: name"
+REFUSED = {
+    "nowhere": f"nowhere {NO_METRICS} the folder of a run, as runs/count_up\n",
+    "file/run": f"file/run {NO_METRICS}",
+    "x" * 300: f"{'x' * 300} {NO_METRICS}",
+    "": "the following arguments are required: RUN",
+}
 
 
-def test_a_drift_is_on_the_page(tmp_path):
-    rows, _ = drifting_run(3)
-    verdicts = shown(made(tmp_path, rows))["doctor"]["verdicts"]
-    assert any("since step" in verdict["words"] for verdict in verdicts)
-
-
-def test_metrics_under_another_prefix_are_found(tmp_path):
-    rows = [{name.replace("rollout_corr/", "mine/"): value for name, value in row.items()} for row in run(steps=2)]
-    folder = made(tmp_path, rows)
-    text = (folder / "config.yaml").read_text().replace("# metric-prefix: rollout_corr/", "metric-prefix: mine/")
-    (folder / "config.yaml").write_text(text)
-    data = shown(folder)
-    assert curve(data, "ESS")["values"] == [0.9, 0.9]
-    assert data["doctor"]["numbers"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ["nowhere"],
-            "error: nowhere holds no metrics.jsonl that can be read: name the folder of a run, as runs/count_up\n",
-        ),
-        (["file/run"], "error: file/run holds no metrics.jsonl that can be read: name"),
-        (["x" * 300], "error: " + "x" * 300 + " holds no metrics.jsonl that can be read: name"),
-        ([], "error: the following arguments are required: RUN"),
-    ],
-)
-def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, monkeypatch, words, sentence):
+@pytest.mark.parametrize("folder", REFUSED)
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as end:
-        report.main(words)
+        report.main(folder.split())
     assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(sentence)
-
-
-def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
-    folder = made(tmp_path, run(steps=2))
-    (folder / "report.html.partial").mkdir()
-    with pytest.raises(SystemExit) as end:
-        report.main([str(folder)])
-    assert end.value.code == 1
-    assert (
-        capsys.readouterr().err
-        == f"error: {folder}/report.html could not be written (Is a directory): make room, or copy {folder}\n"
-    )
+    assert capsys.readouterr().err.startswith(f"error: {REFUSED[folder]}")

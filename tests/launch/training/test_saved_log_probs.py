@@ -7,7 +7,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, rows, run_training
+from tests.support.training_runs import LIVE, agreed, rows, run_training
 
 pytestmark = pytest.mark.ranks
 # The engine's weights are the trainer's: it is another program that computes the same log-probs.
@@ -48,10 +48,14 @@ def test_old_and_current_log_probs_are_written_token_by_token(ranks, tmp_path, l
     assert batch.old_log_probs[~mask].isnan().all()
 
 
-def test_one_step_has_one_policy(ranks, tmp_path):
-    batch, _ = train(ranks, tmp_path, Layout(pp=2), "--train-iters=1")
+def test_one_step_has_one_policy_and_masked_responses_have_no_log_probs(ranks, tmp_path):
+    batch, _ = train(ranks, tmp_path, Layout(pp=2), "--train-iters=1", "--overlong=mask")
     assert batch.log_probs is None
-    assert batch.old_log_probs is not None
+    cut = batch.finish_reasons == 1
+    assert cut.any()
+    assert not cut.all()
+    scored = ~batch.old_log_probs.isnan() & batch.response_mask
+    assert torch.equal(scored.any(dim=1), ~cut)
 
 
 def test_bypass_mode_has_no_old_policy(ranks, tmp_path):
@@ -91,22 +95,12 @@ def train_with_a_bad_step(words):
         return run_training(words)
 
 
-def test_responses_that_are_masked_have_no_log_probs(ranks, tmp_path):
-    batch, _ = train(ranks, tmp_path, Layout(), "--train-iters=1", "--overlong=mask")
-    cut = batch.finish_reasons == 1
-    assert cut.any()
-    assert not cut.all()
-    scored = ~batch.old_log_probs.isnan() & batch.response_mask
-    assert torch.equal(scored.any(dim=1), ~cut)
-
-
 def test_a_record_that_is_gone_ends_all_alike(ranks, tmp_path):
     layout = Layout(dp=2)
     words = flags(tmp_path, *LIVE, *EXACT, *layout.flags(), f"--save-rollouts={tmp_path}/records")
-    messages = ranks.run(train_without_records, layout, words)
-    assert set(messages) == {messages[0]}
-    assert "--save-log-probs: " in messages[0]
-    assert "replica-0001.safetensors is missing: expected a file of rollouts" in messages[0]
+    message = agreed(ranks.run(train_without_records, layout, words))
+    assert "--save-log-probs: " in message
+    assert "replica-0001.safetensors is missing: expected a file of rollouts" in message
 
 
 def train_without_records(words):
@@ -121,11 +115,6 @@ def train_without_records(words):
     collector_write = collector.write_rollouts
     with mock.patch.object(collector, "write_rollouts", nothing):
         return run_training(words)
-
-
-def test_the_flag_needs_records(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"--save-log-probs .*--save-rollouts"):
-        run_config(flags(tmp_path, "--save-log-probs"))
 
 
 def test_the_flag_needs_the_last_step_on_a_batch(tmp_path):

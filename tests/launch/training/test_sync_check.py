@@ -12,7 +12,7 @@ import torch
 from megatron_rc.launch.engines import Sample
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags
-from tests.support.training_runs import HELD_OUT, run_training
+from tests.support.training_runs import HELD_OUT, agreed, run_training
 
 RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
 # An entropy bonus moves the weights even where no response earns anything.
@@ -150,13 +150,12 @@ OLDER = "does the engine keep older weights"
 def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
     """Only the last replica's engine is broken; the first sync cannot tell what later ones leave behind."""
     words = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
-    messages = ranks.run(run_broken, layout, words, fault, layout.dp - 1)
-    assert set(messages) == {messages[0]}
-    assert messages[0].startswith("AgreedError: ")
-    assert message in messages[0]
-    if "sync" in messages[0]:
-        assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in messages[0]
-        assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in messages[0]) == (layout.dp == 2)
+    said = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
+    assert said.startswith("AgreedError: ")
+    assert message in said
+    if "sync" in said:
+        assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in said
+        assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in said) == (layout.dp == 2)
     assert len(steps(tmp_path)) == made, "no step was made with wrong weights"
 
 

@@ -44,37 +44,35 @@ def check(tmp_path, *more, model=LLAMA, engine=True, world_size=1):
     return run_config(flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model), world_size, engine=engine)
 
 
-def test_on_a_cpu_it_has_nothing_to_convert(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"--transformer-impl transformer_engine.* local.*\[gpu\]"):
-        run_config(flags(tmp_path, BRIDGE))
+BOTH, PP2 = ("transformer_engine", "mbridge"), "--pipeline-model-parallel-size=2"
+# Packages that are there, a flag, the model, and the sentence.
+REFUSED = {
+    "local": ([], "", LLAMA, r"--transformer-impl transformer_engine.* local.*pip install .*\[gpu\]'"),
+    "no-te": (
+        *([], "--transformer-impl=transformer_engine", LLAMA),
+        r"needs transformer_engine, .*pip install .*\[gpu\]'",
+    ),
+    "no-mbridge": (BOTH[:1], "", LLAMA, r"mbridge needs mbridge, which is not .*pip install .*\[bridge\]'"),
+    "local-asked-for": (BOTH, "--transformer-impl=local", LLAMA, "--transformer-impl .* local"),
+    "experts": (BOTH, "--num-experts=4", LLAMA, "not mixtral: drop it"),
+    "gpt2": (BOTH, "", GPT2, "llama, qwen2, qwen3.* gpt2"),
+    "tied": (BOTH, PP2, LLAMA, "--pipeline-model-parallel"),
+}
 
 
-@pytest.mark.parametrize(
-    ("there", "more", "model", "message"),
-    [
-        ([], [], LLAMA, r"--transformer-impl transformer_engine.* local.*pip install .*\[gpu\]'"),
-        ([], ["--transformer-impl=transformer_engine"], LLAMA, r"needs transformer_engine, .*pip install .*\[gpu\]'"),
-        (["transformer_engine"], [], LLAMA, r"mbridge needs mbridge, which is not .*pip install .*\[bridge\]'"),
-        (["transformer_engine", "mbridge"], ["--transformer-impl=local"], LLAMA, "--transformer-impl .* local"),
-        (["transformer_engine", "mbridge"], ["--num-experts=4"], LLAMA, "not mixtral: drop it"),
-        (["transformer_engine", "mbridge"], [], GPT2, "llama, qwen2, qwen3.* gpt2"),
-        (["transformer_engine", "mbridge"], ["--pipeline-model-parallel-size=2"], LLAMA, "--pipeline-model-parallel"),
-    ],
-    ids=["local", "no-te", "no-mbridge", "local-asked-for", "experts", "gpt2", "tied"],
-)
+@pytest.mark.parametrize(("there", "more", "model", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_it_cannot_convert_is_refused(tmp_path, installed, there, more, model, message):
     installed(*there)
     with pytest.raises(ConfigurationError, match=message):
-        check(tmp_path, *more, model=model, world_size=2 if "pipeline" in "".join(more) else 1)
+        check(tmp_path, *more.split(), model=model, world_size=2 if more == PP2 else 1)
 
 
-def test_without_weights_to_convert_it_is_refused(tmp_path, installed):
-    installed("transformer_engine", "mbridge")
+def test_it_is_refused_where_it_has_nothing_to_convert(tmp_path, installed):
+    installed(*BOTH)
     with pytest.raises(ConfigurationError, match=r"--weights-bridge mbridge .*--load-hf or --save-hf"):
         check(tmp_path, engine=False)
-
-
-PP2 = "--pipeline-model-parallel-size=2"
+    with pytest.raises(ConfigurationError, match=r"--transformer-impl transformer_engine.* local.*\[gpu\]"):
+        run_config(flags(tmp_path, BRIDGE))  # on a CPU
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ PP2 = "--pipeline-model-parallel-size=2"
     ids=str,
 )
 def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
-    installed("transformer_engine", "mbridge")
+    installed(*BOTH)
     assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).checkpoints.weights_bridge == "mbridge"
 
 
@@ -92,39 +90,35 @@ def chosen(tmp_path, *more, model=LLAMA, world_size=1):
 
 
 def test_it_is_the_default_where_it_can_convert(tmp_path, installed, caplog):
-    installed("transformer_engine", "mbridge")
+    config = run_config(flags(tmp_path))  # a CPU has no bridge
+    check_bridge(config, samples=True)
+    assert config.checkpoints.weights_bridge == "none"
+    assert not [text for text in caplog.messages if "weights" in text]
+    caplog.clear()
+    installed(*BOTH)
     assert chosen(tmp_path) == "mbridge"
-    assert caplog.messages == [
-        "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
-    ]
+    (line,) = caplog.messages
+    assert "--weights-bridge none" in line
     caplog.clear()
     assert chosen(tmp_path, "--weights-bridge=none") == "none"
     assert not caplog.messages
 
 
-@pytest.mark.parametrize(
-    ("there", "more", "model", "message"),
-    [
-        (["transformer_engine"], [], LLAMA, "needs mbridge, which is not installed"),
-        (["mbridge"], [], LLAMA, "--transformer-impl transformer_engine, got local"),
-        (["transformer_engine", "mbridge"], ["--num-experts=4"], LLAMA, "not mixtral"),
-        (["transformer_engine", "mbridge"], [], GPT2, "not gpt2"),
-        (["transformer_engine", "mbridge"], ["--hf-model-type=mistral"], LLAMA, "not mistral"),
-    ],
-    ids=["no-mbridge", "local", "experts", "gpt2", "mistral"],
-)
+ELSEWHERE = {
+    "no-mbridge": (BOTH[:1], "", LLAMA, "needs mbridge, which is not installed"),
+    "local": (BOTH[1:], "", LLAMA, "--transformer-impl transformer_engine, got local"),
+    "experts": (BOTH, "--num-experts=4", LLAMA, "not mixtral"),
+    "gpt2": (BOTH, "", GPT2, "not gpt2"),
+    "mistral": (BOTH, "--hf-model-type=mistral", LLAMA, "not mistral"),
+}
+
+
+@pytest.mark.parametrize(("there", "more", "model", "message"), ELSEWHERE.values(), ids=ELSEWHERE)
 def test_elsewhere_the_tables_convert_and_say_why(tmp_path, installed, caplog, there, more, model, message):
     installed(*there)
-    assert chosen(tmp_path, *more, model=model) == "none"
+    assert chosen(tmp_path, *more.split(), model=model) == "none"
     assert caplog.messages[0].startswith("this program's own tables convert the weights: --weights-bridge mbridge ")
     assert message in caplog.messages[0]
-
-
-def test_on_a_cpu_nobody_is_asked(tmp_path, caplog):
-    config = run_config(flags(tmp_path))
-    check_bridge(config, samples=True)
-    assert config.checkpoints.weights_bridge == "none"
-    assert not [text for text in caplog.messages if "weights" in text]
 
 
 class Bridge:

@@ -16,7 +16,7 @@ from tests.launch.test_check_engine import WIDE, findings
 from tests.launch.training.test_loop import run_broken
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
-from tests.support.training_runs import LIVE, rows, run_training
+from tests.support.training_runs import LIVE, agreed, rows, run_training
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
 QWEN3_MOE = [*LLAMA, *EXPERTS, "--qk-layernorm", "--kv-channels=16"]
@@ -41,12 +41,9 @@ def test_flags_describe_the_architecture(tmp_path, name):
     width = config.moe_intermediate_size if name == "qwen3_moe" else config.intermediate_size
     assert width == 24
     assert getattr(config, "norm_topk_prob", True)
-
-
-def test_the_order_of_softmax_and_choice_is_the_architectures(tmp_path):
-    _, config = config_of(tmp_path, QWEN3_MOE, "--moe-router-pre-softmax", "--moe-router-topk=1")
-    assert not config.norm_topk_prob
-    assert config.num_experts_per_tok == 1
+    if name == "qwen3_moe":  # the order of softmax and choice
+        _, config = config_of(tmp_path, QWEN3_MOE, "--moe-router-pre-softmax", "--moe-router-topk=1")
+        assert (config.norm_topk_prob, config.num_experts_per_tok) == (False, 1)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -90,30 +87,33 @@ def test_experts_are_rounded_and_their_router_is_not(engine):
         assert torch.equal(tensor, round_weight(weights[name], "fp8-e4m3", linear)), name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights, gate: weights.pop(gate), "weight {gate} never came"),
-        (lambda weights, gate: weights.update({gate: torch.zeros(25, 32)}), r"{gate} is \(24, 32\), got \(25, 32\)"),
-        (
-            lambda weights, gate: weights.update({gate.replace(".2.", ".4."): weights.pop(gate)}),
-            "has no weight {other}",
-        ),
-        (
-            lambda weights, gate: weights.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 32, 24)}),
-            "has no weight model.layers.0.mlp.experts.down_proj",
-        ),
-    ],
-    ids=["missing", "shape", "fifth", "stacked"],
-)
-@pytest.mark.parametrize("where", ["engine", "directory"])
-def test_wrong_experts_are_refused(engine, tmp_path, change, message, where):
+STACKED = "model.layers.0.mlp.experts.down_proj"
+CHANGES = {
+    "missing": (lambda weights, gate: weights.pop(gate), "weight {gate} never came"),
+    "shape": (
+        lambda weights, gate: weights.update({gate: torch.zeros(25, 32)}),
+        r"{gate} is \(24, 32\), got \(25, 32\)",
+    ),
+    "fifth": (lambda weights, gate: weights.update({fifth(gate): weights.pop(gate)}), "has no weight {other}"),
+    "stacked": (lambda weights, _: weights.update({STACKED: torch.zeros(4, 32, 24)}), f"has no weight {STACKED}"),
+}
+
+
+def fifth(gate):
+    return gate.replace(".2.", ".4.")
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_wrong_experts_are_refused(engine, tmp_path, change, message):
+    """By the engine, and by the directory from which vLLM reads them."""
     weights, gate = weights_of(engine), GATE[engine.model.config.model_type]
     change(weights, gate)
-    expected = message.format(gate=re.escape(gate), other=re.escape(gate.replace(".2.", ".4.")))
+    expected = message.format(gate=re.escape(gate), other=re.escape(fifth(gate)))
     directory = ModelDirectory(tmp_path / "weights", engine.model.config, EOS)
     with pytest.raises(ValueError, match=expected):
-        engine.load_weights(weights.items(), 1) if where == "engine" else directory.write(weights.items())
+        engine.load_weights(weights.items(), 1)
+    with pytest.raises(ValueError, match=expected):
+        directory.write(weights.items())
     assert engine.version == -1
 
 
@@ -133,6 +133,13 @@ def test_engine_and_trainer_agree(ranks, tmp_path, layout, name):
         assert [finding.about for finding in found if not finding.agrees] == []
 
 
+def test_an_engine_that_fails_with_the_experts_half_sent_ends_all_alike(ranks, tmp_path):
+    """Its replica has experts that the other replica waits for."""
+    layout = Layout(dp=2, ep=2)
+    message = agreed(ranks.run(run_broken, layout, flags(tmp_path, *layout.flags(), model=QWEN3_MOE), "weights"))
+    assert message.startswith("the rollout engine refused the weights of step 0: out of memory")
+
+
 def test_a_mixture_learns_from_the_default_engine(ranks, tmp_path):
     """With the weights of every step: in float32 the engine's policy is the trainer's."""
     layout = Layout(dp=2, ep=2)
@@ -142,11 +149,3 @@ def test_a_mixture_learns_from_the_default_engine(ranks, tmp_path):
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["rollout_corr/k3_kl"] < 1e-9 for row in steps)
     assert all(row["grad_norm"] > 0 for row in steps)
-
-
-def test_an_engine_that_fails_with_the_experts_half_sent_ends_all_alike(ranks, tmp_path):
-    """Its replica has experts that the other replica waits for."""
-    layout = Layout(dp=2, ep=2)
-    messages = ranks.run(run_broken, layout, flags(tmp_path, *layout.flags(), model=QWEN3_MOE), "weights")
-    assert set(messages) == {messages[0]}
-    assert messages[0].startswith("the rollout engine refused the weights of step 0: out of memory")

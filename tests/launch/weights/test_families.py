@@ -20,20 +20,18 @@ TABLE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \| `(\w+)` \|[^|]*\| ([^|]*--[^|]+) \|$", TABLE, re.MULTILINE)
 
 
-def test_every_family_stands_under_its_name():
+def test_every_family_stands_under_its_name_and_in_the_documents():
     assert {family.name: family for family in FAMILIES.values()} == FAMILIES
     assert all(family.embedding and family.layer and family.head for family in FAMILIES.values())
+    assert {name for _, name, _ in ROWS} == FAMILIES.keys()
+    with pytest.raises(TypeError, match="'fields'"):
+        Family(name="half")
 
 
 def test_experts_without_their_names_are_an_error():
     for change in ({"expert_names": None}, {"expert": ()}):
         with pytest.raises(ValueError, match="family mixtral: expert and expert_names go together"):
             replace(FAMILIES["mixtral"], **change)
-
-
-def test_a_family_that_cannot_be_read_is_an_error():
-    with pytest.raises(TypeError, match="'fields'"):
-        Family(name="half")
 
 
 def test_a_transformers_that_would_take_another_rotary_base_is_refused(tmp_path, monkeypatch):
@@ -66,10 +64,6 @@ def words_of_row(words):
         if words.startswith(base):
             found = [*words_of_row({name: rest for name, _, rest in ROWS}[model]), *found]
     return found
-
-
-def test_every_family_is_in_the_documents():
-    assert {name for _, name, _ in ROWS} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize(("model", "name", "words"), ROWS, ids=lambda row: row.split()[0])

@@ -39,34 +39,22 @@ def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
         from_gguf.main([str(tmp_path / "none.gguf"), str(tmp_path / "out")])
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
-    file = tmp_path / "a.gguf"
-    file.write_bytes(b"")
-    loaded = types.SimpleNamespace(save_pretrained=lambda folder: Path(folder).mkdir(), config=types.SimpleNamespace())
-    monkeypatch.setattr(from_gguf, "require", lambda *_: None)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: loaded)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: (loaded, {}))
-    with pytest.raises(ConfigurationError, match=r"a\.gguf/out cannot be written to: .*Not a directory"):
-        unpack(file, file / "out")
-
-
-def test_what_stands_beside_the_folder_is_left_alone(tmp_path, monkeypatch):
+def test_a_folder_is_written_or_named_and_what_stands_beside_it_left_alone(tmp_path, monkeypatch):
     def save(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / "config.json").write_text("{}")
 
-    (tmp_path / "a.gguf").write_bytes(b"")
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"")
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "mine").write_text("")
     loaded = types.SimpleNamespace(save_pretrained=save, config=types.SimpleNamespace())
     monkeypatch.setattr(from_gguf, "require", lambda *_: None)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: loaded)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: (loaded, {}))
-    unpack(tmp_path / "a.gguf", tmp_path / "out")
+    unpack(file, tmp_path / "out")
+    # A folder that holds a model is not unpacked again.
+    unpack(tmp_path / "gone.gguf", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.gguf", "config.json", "mine", "out", "out.part"]
-
-
-def test_a_folder_that_holds_a_model_is_not_unpacked_again(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    unpack(tmp_path / "gone.gguf", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(ConfigurationError, match=r"a\.gguf/out cannot be written to: .*Not a directory"):
+        unpack(file, file / "out")

@@ -1,26 +1,17 @@
 """Memory of weights on their way out and in: about one layer above the model, on every rank, every byte counted."""
 
-import weakref
-
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_rc.launch.dry_run.live_bytes import LiveBytes
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, make_trainer
 
 # Four heads of a width that makes a layer the largest part: the vocabulary is a third of it.
-WIDE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE |= {"vocab_size": 256, "max_position_embeddings": 64, "tie_word_embeddings": False}
 MODELS = {
     "llama": transformers.LlamaConfig(**WIDE, intermediate_size=224),
     "qwen3_moe": transformers.Qwen3MoeConfig(
@@ -32,41 +23,21 @@ MODELS = {
 LIMITS = {"llama": 1.05, "qwen3_moe": 1.34}
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at once of storages that are made inside, those of ``known`` tensors apart."""
+class Allocated(LiveBytes):
+    """Storages on a device alone."""
 
-    def __init__(self, known=()):
-        super().__init__()
-        self.now = self.most = 0
-        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                self.count(tensor.untyped_storage())
-        return result
-
-    def count(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.seen:
-            self.seen.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key, size):
-        self.seen.discard(key)
-        self.now -= size
+    def _add(self, storage, older):
+        if storage.device.type != "meta":
+            super()._add(storage, older)
 
 
-def most_alive(function, known=(), tries=3):
+def most_alive(function, tries=3):
     """The least of three tries: gloo's threads let go of a tensor a moment later than its sender."""
     found = []
     for _ in range(tries):
-        with LiveBytes(known) as live:
+        with Allocated() as live:
             function()
-        found.append(live.most)
+        found.append(live.peak)
     return min(found)
 
 
@@ -79,9 +50,8 @@ def test_every_byte_is_counted_while_it_lives():
         del first
         return second.exp()
 
-    assert most_alive(three_of_which_two_live_at_once, [known]) == 4 * 1024 + 4 * 1023
-    assert most_alive(lambda: known.view(8, 8), [known]) == 0
-    assert most_alive(lambda: known.view(8, 8)) == 4 * 64
+    assert most_alive(three_of_which_two_live_at_once) == 4 * 1024 + 4 * 1023
+    assert most_alive(lambda: known.view(8, 8)) == 0
 
 
 def sizes(config):
@@ -106,7 +76,6 @@ def weigh(words):
 
     trainer = make_trainer(words)
     model = (trainer.chunks, trainer.config, trainer.groups)
-    parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     read = load.WeightFiles.read
 
     def copy(files, name):
@@ -119,11 +88,11 @@ def weigh(words):
             assert name
             assert tensor.is_contiguous()
 
-    out = most_alive(stream, parameters)
-    kept = most_alive(lambda: dict(export_model(*model)), parameters, tries=1)
+    out = most_alive(stream)
+    kept = most_alive(lambda: dict(export_model(*model)), tries=1)
     # What a file gives is mapped, and no allocation: here it counts as if it were one.
     with mock.patch.object(load.WeightFiles, "read", copy):
-        back = most_alive(lambda: load_model(*model, trainer.config.checkpoints.load_hf), parameters)
+        back = most_alive(lambda: load_model(*model, trainer.config.checkpoints.load_hf))
     return *sizes(trainer.config), out, back, kept
 
 
@@ -137,13 +106,8 @@ def folders(tmp_path_factory):
 
 
 def words_of(folder, layout):
-    return [
-        *COMMON,
-        f"--load-hf={folder}",
-        "--tokenizer-type=CharacterTokenizer",
-        f"--runs-dir={folder}/runs",
-        *layout.flags(),
-    ]
+    own = [f"--load-hf={folder}", "--tokenizer-type=CharacterTokenizer", f"--runs-dir={folder}/runs"]
+    return [*COMMON, *own, *layout.flags()]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Files of JSON lines, and folders of the datasets library."""
 
 import gzip
+import importlib.util
 import json
 import os
 import tracemalloc
@@ -30,6 +31,18 @@ def test_rows_are_read_by_number(tmp_path, end):
     assert seen == list(enumerate(ROWS))
     assert [rows.row(index) for index in (4, 0, 2)] == [ROWS[4], ROWS[0], ROWS[2]]
     assert rows.where(2) == f"--prompt-data {path}, line 3"
+    same, other = (write(tmp_path / name, rows, end) for name, rows in (("b", ROWS), ("c", ROWS[::-1])))
+    digests = [open_rows("--prompt-data", one, ignore).digest for one in (same, other)]
+    assert rows.digest == digests[0] != digests[1]
+
+
+def test_rows_stay_on_the_disk(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x" * 2000}] * 2000)
+    tracemalloc.start()
+    rows = JsonLines("--prompt-data", path, ignore)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 64 * len(rows)
 
 
 def test_what_editors_leave_is_no_row(tmp_path):
@@ -64,33 +77,27 @@ def test_broken_files_are_named_by_line(tmp_path, content, message):
         open_rows("--eval-data", str(path), ignore)
 
 
-def test_what_a_look_finds_is_named_by_line(tmp_path):
+def test_what_cannot_be_read_or_can_be_read_once_is_refused(tmp_path, monkeypatch):
+    """Reading a pipe or a device would block, or take the rows from the next rank."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in {
+        "/dev/null": "^--prompt-data /dev/null is no regular file",
+        f"{tmp_path}/pipe": f"^--prompt-data {tmp_path}/pipe is no regular file",
+        f"{tmp_path}/none.jsonl": r"none\.jsonl cannot be read: No such file or directory",
+        f"{tmp_path}/{'x' * 5000}": "x cannot be read: File name too long",
+    }.items():
+        with pytest.raises(ConfigurationError, match=message):
+            open_rows("--prompt-data", path, ignore)
+
     def look(index, row):
         if row["label"] == 3:
             raise ValueError("is odd")
 
     with pytest.raises(ConfigurationError, match=r"^--prompt-data .*a.jsonl, line 4 is odd$"):
         open_rows("--prompt-data", write(tmp_path / "a.jsonl"), look)
-
-
-def test_no_such_file(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"none\.jsonl cannot be read: No such file or directory"):
-        open_rows("--prompt-data", str(tmp_path / "none.jsonl"), ignore)
-
-
-def test_a_name_that_is_too_long(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"x cannot be read: File name too long"):
-        open_rows("--prompt-data", str(tmp_path / ("x" * 5000)), ignore)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_can_be_read_once_is_refused(tmp_path, kind):
-    """Reading it would wait for ever, or take what the next rank wants to read."""
-    path = "/dev/null" if kind == "device" else str(tmp_path / "pipe")
-    if kind == "pipe":
-        os.mkfifo(path)
-    with pytest.raises(ConfigurationError, match=f"^--prompt-data {path} is no regular file"):
-        open_rows("--prompt-data", path, ignore)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"a folder, needs datasets.*pip install .*\[data\]'"):
+        open_rows("--prompt-data", str(tmp_path), ignore)
 
 
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "gone"])
@@ -106,21 +113,6 @@ def test_a_file_that_changes_during_the_run_is_noticed(tmp_path, change):
         write(path, ROWS[::-1])
     with pytest.raises(ConfigurationError, match=r"a\.jsonl (has changed since|cannot be read any more)"):
         rows.row(1)
-
-
-def test_digests_tell_files_apart(tmp_path):
-    paths = [write(tmp_path / name, rows) for name, rows in (("a", ROWS), ("b", ROWS), ("c", ROWS[::-1]))]
-    first, same, other = (open_rows("--prompt-data", path, ignore).digest for path in paths)
-    assert first == same != other
-
-
-def test_rows_stay_on_the_disk(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "x" * 2000}] * 2000)
-    tracemalloc.start()
-    rows = JsonLines("--prompt-data", path, ignore)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 64 * len(rows)
 
 
 @pytest.fixture
@@ -166,12 +158,4 @@ def test_folders_that_are_no_data_set(tmp_path, datasets):
         open_rows("--prompt-data", str(tmp_path / "splits"), ignore)
     assert len(open_rows("--prompt-data", str(tmp_path / "splits" / "train"), ignore)) == 5
     with pytest.raises(ConfigurationError, match=r"is a folder that datasets cannot load .*save_to_disk"):
-        open_rows("--prompt-data", str(tmp_path), ignore)
-
-
-def test_a_folder_without_the_library_names_the_extra(tmp_path, monkeypatch):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"a folder, needs datasets.*pip install .*\[data\]'"):
         open_rows("--prompt-data", str(tmp_path), ignore)

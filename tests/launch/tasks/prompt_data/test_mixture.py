@@ -36,14 +36,11 @@ def test_a_number_far_away_is_as_near(weights, number):
     assert abs(before - number * share) <= len(weights)
 
 
-def test_files_have_their_shares_all_along():
+def test_files_have_their_shares_all_along_and_by_their_lengths_end_their_epochs_together():
     weights = [Fraction("0.7"), Fraction("0.2"), Fraction("0.1")]
     drawn = [place(number, weights)[0] for number in range(1000)]
     assert [drawn.count(index) for index in range(3)] == [700, 200, 100]
     assert all(6 <= drawn[begin : begin + 10].count(0) <= 8 for begin in range(990))
-
-
-def test_files_with_their_lengths_as_weights_end_their_epochs_together():
     lengths = [Fraction(5), Fraction(3), Fraction(1)]
     for epoch in range(3):
         drawn = [place(number, lengths) for number in range(9 * epoch, 9 * epoch + 9)]
@@ -57,9 +54,14 @@ def test_an_order_has_every_row_once_and_follows_from_the_seed():
     assert len({tuple(shuffled(100, seed)) for seed in ("1/0/0", "1/0/1", "1/1/0", "2/0/0")}) == 4
 
 
-def test_words_are_paths_with_weights_or_paths_alone():
+def test_words_are_paths_with_weights_or_paths_alone(tmp_path):
     assert parse_mixture("--prompt-data", ["0.7", "a", "3e-1", "b"]) == [("a", Fraction(7, 10)), ("b", Fraction(3, 10))]
     assert parse_mixture("--prompt-data", ["a", "b"]) == [("a", None), ("b", None)]
+    # A link and its file are one file.
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    words = [f"{tmp_path}/{name}" for name in ("file", "other", "link")]
+    with pytest.raises(ConfigurationError, match=r"names \S+/file twice \(again as \S+/link\)"):
+        parse_mixture("--eval-data", words)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +82,3 @@ def test_words_are_paths_with_weights_or_paths_alone():
 def test_words_that_are_no_mixture(words, message):
     with pytest.raises(ConfigurationError, match=message):
         parse_mixture("--prompt-data", words.split())
-
-
-def test_a_link_and_its_file_are_one_file(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    words = [f"{tmp_path}/{name}" for name in ("file", "other", "link")]
-    with pytest.raises(ConfigurationError, match=r"names \S+/file twice \(again as \S+/link\)"):
-        parse_mixture("--eval-data", words)

@@ -46,19 +46,24 @@ def test_a_line_that_is_none(line, message):
         parse_line(line)
 
 
-def test_text_is_shown_as_it_is():
+def test_text_is_shown_as_it_is_and_messages_are_kept_whole():
     problem = PLAIN.problem({"prompt": " 4 + 5 = ", "label": 9, "level": "easy"})
     assert (problem.prompt, problem.label, problem.messages) == (" 4 + 5 = ", 9, ())
     assert problem.record == {"prompt": " 4 + 5 = ", "label": 9, "level": "easy"}
     assert CHAT.problem({"prompt": " 4 "}).messages == ({"role": "user", "content": " 4 "},)
     assert CHAT.problem({"prompt": "4"}).label is None
-
-
-def test_messages_are_kept_whole():
     said = [{"role": "system", "content": ""}, {**USER, "name": "Ann"}]
     problem = CHAT.problem({"prompt": said, "label": "9"})
-    assert problem.messages == tuple(said)
-    assert problem.prompt == "4 + 5"
+    assert (problem.messages, problem.prompt) == (tuple(said), "4 + 5")
+    # The keys are the user's, and the characters the tokenizer's.
+    problem = replace(PLAIN, input_key="question", label_key="answer").problem(
+        {"question": "4 + 5", "answer": False, "prompt": 3}
+    )
+    assert (problem.prompt, problem.label) == ("4 + 5", False)
+    digits = replace(PLAIN, needs_label=False, alphabet=frozenset("0123"))
+    assert digits.problem({"prompt": "12"}).prompt == "12"
+    with pytest.raises(ValueError, match=r"'4' in prompt, .*--tokenizer-model"):
+        digits.problem({"prompt": "14"})
 
 
 @pytest.mark.parametrize("label", [[1, 2], {"is": 1}, True])
@@ -68,12 +73,6 @@ def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(labe
         exact.problem({"prompt": "a", "label": label})
     assert PLAIN.problem({"prompt": "a", "label": label}).label == label
     assert [exact.problem({"prompt": "a", "label": plain}).label for plain in ("", 8, 1.5)] == ["", 8, 1.5]
-
-
-def test_the_keys_are_the_users():
-    named = RowFormat(input_key="question", label_key="answer", needs_label=True, chat=False)
-    problem = named.problem({"question": "4 + 5", "answer": False, "prompt": 3})
-    assert (problem.prompt, problem.label) == ("4 + 5", False)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +101,3 @@ def test_the_keys_are_the_users():
 def test_a_row_that_is_wrong(row, message):
     with pytest.raises(ValueError, match=message):
         PLAIN.problem(row)
-
-
-def test_a_character_that_the_tokenizer_lacks_is_named():
-    digits = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=False, alphabet=frozenset("0123"))
-    assert digits.problem({"prompt": "12"}).prompt == "12"
-    with pytest.raises(ValueError, match=r"'4' in prompt, .*--tokenizer-model"):
-        digits.problem({"prompt": "14"})

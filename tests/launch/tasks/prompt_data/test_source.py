@@ -64,6 +64,23 @@ def test_files_have_their_weights(letters, digits):
     assert {drawn.count(digit) for digit in LETTERS[26:36]} == {30}
     without = prompts(source(letters, digits), 0, 36)
     assert sorted(without) == sorted(LETTERS[:36])
+    # The file that is read most counts the epochs.
+    assert source(letters).metrics(39)["data/epoch"] == 1.5
+    assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
+
+
+def test_held_out_prompts_come_in_the_order_of_their_files(tmp_path, letters, digits):
+    data = source(letters, held_out=[digits])
+    assert prompts(data, 2, 3, held_out=True) == ["2", "3", "4"]
+    assert data.num_held_out == 10
+    with pytest.raises(ConfigurationError, match=r"--eval-data holds 10 prompts, 11 .*--eval-problems"):
+        data.problems(0, 11, held_out=True)
+    with pytest.raises(ConfigurationError, match="takes no weights"):
+        source(letters, held_out=["1", digits])
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "label": 1}\n{"prompt": "b"}\n')
+    with pytest.raises(ConfigurationError, match=r"--eval-data .*a.jsonl, line 2 has no 'label'"):
+        source(letters, held_out=[str(path)])
 
 
 @pytest.mark.parametrize(
@@ -87,23 +104,6 @@ def test_a_prompt_of_far_too_many_characters_is_no_work_for_the_tokenizer(tmp_pa
         source(file, row_format=row_format, text=text)
 
 
-def test_held_out_prompts_come_in_the_order_of_their_files(letters, digits):
-    data = source(letters, held_out=[digits])
-    assert prompts(data, 2, 3, held_out=True) == ["2", "3", "4"]
-    assert data.num_held_out == 10
-    with pytest.raises(ConfigurationError, match=r"--eval-data holds 10 prompts, 11 .*--eval-problems"):
-        data.problems(0, 11, held_out=True)
-    with pytest.raises(ConfigurationError, match="takes no weights"):
-        source(letters, held_out=["1", digits])
-
-
-def test_a_problem_has_its_row(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "ab", "label": {"value": 3}, "level": 5}\n')
-    (problem,) = source(str(path)).problems(0, 1)
-    assert (problem.prompt, problem.label, problem.record["level"]) == ("ab", {"value": 3}, 5)
-
-
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", ["ab", "a" * 11, "a" * 10, "b" * 30])
     with caplog.at_level(logging.WARNING):
@@ -111,27 +111,12 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     assert sorted(prompts(data, 0, 2)) == ["a" * 10, "ab"]
     assert caplog.messages == [f"--prompt-data {path}: 2 of 4 prompts have more than 10 tokens and are left out"]
     assert data.metrics(3) == {"data/epoch": 1.5, "data/overlong_prompts": 2}
-
-
-def test_prompts_that_are_too_long_are_an_error_where_that_is_wanted(tmp_path):
-    path = write(tmp_path / "a.jsonl", ["ab", "a" * 11])
-    message = (
-        r"--prompt-data .*a\.jsonl, line 2 .* 11 tokens, .*--seq-length 15 .*--max-response-length 5 .* 10: "
-        ".*--overlong-prompts drop"
-    )
-    with pytest.raises(ConfigurationError, match=message):
+    # An error with --overlong-prompts error, or if no prompt fits.
+    message = r"--prompt-data .*a\.jsonl, line 2 .* 11 tokens, .*--seq-length 15 .*--max-response-length 5 .* 10: "
+    with pytest.raises(ConfigurationError, match=message + ".*--overlong-prompts drop"):
         source(path, drops=False)
-
-
-def test_a_file_without_a_prompt_that_fits(tmp_path):
-    path = write(tmp_path / "a.jsonl", ["a" * 12, "a" * 11])
     with pytest.raises(ConfigurationError, match="every prompt is too long, the shortest has 11 tokens"):
-        source(path)
-
-
-def test_epochs_are_those_of_the_file_that_is_read_most(letters, digits):
-    assert source(letters).metrics(39)["data/epoch"] == 1.5
-    assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
+        source(write(tmp_path / "b.jsonl", ["a" * 12, "a" * 11]))
 
 
 def test_an_evaluation_of_what_is_trained_is_said(tmp_path, letters, digits, caplog):
@@ -144,29 +129,17 @@ def test_an_evaluation_of_what_is_trained_is_said(tmp_path, letters, digits, cap
     assert said.startswith(f"--eval-data {copy} has the rows of --prompt-data {digits}: ")
 
 
-def test_a_broken_row_is_named(tmp_path, letters):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "label": 1}\n{"prompt": "b"}\n')
-    with pytest.raises(ConfigurationError, match=r"--eval-data .*a.jsonl, line 2 has no 'label'"):
-        source(letters, held_out=[str(path)])
-
-
-def test_digests_are_those_of_the_rows(tmp_path, letters, digits):
+def test_rows_and_orders_are_told_apart(tmp_path, letters, digits):
+    """The order depends on seed, files and shares, not on held-out rows."""
     copy = write(tmp_path / "copy.jsonl", LETTERS[:26])
     assert source(letters).digest == source(copy).digest != source(digits).digest
     assert source(letters).digest != source(letters, held_out=[digits]).digest
-
-
-def test_the_order_is_told_apart(letters, digits):
-    """By what it follows from alone: held-out rows are none of it, and weights are shares."""
     order = source("0.5", letters, "0.5", digits).order_digest
     assert source("1", letters, "1", digits, held_out=[digits]).order_digest == order
     assert source("0.4", letters, "0.6", digits).order_digest != order
     assert source("0.5", digits, "0.5", letters).order_digest != order
     assert source("0.5", letters, "0.5", digits, seed=9).order_digest != order
-
-
-def test_the_order_is_that_of_the_prompts_that_fit(tmp_path):
+    # Of the prompts that fit.
     path = write(tmp_path / "a.jsonl", ["a", "b" * 8, "c"])
     assert source(path, room=8).order_digest == source(path, room=9).order_digest != source(path, room=7).order_digest
     assert source(path, room=7).digest == source(path, room=8).digest
@@ -187,13 +160,11 @@ def test_conversations_are_counted_as_they_are_shown(tmp_path):
     kept = data.problems(0, 3)
     assert sorted(len(problem.prompt) for problem in kept) == [3, 19, 20]
     assert max(len(text.encode(problem)) for problem in kept) == frame + 20
-
-
-def test_all_that_a_template_shows_of_a_message_counts(tmp_path):
+    # All that a template shows of a message counts.
     template = "{% for m in messages %}{{ m['content'] }}{{ m['tools'] }}</s>{% endfor %}"
-    text = HuggingFaceText(tokenizer_folder(tmp_path / "t", template=template), chat=True)
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "tools", template=template), chat=True)
     rows = [[{"role": "user", "content": "a", "tools": "b" * length}] for length in (3, 200)]
-    data = source(write(tmp_path / "a.jsonl", rows), row_format=CHAT, text=text, room=100)
+    data = source(write(tmp_path / "b.jsonl", rows), row_format=CHAT, text=text, room=100)
     assert (data.dropped, data.problems(0, 1)[0].messages[0]["tools"]) == (1, "bbb")
 
 
