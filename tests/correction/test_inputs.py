@@ -73,10 +73,7 @@ def arguments(name="token"):
         ({"max_staleness": 2}, "max_staleness=2 does nothing"),
         ({"policy_versions": INTS, "current_version": 1, "max_staleness": -1}, "max_staleness=-1 must be 0 or more"),
         ({"layout": SequenceLayout.padded(12, 8)}, "the layout's local shape is"),
-        (
-            {"layout": SequenceLayout.padded(12, 16, cp_size=2)},
-            r"rank 0 of 2 .* rank 0 of 1 in groups\.cp",
-        ),
+        ({"layout": SequenceLayout.padded(12, 16, cp_size=2)}, r"rank 0 of 2 .* rank 0 of 1 in groups\.cp"),
         (
             {name: torch.zeros(5) for name in NAMES[:2]} | {"response_mask": torch.zeros(5).bool()},
             r"it must be \[b, s\]",

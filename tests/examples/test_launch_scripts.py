@@ -83,12 +83,7 @@ ORIGINALS = {
     ),
     "metrics_only": Original(
         OCTOBER,
-        {
-            "rollout_is": False,
-            "rollout_is_threshold": 2.0,
-            "rollout_is_level": "token",
-            "rollout_is_mode": "truncate",
-        },
+        {"rollout_is": False, "rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate"},
         (128, 1, 32),
     ),
     "bypass": Original(

@@ -283,8 +283,7 @@ def test_shapes_that_do_not_fit_are_named(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout", "sequence_log_ratio"],
+    "name", ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout", "sequence_log_ratio"]
 )
 def test_what_is_no_tensor_is_named(name):
     tokens = torch.zeros(2, 3)

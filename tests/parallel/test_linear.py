@@ -195,11 +195,7 @@ TOKENS = SEQUENCE * BATCH
 def test_collectives_of_the_statistics_do_not_grow_with_chunks(ranks):
     for chunk_size in (1, None):
         for seen in ranks.run(count_collectives, Layout(tp=2), False, chunk_size):
-            assert seen == [
-                ("all_reduce", TOKENS),
-                ("all_reduce", 4 * TOKENS),
-                ("all_reduce", TOKENS * HIDDEN),
-            ]
+            assert seen == [("all_reduce", TOKENS), ("all_reduce", 4 * TOKENS), ("all_reduce", TOKENS * HIDDEN)]
     assert ranks.run(count_collectives, Layout(), False, 1) == [[]]
 
 

@@ -34,11 +34,7 @@ def test_a_good_batch_passes():
     [
         ("tokens", torch.zeros(3, dtype=torch.int64), r"tokens has shape \(3,\): expected \[sequences, length\]"),
         ("tokens", torch.zeros(3, 8), "tokens is torch.float32: expected integers"),
-        (
-            "response_mask",
-            torch.zeros(3, 7).bool(),
-            r"response_mask has shape \(3, 7\): expected \(3, 8\), as tokens",
-        ),
+        ("response_mask", torch.zeros(3, 7).bool(), r"response_mask has shape \(3, 7\): expected \(3, 8\), as tokens"),
         ("response_mask", torch.zeros(3, 8).long(), "response_mask is torch.int64: expected bool"),
         ("rollout_log_probs", torch.zeros(3, 8).bfloat16(), "rollout_log_probs is torch.bfloat16: expected float32 or"),
         ("rollout_log_probs", torch.zeros(2, 8), "rollout_log_probs has shape"),

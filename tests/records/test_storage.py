@@ -110,10 +110,7 @@ def test_the_rewritten_file_is_good_when_nothing_is_changed(tmp_path):
         ),
         ({"tensors": {"response_mask": torch.zeros(3, 8).int()}}, "response_mask is torch.int32: expected bool"),
         ({"tensors": {"rewards": torch.zeros(2)}}, "rewards has shape"),
-        (
-            {"metadata": {}},
-            "no header .* expected a file that save_rollouts wrote",
-        ),
+        ({"metadata": {}}, "no header .* expected a file that save_rollouts wrote"),
         ({"metadata": {"megatron_rc": "{"}}, "the header of .* is no JSON"),
         ({"metadata": {"megatron_rc": "[]"}}, "the header of .* is a list: expected a JSON object"),
     ],

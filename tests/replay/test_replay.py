@@ -353,10 +353,7 @@ def refused(words, capsys):
         ),
         (["--preset=disabled", "--vocab-size=0"], "--vocab-size 0: expected 1 or more"),
         (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
-        (
-            ["--preset=token_is", "--grid=proximal_interpolation=true"],
-            "proximal_interpolation",
-        ),
+        (["--preset=token_is", "--grid=proximal_interpolation=true"], "proximal_interpolation"),
     ],
 )
 def test_flags_that_cannot_serve_are_one_sentence(folder, capsys, words, message):

@@ -28,9 +28,7 @@ def test_criteria_are_parsed_into_bounds_on_the_statistic():
 
 def test_names_of_the_first_releases_and_lower_bounds_of_their_own():
     config = RolloutCorrectionConfig(
-        rollout_rs="token,geometric,seq_max_k2",
-        rollout_rs_threshold="2,1.5,0.3",
-        rollout_rs_threshold_lower="0.1,0.9",
+        rollout_rs="token,geometric,seq_max_k2", rollout_rs_threshold="2,1.5,0.3", rollout_rs_threshold_lower="0.1,0.9"
     )
     assert [c.name for c in config.criteria] == ["token_k1", "seq_mean_k1", "seq_max_k2"]
     assert [c.lower for c in config.criteria] == [math.log(0.1), math.log(0.9), -math.inf]

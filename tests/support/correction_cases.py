@@ -260,12 +260,7 @@ CASES = {
             "rejection_denominator": "original",
             **rs("token_k1", 2),
         },
-        {
-            "level": "sequence",
-            "bad": "reject_token",
-            "denominator": "original",
-            "criteria": (k1("token_k1", 0.5, 2),),
-        },
+        {"level": "sequence", "bad": "reject_token", "denominator": "original", "criteria": (k1("token_k1", 0.5, 2),)},
         bad=True,
         rejects=("token_k1",),
     ),
@@ -294,10 +289,7 @@ class Batch:
 
 # Numbers that must be equal on all ranks.
 SIZES = {"num_mini_batches": 3}
-MORE_SIZES = {
-    "group_ids": {"num_groups": 5},
-    "policy_versions": {"current_version": 7, "max_staleness": 2},
-}
+MORE_SIZES = {"group_ids": {"num_groups": 5}, "policy_versions": {"current_version": 7, "max_staleness": 2}}
 
 
 def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
