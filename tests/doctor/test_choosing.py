@@ -60,17 +60,18 @@ def test_the_tree_has_the_doctors_numbers():
     assert f"first of {UPPER_BOUNDS[0]:g}, {UPPER_BOUNDS[1]:g}, {UPPER_BOUNDS[2]:g} and {UPPER_BOUNDS[3]:g}" in PAGE
 
 
-@pytest.mark.parametrize("one", THRESHOLDS, ids=lambda one: one.what)
-def test_a_threshold_is_a_row(one):
-    assert f"| {one.what} | {one.recommended} | {one.ours} |" in PAGE
-
-
-def test_good_ranges_are_the_doctors():
+def test_thresholds_ranges_and_presets_are_the_doctors():
+    for one in THRESHOLDS:
+        assert f"| {one.what} | {one.recommended} | {one.ours} |" in PAGE
     table = rows("docs/choosing.md", "metric | good | else")
     words = {one.fact: one.words() for one in RANGES}
     assert len(table) == 5
     for name, good, _ in table:
         assert words[name.strip("`")] == good
+    names = set(re.findall(r"\b(?:decoupled|bypass)_[a-z]\w+", PAGE)) - {"bypass_mode"}
+    assert len(names) > 6
+    for name in names:
+        getattr(RolloutCorrectionConfig, name)()
 
 
 def test_how_long_is_long():
@@ -121,10 +122,3 @@ def test_costs_are_the_measured_ones():
     for name in in_loss:
         assert f"{shares[name][1]} of the time" in PAGE
     assert f"{shares['decoupled, no weights'][1]} of the time" in PAGE
-
-
-def test_presets_that_are_named_exist():
-    names = set(re.findall(r"\b(?:decoupled|bypass)_[a-z]\w+", PAGE)) - {"bypass_mode"}
-    assert len(names) > 6
-    for name in names:
-        getattr(RolloutCorrectionConfig, name)()

@@ -13,6 +13,10 @@ from tests.settings.dialects.test_nemo_rl import ICEPOP, RATIO, RATIO_MIN
 from tests.support.tables import table
 
 REFUSED = r"""
+verl | rollout_rs: geometric, rollout_rs_threshold: 1.01 | can be read with dialect='verl-2025-11'
+megatron_rc | use_tis: true, mis_level: token | read these settings with dialect='slime'$
+megatron_rc | algorithm: {rollout_correction: {rollout_rs: geometric, use_policy_gradient: true}}
+    | read these settings with dialect='verl-2025-11'$
 nemo-rl | grpo: {seq_logprob_error_threshold: 1} | seq_logprob_error_threshold=1.0 must be above 1
 nemo-rl | seq_logprob_error_threshold: x | seq_logprob_error_threshold='x' must be a number
 nemo-rl
@@ -179,44 +183,22 @@ def test_translations_survive_a_round_trip(generation):
     assert count >= 10
 
 
-@pytest.mark.parametrize(
-    ("settings", "dialects"),
-    [
-        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.01}, ["verl-2025-11"]),
-        (
-            {"algorithm": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}}},
-            ["verl"],
-        ),
-        ({"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_level": "token"}, ["verl-2025-10"]),
-        ({"use_mis": True, "mis_level": "token"}, ["slime"]),
-        ({"use_tis": True, "tis_level": "token"}, ["slime"]),
-        ({"loss_fn": {"use_importance_sampling_correction": True, "ratio_clip_min": 0.2}}, ["nemo-rl"]),
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, ["verl", "verl-2025-11"]),
-        ({"learning_rate": 1}, []),
-        ({}, []),
-    ],
-    ids=str,
-)
+PROBABLE = """
+rollout_rs: geometric, rollout_rs_threshold: 1.01 | verl-2025-11
+algorithm: {rollout_correction: {rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.9_1.1}} | verl
+rollout_is_threshold: 2.0, rollout_is: true, rollout_is_level: token | verl-2025-10
+use_mis: true, mis_level: token | slime
+use_tis: true, tis_level: token | slime
+loss_fn: {use_importance_sampling_correction: true, ratio_clip_min: 0.2} | nemo-rl
+rollout_is: token, rollout_is_threshold: 2.0 | verl | verl-2025-11
+learning_rate: 1
+-
+"""
+
+
+@table("{settings} *dialects", PROBABLE)
 def test_settings_are_probably_of(settings, dialects):
     assert probable_dialects(settings) == dialects
-
-
-@pytest.mark.parametrize(
-    ("settings", "dialect", "message"),
-    [
-        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.01}, "verl", "can be read with dialect='verl-2025-11'"),
-        ({"use_tis": True, "mis_level": "token"}, "megatron_rc", "read these settings with dialect='slime'$"),
-        (
-            {"algorithm": {"rollout_correction": {"rollout_rs": "geometric", "use_policy_gradient": True}}},
-            "megatron_rc",
-            "read these settings with dialect='verl-2025-11'$",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_error_names_the_probable_dialect(settings, dialect, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig.from_dict(settings, dialect=dialect)
 
 
 def test_a_config_is_said_in_other_words():
