@@ -97,11 +97,7 @@ def test_every_metric_is_documented_once():
     matches = {name: [pattern for pattern in patterns if re.fullmatch(pattern, name)] for name in emitted()}
     assert len(matches) > 200
     assert not {name: found for name, found in matches.items() if len(found) != 1}
-
-
-def test_every_documented_metric_exists():
-    patterns = names_in(documented())
-    assert not [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in emitted())]
+    assert not set(patterns) - {pattern for found in matches.values() for pattern in found}
 
 
 def test_metrics_of_the_loss_are_documented():
@@ -146,14 +142,13 @@ def missing_paths(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_paths_named_in_the_documents_exist(document):
+def test_paths_tests_and_modules_named_in_the_documents_exist(document):
     assert not list(missing_paths(document))
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_tests_named_in_the_documents_exist(document):
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text(encoding="utf-8")):
+    text = document.read_text(encoding="utf-8")
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
         assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+    for name in re.findall(r"`(megatron_rc(?:\.\w+)+)", text):
+        assert pkgutil.resolve_name(name), name
 
 
 MAKE = re.compile(r"(?<![-\w])make ([a-z0-9-]+)")
@@ -175,12 +170,6 @@ def test_every_target_that_is_named_exists():
 @pytest.mark.parametrize("name", [".pre-commit-config.yaml", ".github/workflows/ci.yml"])
 def test_files_of_services_are_yaml(name):
     assert isinstance(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), dict)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_modules_named_in_the_documents_exist(document):
-    for name in re.findall(r"`(megatron_rc(?:\.\w+)+)", document.read_text(encoding="utf-8")):
-        assert pkgutil.resolve_name(name), name
 
 
 def test_the_tree_lists_every_folder():
@@ -227,7 +216,7 @@ def test_examples_import_public_names_alone(block):
 
 
 # How many examples the pages have that are run below.
-EXAMPLES = {"README.md": 1, "docs/library.md": 6, "docs/presets.md": 1}
+EXAMPLES = {"README.md": 1, "docs/library.md": 6, "docs/presets.md": 1, "docs/advantages.md": 1}
 
 
 def run(document, index=0):
@@ -326,11 +315,6 @@ def assert_near(got, wanted, share):
     assert size > 0.01
     for gradient, other in zip(got, wanted, strict=True):
         assert (gradient - other).norm() < share * size
-
-
-def test_the_presets_page_reads_another_programs_settings(capsys):
-    assert run("docs/presets.md")["config"].rollout_rs_threshold == "0.2_2.0"
-    assert "[0.2, 2]" in capsys.readouterr().out
 
 
 def test_the_library_page_carries_the_sums_by_itself():
@@ -467,20 +451,18 @@ def test_every_example_is_run():
     assert {name: len(examples(ROOT / name)) for name in EXAMPLES} == EXAMPLES
 
 
-def test_the_records_page_runs(tmp_path, monkeypatch):
-    block, _ = examples(ROOT / "docs" / "rollouts.md")  # the second one needs verl: make test-adaptors
+def test_other_pages_run(tmp_path, monkeypatch, capsys):
+    """The pages on presets, advantages and records; the second block of the last one needs verl: make test-adaptors."""
+    assert run("docs/presets.md")["config"].rollout_rs_threshold == "0.2_2.0"
+    assert "[0.2, 2]" in capsys.readouterr().out
+    found = run("docs/advantages.md")
+    assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
+    assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
+    block, _ = examples(ROOT / "docs" / "rollouts.md")
     monkeypatch.chdir(tmp_path)
     found = {"batch": recorded_batch(0)}
     exec(compile(block, "docs/rollouts.md", "exec"), found)
     assert found["batch"].num_sequences == 2 + found["other"].num_sequences
-
-
-def test_the_page_on_advantages_runs():
-    (block,) = examples(ROOT / "docs" / "advantages.md")
-    found = {}
-    exec(compile(block, "docs/advantages.md", "exec"), found)
-    assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
-    assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
 
 
 def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():

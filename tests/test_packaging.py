@@ -92,19 +92,14 @@ def folders_with_modules(folder):
 
 
 def test_links_change_no_package(copy, distribution):
+    assert distribution(ROOT).get_version() == megatron_rc.__version__
     with_links, without = distribution(ROOT).packages, distribution(copy).packages
     assert sorted(with_links) == sorted(without) == sorted(folders_with_modules(ROOT))
     assert len(with_links) > 15
-
-
-def test_every_folder_of_modules_is_a_package():
-    lacking = [
-        path
-        for top in ("megatron_rc", *LINKED)
-        for path in (ROOT / top).rglob("*.py")
-        if not (path.parent / "__init__.py").exists()
-    ]
-    assert not lacking
+    for name in (*LINKED, "docs"):
+        assert (ROOT / "megatron_rc" / name).readlink() == Path("..") / name
+    files = [path for top in ("megatron_rc", *LINKED) for path in (ROOT / top).rglob("*.py")]
+    assert not [path for path in files if not (path.parent / "__init__.py").exists()]
 
 
 @pytest.mark.processes
@@ -120,10 +115,6 @@ def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
                 inside = path.relative_to(copy).as_posix()
                 wanted.add(inside if top == "megatron_rc" else f"megatron_rc/{inside}")
     assert held == wanted
-
-
-def test_the_version_is_said_once(distribution):
-    assert distribution(ROOT).get_version() == megatron_rc.__version__
 
 
 @pytest.mark.processes
@@ -259,8 +250,3 @@ def test_torch_is_the_only_hard_dependency(wheel):
     assert [line for line in needed if "extra ==" not in line] == ["torch>=2.6"]
     extras = set(re.findall(r"^Provides-Extra: (.*)$", text, flags=re.MULTILINE))
     assert {"megatron", "launch", "gpu", "test", "dev"} <= extras
-
-
-def test_links_are_relative_and_committed():
-    for name in (*LINKED, "docs"):
-        assert (ROOT / "megatron_rc" / name).readlink() == Path("..") / name

@@ -304,11 +304,7 @@ def test_what_the_scale_was_told_is_compared_with_what_megatron_divides_by(mode)
     """The gradient of the loss would be right where the setting is forgotten, that of auxiliary losses not."""
     one_step(mode, None)
     one_step(mode, torch.tensor(ROWS * WIDTH), **TOLD)
-    for num_tokens, told in (
-        (torch.tensor(1), {}),
-        (None, TOLD),
-        (torch.tensor(ROWS * WIDTH + 2), TOLD),
-    ):
+    for num_tokens, told in ((torch.tensor(1), {}), (None, TOLD), (torch.tensor(ROWS * WIDTH + 2), TOLD)):
         with pytest.raises(StepError, match=r"calculate_per_token_loss.* total_tokens"):
             one_step(mode, num_tokens, **told)
 

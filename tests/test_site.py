@@ -64,14 +64,12 @@ def test_links_lead_somewhere(path):
     assert not list(broken_links(path, text_of(path)))
 
 
-@pytest.mark.parametrize("link", ["[a](nowhere.md)", "[a](design.md#nowhere)", "[a](#nowhere)", "![a](nowhere.png)"])
-def test_broken_links_are_found(link):
-    assert list(broken_links(ROOT / "docs" / "index.md", link))
-
-
-def test_links_with_an_anchor_are_taken():
+def test_broken_links_are_found():
+    index = ROOT / "docs" / "index.md"
+    for link in ("[a](nowhere.md)", "[a](design.md#nowhere)", "[a](#nowhere)", "![a](nowhere.png)"):
+        assert list(broken_links(index, link))
     text = "[a](design.md#words-and-symbols), [b](#start), [c](https://example.org/x#y)"
-    assert not list(broken_links(ROOT / "docs" / "index.md", text))
+    assert not list(broken_links(index, text))
 
 
 def test_the_front_page_leads_to_every_page():
@@ -99,7 +97,7 @@ def made(name):
     return pages.completed(f"docs/{name}", text_of(ROOT / "docs" / f"{name}.md"))
 
 
-def test_the_page_of_flags_has_every_flag():
+def test_the_page_of_flags_has_every_flag_and_every_command():
     known = {*long_options(build_parser()), *long_options(torchrun_parser())} - {"", "help"}
     listed = re.findall(r"^````\{option\} (.+)$", made("flags"), flags=re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"--([\w-]+)", line)}
@@ -109,9 +107,6 @@ def test_the_page_of_flags_has_every_flag():
     assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "flags.md", "text"))
     for command in pages.COMMANDS:
         assert f"python -m megatron_rc.{command}" in made("flags")
-
-
-def test_the_page_of_flags_has_every_command():
     files = [path for path in (ROOT / "launch").rglob("*.py") if '\nif __name__ == "__main__":' in text_of(path)]
     found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
     # The launcher's flags, and what takes none.
@@ -200,20 +195,19 @@ def test_commands_exist(name, block):
     assert not [(words, wrong(words)) for words in commands(block) if wrong(words)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "make nothing",
-        "python -m megatron_rc.nothing",
-        "python -m megatron_rc.doctor x --nothing",
-        "python -m megatron_rc.launch --nproc-per-node 2 --learning-rate 1",
-        "python examples/nothing.py",
-        "launch/nothing.sh x",
-        "nothing --at all",
-    ],
-)
-def test_commands_that_do_not_exist_are_found(line):
-    assert [words for words in commands(f"A=1 {line}  # why\n") if wrong(words)]
+NOWHERE = """make nothing
+python -m megatron_rc.nothing
+python -m megatron_rc.doctor x --nothing
+python -m megatron_rc.launch --nproc-per-node 2 --learning-rate 1
+python examples/nothing.py
+launch/nothing.sh x
+nothing --at all"""
+
+
+def test_commands_and_flags_that_do_not_exist_are_found():
+    for line in NOWHERE.splitlines():
+        assert [words for words in commands(f"A=1 {line}  # why\n") if wrong(words)], line
+    assert list(unknown_flags("`--lr`, `--rdzv-*`, `--preset`, `--learning-rate 1`")) == ["learning-rate"]
 
 
 # Pages that name other programs' flags, or those of tests/gpu and benchmarks; and such flags on other pages.
@@ -235,10 +229,6 @@ def unknown_flags(text):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_OTHERS])
 def test_flags_between_backticks_exist(name):
     assert not list(unknown_flags(text_of(ROOT / name)))
-
-
-def test_flags_that_do_not_exist_are_found():
-    assert list(unknown_flags("`--lr`, `--rdzv-*`, `--preset`, `--learning-rate 1`")) == ["learning-rate"]
 
 
 SETTINGS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "yaml")]

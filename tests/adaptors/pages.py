@@ -1,7 +1,9 @@
-"""The code blocks of docs/adaptors.md, run as written."""
+"""The code blocks of docs/adaptors.md, run as written, and the corrections that a micro-batch can carry out."""
 
 import re
 
+from megatron_rc import RolloutCorrectionConfig
+from tests.support.correction_cases import CASES
 from tests.support.paths import ROOT
 
 
@@ -18,3 +20,12 @@ def documented(program, **names):
     assert len([line for line in block.splitlines() if line.strip()]) <= 10
     exec(compile(block, f"docs/adaptors.md, {program}", "exec"), names)
     return names
+
+
+def _fits(case):
+    config = RolloutCorrectionConfig(**case.fields)
+    whole = config.rollout_is_batch_normalize or config.rollout_staleness_scale or config.corrects_in_loss
+    return not whole and not any(one.unit == "prompt" or one.only_negative for one in config.criteria)
+
+
+IN_A_MICRO_BATCH = [name for name, case in CASES.items() if _fits(case)]

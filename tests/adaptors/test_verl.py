@@ -185,7 +185,7 @@ def test_bad_log_probs_reach_no_gradient():
         ({**REJECTING, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2' .* versions"),
         (
             {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
-            "rollout_is_batch_normalize=True .* global batch",
+            "rollout_is_batch_normalize=True .* global",
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:30],

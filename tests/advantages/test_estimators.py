@@ -463,7 +463,12 @@ def test_a_token_that_is_not_finite_shows_up_to_it(gamma, lam, bad):
 
 
 TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
-IDS = torch.zeros(2, dtype=torch.int64)
+HALF = SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
+IDS, ONES = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+
+
+def group(rewards=ONES, ids=IDS, **more):
+    return group_advantages(rewards, ids, **more)
 
 
 @pytest.mark.parametrize(
@@ -471,67 +476,40 @@ IDS = torch.zeros(2, dtype=torch.int64)
     [
         (lambda: gae(TOKENS, TOKENS[:1], MASK), r"values is torch.float32 \(1, 4\): expected a float for each of"),
         (lambda: gae(TOKENS, MASK, MASK), "values is torch.bool"),
+        (lambda: gae(TOKENS, None, MASK), "values is a NoneType: pass a torch.Tensor"),
         (lambda: gae(TOKENS, TOKENS, TOKENS), "response_mask is torch.float32: expected bool"),
+        (lambda: gae(TOKENS, TOKENS, [[True] * 4] * 2), "response_mask is a list: pass a torch.Tensor"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma=1.5), "gamma=1.5 must be a number between 0 and 1"),
         (lambda: gae(TOKENS, TOKENS, MASK, lam=float("nan")), "lam=nan must be a number between 0 and 1"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma="1"), "gamma='1' must be a number between 0 and 1"),
-        (lambda: gae(TOKENS, None, MASK), "values is a NoneType: pass a torch.Tensor"),
-        (lambda: group_advantages([1.0, 0.0], IDS), "rewards is a list: pass a torch.Tensor"),
-        (lambda: group_advantages(torch.zeros(2), [0, 0]), "group_ids is a list: pass a torch.Tensor"),
-        (lambda: group_advantages(torch.zeros(2), IDS, kept=[True, True]), "kept is a list: pass a torch.Tensor"),
-        (lambda: group_advantages(torch.zeros(2), IDS, estimator="opo", lengths=[1, 2]), "lengths is a list: pass"),
-        (lambda: group_advantages(torch.zeros(2), IDS, estimator="gpg", f_norm="1"), "f_norm='1' must be finite"),
-        (lambda: group_advantages(torch.zeros(2), IDS, estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
-        (lambda: group_advantages(torch.zeros(2), IDS, num_groups=1.5), "num_groups=1.5 must be a whole number"),
-        (lambda: group_advantages(torch.zeros(2), IDS, groups="dp"), "groups is a str: pass ParallelGroups"),
-        (
-            lambda: group_advantages(torch.zeros(2), IDS, groups=ParallelGroups()),
-            "groups .* without num_groups: pass num_groups=",
-        ),
-        (lambda: group_advantages(torch.zeros(2), IDS[0]), r"group_ids is torch.int64 \(\): expected int64, one a seq"),
-        (lambda: gae(TOKENS, TOKENS, [[True] * 4] * 2), "response_mask is a list: pass a torch.Tensor"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma=True), "gamma=True must be a number between 0 and 1"),
+        (lambda: group([1.0, 0.0]), "rewards is a list: pass a torch.Tensor"),
+        (lambda: group(ids=[0, 0]), "group_ids is a list: pass a torch.Tensor"),
+        (lambda: group(ids=IDS[0]), r"group_ids is torch.int64 \(\): expected int64, one a seq"),
+        (lambda: group(ids=torch.zeros(2)), r"group_ids is torch.float32 \(2,\): expected int64"),
+        (lambda: group(ids=torch.zeros(3).long()), "for each of 3 sequences"),
+        (lambda: group(kept=[True, True]), "kept is a list: pass a torch.Tensor"),
+        (lambda: group(kept=ONES), "kept is torch.float32 .* expected a bool for each of 2 sequences"),
+        (lambda: group(kept=MASK[0]), "for each of 2 sequences"),
+        (lambda: group(estimator="opo"), "estimator='opo' .* give lengths"),
+        (lambda: group(estimator="opo", lengths=[1, 2]), "lengths is a list: pass"),
+        (lambda: group(estimator="opo", lengths=torch.ones(3)), r"lengths is torch.float32 \(3,\): .* of 2 sequences"),
+        (lambda: group(estimator="opo", lengths=MASK[0, :2]), "lengths is torch.bool"),
+        (lambda: group(estimator="best"), "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, .*, gpg"),
+        (lambda: group(estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
+        (lambda: group(estimator="gpg", f_norm="1"), "f_norm='1' must be finite"),
+        (lambda: group(f_norm=0.0), "f_norm=0.0 must be finite and above 0"),
+        (lambda: group(f_norm=-1.0), "f_norm=-1.0 must be finite and above 0"),
+        (lambda: group(f_norm=float("inf")), "f_norm=inf must be finite and above 0"),
+        (lambda: group(f_norm=float("nan")), "f_norm=nan must be finite and above 0"),
+        (lambda: group(num_groups=1.5), "num_groups=1.5 must be a whole number"),
+        (lambda: group(groups="dp"), "groups is a str: pass ParallelGroups"),
+        (lambda: group(groups=ParallelGroups()), "groups .* without num_groups: pass num_groups="),
         (lambda: whiten(TOKENS[0], MASK[0]), "without a layout it must be"),
-        (
-            lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)),
-            r"rank 1 of 2 .* rank 0 of 1 in groups\.cp",
-        ),
         (lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 5)), r"local shape is \(2, 5\)"),
+        (lambda: whiten(TOKENS, MASK, layout=HALF), r"rank 1 of 2 .* rank 0 of 1 in groups\.cp"),
         (lambda: remax(TOKENS, torch.zeros(3), MASK), "baselines is .* expected a float for each of 2 sequences"),
         (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards is"),
-        (
-            lambda: group_advantages(torch.zeros(2), torch.zeros(2)),
-            r"group_ids is torch.float32 \(2,\): expected int64",
-        ),
-        (lambda: group_advantages(torch.zeros(2), torch.zeros(3).long()), "for each of 3 sequences"),
-        (
-            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=torch.ones(2)),
-            "kept is torch.float32 .* expected a bool for each of 2 sequences",
-        ),
-        (lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=MASK[0]), "for each of 2 sequences"),
-        (
-            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
-            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, .*, grpo-passk, grpo-passk-no-std, gpg",
-        ),
-        *(
-            (
-                lambda norm=norm: group_advantages(torch.zeros(2), torch.zeros(2).long(), f_norm=norm),
-                f"f_norm={norm} must be finite and above 0",
-            )
-            for norm in (0.0, -1.0, float("inf"), float("nan"))
-        ),
-        (
-            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo"),
-            "estimator='opo' weights rewards by the lengths of responses: give lengths",
-        ),
-        (
-            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo", lengths=torch.ones(3)),
-            r"lengths is torch.float32 \(3,\): expected a number of tokens for each of 2 sequences",
-        ),
-        (
-            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo", lengths=MASK[0, :2]),
-            "lengths is torch.bool",
-        ),
     ],
 )
 def test_wrong_calls(call, message):

@@ -36,7 +36,9 @@ def test_the_host_waits_once(name, packed):
         device.kernels = 0
         result = correct(name, there, layout=layout)
         assert not device.waits
+        result.check()
         metrics = result.metrics()
+        assert result.on_host.denominators.counts
         assert sum(device.waits.values()) == 1
         assert device.kernels <= MOST_KERNELS
         near = [None if value is None else value.to("cpu") for value in (result.weights, result.mask)]
@@ -58,6 +60,9 @@ def test_a_tensor_on_another_device_is_noticed():
         assert sum(device.waits.values()) == 1
         there[there > 0] = 2.0
         assert sum(device.waits.values()) == 2
+        assert torch.equal(there, there)
+        assert len(there.unique().tolist()) == 1
+        assert sum(device.waits.values()) == 5
 
 
 def test_a_packed_layout_is_sent_once():

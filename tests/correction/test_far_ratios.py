@@ -9,10 +9,7 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts, kl_penalty
 from megatron_rc.numerics import EXP_LIMIT, k3
 
 POWERS = torch.linspace(-30, 30, 6001, dtype=torch.float64)
-K3 = {
-    "k3": k3,
-    "kl_penalty k3": lambda log_ratio: kl_penalty(torch.zeros_like(log_ratio), log_ratio, "k3"),
-}
+K3 = {"k3": k3, "kl_penalty k3": lambda log_ratio: kl_penalty(torch.zeros_like(log_ratio), log_ratio, "k3")}
 
 
 @pytest.mark.parametrize("sign", [1, -1])

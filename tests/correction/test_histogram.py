@@ -48,15 +48,18 @@ def test_quantiles_keep_their_error_bound(scale, shift, dtype):
         assert float(below) - width <= got <= float(above) + width
 
 
-def test_histograms_add_up():
+def test_histograms_add_up_have_outermost_bins_and_may_be_empty():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(bins_of(values[:300]) + bins_of(values[300:]), bins_of(values))
-
-
-def test_values_off_the_scale_fall_into_the_outermost_bins():
     bins = bins_of(torch.tensor([-1e4, -33.0, 0.0, -0.0, 1e-30, 40.0, 1e30]))
     assert (bins[0], bins[NUM_BINS // 2], bins[-1]) == (2, 3, 2)
     assert set(quantiles(Histogram([0.0] * NUM_BINS)).values()) == {0.0}
+    nothing = torch.zeros(2, 3)
+    for level in ("token", "sequence"):
+        config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
+        result = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config)
+        assert result.metrics()["rollout_is_p50"] == result.metrics()["rollout_is_seq_p50"] == 0
+        assert result.distributions() == {}
 
 
 def test_more_tokens_than_a_sort_takes():
@@ -171,12 +174,3 @@ def test_weights_that_are_all_alike_have_a_distribution():
         assert sum(counts) == 6
         assert sum(count for edge, count in zip(edges[1:], counts, strict=True) if edge < weight - 1e-4) == 0
     assert even_bins(1.0, 1.0, 5.0, lambda value: 5.0 * (value > 1.0)).edges[0] == 0.5
-
-
-def test_no_tokens_have_no_quantiles():
-    nothing = torch.zeros(2, 3)
-    for level in ("token", "sequence"):
-        config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
-        metrics = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config).metrics()
-        assert metrics["rollout_is_p50"] == metrics["rollout_is_seq_p50"] == 0
-        assert correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config).distributions() == {}

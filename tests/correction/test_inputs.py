@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc import (
     AgreedCounts,
@@ -19,10 +18,11 @@ from megatron_rc import (
 )
 from megatron_rc.measures.data import describe_bad_token
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from tests.support.correction_cases import CASES, clear_batch, make_batch, sizes
+from tests.support.correction_cases import CASES, make_batch
 from tests.support.correction_comparison import config_of, numbers
 
 INTS = torch.zeros(12, dtype=torch.int64)
+OF_TOKENS = (torch.arange(12 * 16) == 3 * 16).view(12, 16).long()
 NAMES = ("train_log_probs", "rollout_log_probs", "response_mask")
 
 
@@ -35,26 +35,11 @@ def arguments(name="token"):
     ("change", "message"),
     [
         ({"rollout_log_probs": torch.zeros(12, 15)}, r"rollout_log_probs has shape \(12, 15\)"),
-        (
-            {"response_mask": torch.ones(12, 16)},
-            r"response_mask is torch.float32: expected bool.*pass response_mask.bool\(\)",
-        ),
-        (
-            {"response_mask": torch.ones(12, 16, dtype=torch.int64)},
-            r"response_mask is torch.int64: expected bool.*pass response_mask.bool\(\)",
-        ),
-        (
-            {"rollout_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)},
-            r"rollout_log_probs is torch.bfloat16, which shifts the ratios.*pass rollout_log_probs.float\(\)",
-        ),
-        (
-            {"rollout_log_probs": torch.zeros(12, 16, dtype=torch.float16)},
-            "rollout_log_probs is torch.float16, which shifts the ratios",
-        ),
-        (
-            {"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)},
-            "train_log_probs is torch.int64: expected a float",
-        ),
+        ({"response_mask": torch.ones(12, 16)}, r"response_mask is torch.float32: expected bool.*pass"),
+        ({"response_mask": torch.ones(12, 16, dtype=torch.int64)}, r"response_mask is torch.int64: expected"),
+        ({"rollout_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)}, r"rollout_log_probs is torch.bfloat16"),
+        ({"rollout_log_probs": torch.zeros(12, 16, dtype=torch.float16)}, "rollout_log_probs is torch.float16, which"),
+        ({"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)}, "train_log_probs is torch.int64: expected a"),
         ({"train_log_probs": None}, "train_log_probs are missing"),
         ({"rollout_log_probs": None}, "rollout_log_probs are missing"),
         ({"train_log_probs": [torch.zeros(12, 16)]}, "train_log_probs is a list: give tensors for everything"),
@@ -73,10 +58,7 @@ def arguments(name="token"):
         ({"max_staleness": 2}, "max_staleness=2 does nothing"),
         ({"policy_versions": INTS, "current_version": 1, "max_staleness": -1}, "max_staleness=-1 must be 0 or more"),
         ({"layout": SequenceLayout.padded(12, 8)}, "the layout's local shape is"),
-        (
-            {"layout": SequenceLayout.padded(12, 16, cp_size=2)},
-            r"rank 0 of 2 .* rank 0 of 1 in groups\.cp",
-        ),
+        ({"layout": SequenceLayout.padded(12, 16, cp_size=2)}, r"rank 0 of 2 .* rank 0 of 1 in groups\.cp"),
         (
             {name: torch.zeros(5) for name in NAMES[:2]} | {"response_mask": torch.zeros(5).bool()},
             r"it must be \[b, s\]",
@@ -139,18 +121,13 @@ def test_criteria_name_the_input_that_they_lack(name, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"mini_batch_ids": INTS + 2, "num_mini_batches": 2},
-            r"mini_batch_ids: 11 values .* lie in \[0, num_mini_batches",
-        ),
+        ({"mini_batch_ids": INTS + 2, "num_mini_batches": 2}, "mini_batch_ids: 11 values"),
         ({"mini_batch_ids": INTS - 1}, "mini_batch_ids: 11 values"),
         ({"group_ids": torch.arange(12), "num_groups": 11}, r"group_ids: 1 values .* lie in \[0, num_groups"),
         ({"sequence_ids": torch.arange(12) - 1}, "sequence_ids: 1 values"),
         ({"sequence_ids": torch.arange(12) + 2**21 - 11}, "sequence_ids: 1 values"),
-        (
-            {"policy_versions": torch.arange(12), "current_version": 9},
-            "policy_versions: 2 values .* at most current_version",
-        ),
+        ({"policy_versions": torch.arange(12), "current_version": 9}, "policy_versions: 2 values .* at most"),
+        ({"policy_versions": OF_TOKENS, "current_version": 0}, "policy_versions: 1 values"),
         ({"rewards": torch.full((12,), math.nan)}, "rewards: 11 values .* finite"),
         ({"advantages": torch.full((12,), math.inf)}, "advantages: 11 values .* finite"),
         ({"advantages": torch.full((12, 16), math.nan)}, "advantages: [0-9]+ values .* finite"),
@@ -161,14 +138,6 @@ def test_values_out_of_range_are_reported_by_check(change, message):
     result = correct_rollouts(**(arguments() | change), config=config_of("token"))
     result.metrics()
     with pytest.raises(ValueError, match=message):
-        result.check()
-
-
-def test_versions_of_tokens_are_checked_too():
-    versions = torch.zeros(12, 16, dtype=torch.int64)
-    versions[3, 0] = 5
-    result = correct_rollouts(**arguments(), config=config_of("token"), policy_versions=versions, current_version=4)
-    with pytest.raises(ValueError, match="policy_versions: 1 values"):
         result.check()
 
 
@@ -267,6 +236,8 @@ def test_rollout_log_probs_that_are_all_zero_are_refused(value):
 @pytest.mark.parametrize(("place", "value"), [((0, 8), -1e-30), ((0, 0), 1e-9)])
 def test_eight_zeros_and_zeros_among_others_are_honest(place, value):
     correct_rollouts(**zeros(8, 5), config=config_of("token")).check()
+    rounded = torch.full((12, 16), 9e-5)  # nor is a rounding above 0 an error
+    correct_rollouts(**arguments() | {"train_log_probs": rounded}, config=config_of("token")).check()
     given = zeros(9, 1)
     given["rollout_log_probs"][place] = value
     correct_rollouts(**given, config=config_of("token")).check()
@@ -318,12 +289,6 @@ def test_bypass_refuses_rollout_log_probs_in_the_plan(rollout, message, listed):
         correction.plan(PlanInputs(None, rollout, mask))
 
 
-def test_rounding_above_zero_is_no_error():
-    given = arguments()
-    given["train_log_probs"] = torch.full((12, 16), 9e-5)
-    correct_rollouts(**given, config=config_of("token")).check()
-
-
 @pytest.mark.parametrize("policy", ["reject_token", "reject_sequence"])
 def test_bad_tokens_are_counted_where_they_are_rejected(policy):
     given = arguments()
@@ -335,66 +300,20 @@ def test_bad_tokens_are_counted_where_they_are_rejected(policy):
     assert bool(result.mask[1].any()) == (policy == "reject_token")
 
 
-class Synchronisations(TorchDispatchMode):
-    """Counts the operations that wait for a device, and the reads of whole tensors."""
-
-    WAIT = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.seen = []
-        for name in ("tolist", "numpy", "cpu", "item", "__bool__"):
-            original = getattr(torch.Tensor, name)
-            monkeypatch.setattr(torch.Tensor, name, self._counted(name, original))
-
-    def _counted(self, name, original):
-        def counted(tensor, *args, **more):
-            self.seen.append(name)
-            return original(tensor, *args, **more)
-
-        return counted
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.WAIT:
-            self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_host_waits_once(name, monkeypatch):
-    batch, _ = clear_batch(name)
-    config, more = config_of(name), sizes(batch)
-    correct_rollouts(batch.train, batch.rollout, batch.mask, config, **batch.sides, **more)
-    with Synchronisations(monkeypatch) as counter:
-        result = correct_rollouts(batch.train, batch.rollout, batch.mask, config, **batch.sides, **more)
-        assert counter.seen == []
-        result.check()
-        result.metrics()
-        assert result.on_host.denominators.counts
-    assert counter.seen == ["tolist"]
-    # The counter sees what it should.
-    with Synchronisations(monkeypatch) as counter:
-        float(batch.train[0, 0]), batch.mask.nonzero()
-    assert counter.seen == ["_local_scalar_dense", "nonzero"]
-
-
-def test_gradients_are_neither_needed_nor_kept():
-    given = arguments()
-    given["train_log_probs"].requires_grad_()
-    result = correct_rollouts(**given, config=config_of("token"))
-    assert not result.weights.requires_grad
-    result.check()
-
-
 def test_views_and_mixed_dtypes_are_read_as_they_are():
     given = arguments()
     config = config_of("token")
-    want = correct_rollouts(**given, config=config)
+    leaf = given["train_log_probs"].clone().requires_grad_()
+    want = correct_rollouts(**given | {"train_log_probs": leaf}, config=config)
+    assert not want.weights.requires_grad
     wide = {name: torch.cat([value, value[:, :3]], dim=1)[:, :16] for name, value in given.items()}
+    # Megatron's tensors are [s, b]: their transposes are [b, s], and not contiguous.
     turned = {name: value.T.contiguous().T for name, value in given.items()}
-    for views in (wide, turned):
+    some = {name: turned[name] for name in NAMES[:2]}
+    for views in (wide, turned, given | some, given | {"response_mask": turned["response_mask"]}):
         got = correct_rollouts(**views, config=config)
         assert torch.equal(got.weights, want.weights)
+        assert torch.equal(got.mask, want.mask)
         assert torch.equal(numbers(got), numbers(want))
     mixed = given | {"rollout_log_probs": given["rollout_log_probs"].float()}
     assert correct_rollouts(**mixed, config=config).weights.dtype == torch.float64

@@ -202,10 +202,7 @@ INTERPOLATION = {"rollout_is": "token", "proximal_interpolation": True}
         ({"proximal_interpolation": "yes"}, "proximal_interpolation='yes' must be true or false"),
         (INTERPOLATION | {"bypass_mode": True}, "proximal_interpolation=True contradicts bypass_mode=True"),
         (INTERPOLATION | {"loss_type": "reinforce"}, "names the objective of bypass mode"),
-        (
-            INTERPOLATION | {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2},
-            "which proximal_interpolation does not have: use decoupled mode",
-        ),
+        (INTERPOLATION | {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2}, "which proximal_interpolation"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(fields, message):

@@ -40,12 +40,7 @@ class Traced(NamedTuple):
 
 
 # Which batches, by their index, are traced where.
-CHOSEN = (
-    (LARGE, FIRST_STAGE, (0, 1, 2)),
-    (LARGE, FIRST, (1,)),
-    (LARGE, LAST, (0,)),
-    (SMALL, LAST, (0, 2)),
-)
+CHOSEN = ((LARGE, FIRST_STAGE, (0, 1, 2)), (LARGE, FIRST, (1,)), (LARGE, LAST, (0,)), (SMALL, LAST, (0, 2)))
 
 
 def rank_of(layout, place):

@@ -28,19 +28,12 @@ def training(request):
     return Training(request.param)
 
 
-def test_each_step_has_the_gradient_of_the_formula(training):
+def test_each_step_has_the_gradient_of_the_formula_in_any_order(training):
     plan = training.planned()
-    for mini_batch in range(2):
+    for mini_batch in (0, 1, 0, 1):
         gradient, _ = training.step(plan, mini_batch)
         torch.testing.assert_close(gradient, training.expected(mini_batch), rtol=1e-12, atol=1e-15)
     assert not torch.allclose(training.expected(0).sum(), training.expected(1).sum())
-
-
-def test_the_steps_may_come_in_any_order(training):
-    plan = training.planned()
-    for mini_batch in (1, 0, 1):
-        gradient, _ = training.step(plan, mini_batch)
-        torch.testing.assert_close(gradient, training.expected(mini_batch), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("gradients", [contextlib.nullcontext, torch.no_grad], ids=["", "no_grad"])
@@ -58,21 +51,19 @@ def test_an_evaluation_between_two_steps_counts_nothing(training, gradients, own
         assert metrics == known[mini_batch][1]
 
 
-def test_a_second_plan_before_the_step_changes_nothing(training):
+@pytest.mark.parametrize("before", [True, False], ids=["before the step", "before its end"])
+def test_a_second_plan_changes_nothing(training, before):
     plan = training.planned()
     other = Training(training.mode)
     other.mask &= torch.arange(WIDTH) % 2 == 0
     inputs = PlanInputs(None if training.mode == "bypass" else other.old, other.rollout, other.mask)
-    training.correction.plan(inputs)
-    gradient, _ = training.step(plan, 1)
-    torch.testing.assert_close(gradient, training.expected(1), rtol=1e-12, atol=1e-15)
-
-
-def test_a_second_plan_between_schedule_and_finish_changes_nothing(training):
-    plan = training.planned()
-    training.schedule(plan, 1, finalize=False)
-    training.planned()
-    training.finalize([training.model])
+    if before:
+        training.correction.plan(inputs)
+        training.step(plan, 1)
+    else:
+        training.schedule(plan, 1, finalize=False)
+        training.planned()
+        training.finalize([training.model])
     torch.testing.assert_close(training.model.gradient, training.expected(1), rtol=1e-12, atol=1e-15)
 
 
@@ -384,10 +375,7 @@ def test_a_scale_of_other_counts_is_refused():
     [
         (lambda one: {"mask": one.mask.float()}, r"MicroBatch\(mask=...\) is torch.float32: expected bool"),
         (lambda one: {"mask": one.mask[:1]}, r"MicroBatch\(mask=...\) has shape \(1, 6\): expected \(2, 6\)"),
-        (
-            lambda one: {"sequence_lengths": one.sequence_lengths.repeat(2)},
-            r"MicroBatch\(sequence_lengths=...\) has shape \(4,\): expected \(2,",
-        ),
+        (lambda one: {"sequence_lengths": one.sequence_lengths.repeat(2)}, r"MicroBatch\(sequence_lengths=...\) has"),
     ],
 )
 def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):

@@ -59,16 +59,10 @@ def test_other_terms_of_the_objective_make_the_step(loss):
     plan = training.planned()
     assert plan.skip.tolist() == [False, False]
     assert [plan.skips(index) for index in range(2)] == [False, False]
-
-
-def test_the_correction_by_itself_skips_what_is_not_accepted_alone():
-    training = weightless("decoupled")
+    # The correction by itself skips what is not accepted alone.
     ids = torch.arange(ROWS) // 4
-    result = correct_rollouts(
-        *(training.old, training.rollout, training.mask, training.correction.config),
-        mini_batch_ids=ids,
-        num_mini_batches=2,
-    )
+    whole = (training.old, training.rollout, training.mask, training.correction.config)
+    result = correct_rollouts(*whole, mini_batch_ids=ids, num_mini_batches=2)
     assert not result.weights[:4].any()
     assert result.weights[4:].any()
     assert result.skip.tolist() == [False, False]

@@ -60,31 +60,16 @@ def test_the_tree_has_the_doctors_numbers():
     assert f"first of {UPPER_BOUNDS[0]:g}, {UPPER_BOUNDS[1]:g}, {UPPER_BOUNDS[2]:g} and {UPPER_BOUNDS[3]:g}" in PAGE
 
 
-# A threshold of a correction, its published range, and this project's choice.
-THRESHOLDS = (
-    ("weights of tokens, u", "1.5 to 5", "the first of 1.5, 2, 3 and 5 that truncates at most 1 % of the tokens"),
-    ("weights of sequences, u", "2 to 10", "2, if sequence weights leave half of the batch; else no sequence weights"),
-    (
-        "geometric mean of a sequence",
-        "1.0002 to 1.001",
-        "the bounds that accept 95 % of the sequences: the mean of n log-ratios with deviation σ has a deviation of "
-        "σ / √n, so 1.001 rejects most responses of a few hundred tokens even if the engine only rounds to bfloat16",
-    ),
-    ("veto", "1e-4 to 1e-6", "no veto unless the doctor finds `tails`, because one token rejects a whole sequence"),
-)
-
-
-@pytest.mark.parametrize("row", THRESHOLDS, ids=lambda row: row[0])
-def test_a_threshold_is_a_row(row):
-    assert f"| {' | '.join(row)} |" in PAGE
-
-
-def test_good_ranges_are_the_doctors():
+def test_ranges_and_presets_are_the_doctors():
     table = rows("docs/choosing.md", "metric | good | else")
     words = {one.fact: one.words() for one in RANGES}
     assert len(table) == 5
     for name, good, _ in table:
         assert words[name.strip("`")] == good
+    names = set(re.findall(r"\b(?:decoupled|bypass)_[a-z]\w+", PAGE)) - {"bypass_mode"}
+    assert len(names) > 6
+    for name in names:
+        getattr(RolloutCorrectionConfig, name)()
 
 
 def test_how_long_is_long():
@@ -135,10 +120,3 @@ def test_costs_are_the_measured_ones():
     for name in in_loss:
         assert f"{shares[name][1]} of the time" in PAGE
     assert f"{shares['decoupled, no weights'][1]} of the time" in PAGE
-
-
-def test_presets_that_are_named_exist():
-    names = set(re.findall(r"\b(?:decoupled|bypass)_[a-z]\w+", PAGE)) - {"bypass_mode"}
-    assert len(names) > 6
-    for name in names:
-        getattr(RolloutCorrectionConfig, name)()

@@ -51,14 +51,10 @@ def test_nothing_is_found_on_healthy_data(seed):
 
 
 def test_a_few_tokens_are_not_judged():
-    """A hundred tokens say nothing of temperatures and truncation."""
+    """A hundred tokens say nothing of temperatures and truncation, and copies of few responses no more than they."""
     setting = Setting(sequences=4, length=24)
     for fault in ("temperature 0.7", "top_p 0.9", "raw at 1.3", "shift"):
         assert FAULTS[fault][0] not in found(made(fault, 3, setting))
-
-
-def test_the_same_few_answers_are_no_shift():
-    """A policy that says one of four things: what few tokens look like by chance stands in every copy."""
     batch = made("shift", 3, Setting(sequences=4, length=48))
     copies = {name: value.repeat_interleave(64, dim=0) for name, value in batch.items()}
     assert facts_of_batch(Sampled(**copies))["num_tokens"] > 4096
@@ -108,9 +104,7 @@ def test_the_record_says_how_was_sampled():
     assert verdict.rule.name == "log_prob_mode"
     assert judge(facts_of_batch(with_sampling(temperature=1.0, log_probs_mode="raw"))) == []
     assert judge(facts_of_batch(with_sampling(temperature=0.6))) == []
-
-
-def test_without_the_trainers_log_probs_little_can_be_said():
+    # Without the trainer's log-probs that is all that can be said.
     facts = facts_of_batch(dataclasses.replace(with_sampling(top_p=0.9), old_log_probs=None))
     assert [verdict.rule.name for verdict in judge(facts)] == ["truncated_sampling"]
     assert {"precision", "shift", "temperature"} <= {rule.name for rule in not_looked_at(facts)}
@@ -318,28 +312,15 @@ def test_a_reward_that_falls_to_nothing_in_steps_without_signal_is_a_collapse(fa
     assert from_rows(list(signals(rewards, shares))[:5]) == []
 
 
-def test_every_rule_is_tested_here():
-    own = {
-        "collapse",
-        "drift",
-        "entropy_bonus",
-        "unusable",
-        "growing_length",
-        "long_products",
-        "gspo_with_sequence_weights",
-        "threshold_cuts_half",
-        "veto",
-    }
-    assert own | {name for name, _ in FAULTS.values()} == set(BY_NAME)
+OWN = """collapse drift entropy_bonus unusable growing_length long_products gspo_with_sequence_weights
+threshold_cuts_half veto"""
 
 
-def test_a_rule_without_its_numbers_holds_of_nothing():
-    """Each number that is missing is NaN, which no comparison holds of."""
+def test_every_rule_is_complete_and_tested_here():
+    assert {*OWN.split(), *(name for name, _ in FAULTS.values())} == set(BY_NAME)
+    # Each number that is missing is NaN, which no comparison holds of.
     assert judge(Facts()) == []
     assert not_looked_at(Facts()) == list(RULES)
-
-
-def test_rules_are_complete():
     for rule in RULES:
         assert min(len(rule.sources), len(rule.when), len(rule.advice), len(rule.needs)) > 0
         assert set(rule.unless) <= set(BY_NAME)

@@ -24,26 +24,17 @@ def kind(rule):
     return "repair" if rule.repair else "correct"
 
 
-def test_every_rule_is_a_row_in_its_order():
+def test_the_tables_are_those_of_the_code():
     rows = [cells(f"`{rule.name}`", rule.title, kind(rule), rule.when, rule.sources) for rule in RULES]
     found = re.findall(r"^\| `\w+` \|.* (?:repair|correct) \|.*$", PAGE, flags=re.MULTILINE)
     assert found == rows
-
-
-def test_every_range_is_a_row():
     for one in RANGES:
         assert cells(f"`{one.fact}`", one.words(), one.source, one.ours or "the same") in PAGE
-
-
-def test_grades_and_exit_codes():
     for limit, words in GRADES[:-1]:
         assert f"| {limit:g} | {words} |" in PAGE
     codes = dict(re.findall(r"^\| (\d) \| (.*) \|$", PAGE, flags=re.MULTILINE))
     assert set(codes) == {str(code) for code in (HEALTHY, WRONG, UNUSABLE, TOO_LITTLE)}
-
-
-def test_rules_explain_each_other_as_the_page_says():
-    """A rule stands below those that explain the same numbers better."""
+    # A rule stands below those that explain the same numbers better.
     order = list(BY_NAME)
     for rule in RULES:
         assert all(order.index(name) < order.index(rule.name) for name in rule.unless)

@@ -115,10 +115,7 @@ def test_json_is_one_object_of_finite_numbers(tmp_path, capsys):
     assert found["facts"]["k3_kl"] == pytest.approx(metrics_of("int4")["rollout_corr/k3_kl"])
     assert "shift" in found["not_looked_at"]
     json.dumps(as_json(report_of("shift")), allow_nan=False)
-
-
-def test_published_ranges_are_said_where_they_are_left():
-    complaints = as_json(report_of("int4"))["outside_of_published_ranges"]
+    complaints = found["outside_of_published_ranges"]
     assert any(words.startswith("kl is ") and "-0.1 to 0.1" in words for words in complaints)
     assert as_json(report_of(None))["outside_of_published_ranges"] == []
     assert len({one.fact for one in RANGES}) == len(RANGES)
@@ -171,10 +168,6 @@ def test_advice_is_in_the_words_of_the_program_that_wrote_the_input(tmp_path, ca
     assert proposal["settings"].splitlines()[0] in capsys.readouterr().out
     assert main([str(path), "--json", "--dialect", "verl"]) == 0
     assert "rollout_correction:" in json.loads(capsys.readouterr().out)["proposal"]["settings"]
-
-
-def test_a_program_that_is_unknown_is_one_sentence(tmp_path, capsys):
-    path = write_lines(tmp_path / "m.jsonl", [{"step": 1, **metrics_of(None)}])
     assert main([str(path), "--dialect", "verl2"]) == 2
     assert capsys.readouterr().err.startswith("--dialect='verl2' is unknown")
 

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from megatron_rc.doctor.series import OVER_THE_RUN, WINDOW
 from megatron_rc.doctor.watch import Watch
 from tests.doctor.test_inputs import metrics_of
@@ -26,24 +24,15 @@ def test_one_line_when_the_verdict_changes():
     assert all("\n" not in words for words in found.values())
 
 
-def test_nothing_is_said_of_a_healthy_run():
+def test_a_line_needs_a_verdict():
     assert lines(Watch(1, SETTINGS, "rollout_corr/"), [metrics_of(None)] * 3) == {}
-
-
-@pytest.mark.parametrize("prefix", ["mismatch/", "mine/"])
-def test_whatever_the_prefix(prefix):
-    found = lines(Watch(1, SETTINGS, prefix), [metrics_of("int4", metric_prefix=prefix)])
-    assert "precision" in found[1]
-
-
-def test_settings_are_looked_at():
+    skipped = [{"lr": 0.1}, {"lr": 0.1, "grad_norm": float("nan")}, {"rollout_corr/kl": float("nan")}]
+    assert lines(Watch(2, SETTINGS, "rollout_corr/"), skipped) == {}
     settings = SETTINGS | {"policy-loss": "gspo", "rollout-is": "sequence"}
     assert "GSPO" in lines(Watch(1, settings, "rollout_corr/"), [metrics_of(None)])[1]
-
-
-def test_steps_that_were_left_out_say_nothing():
-    watch = Watch(2, SETTINGS, "rollout_corr/")
-    assert lines(watch, [{"lr": 0.1}, {"lr": 0.1, "grad_norm": float("nan")}, {"rollout_corr/kl": float("nan")}]) == {}
+    for prefix in ("mismatch/", "mine/"):
+        found = lines(Watch(1, SETTINGS, prefix), [metrics_of("int4", metric_prefix=prefix)])
+        assert "precision" in found[1], prefix
 
 
 def test_growth_is_seen_over_more_steps_than_are_kept():

@@ -80,10 +80,8 @@ def test_float32(device, on_gpu, figures, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cost(device, on_gpu, figures, name):
+def test_cost(device, counts, figures, name):
     """2²⁰ tokens: one wait of the host, few hundred kernels."""
-    if not on_gpu:
-        pytest.skip("counts what a GPU does")
     batch = [tensor.to(device) for tensor in large_batch((512, 2048))]
     found = measure.costs(lambda: correct_rollouts(*batch, CONFIGS[name]).check())
     peak = found.pop("peak_bytes") / (4 * batch[0].numel())
@@ -93,10 +91,8 @@ def test_cost(device, on_gpu, figures, name):
     assert found["launches"] <= MOST_LAUNCHES
 
 
-def test_packed_cost(device, on_gpu, figures):
+def test_packed_cost(device, counts, figures):
     """Sequences of all lengths: their lengths are sent without a wait."""
-    if not on_gpu:
-        pytest.skip("counts what a GPU does")
     from megatron_rc.parallel import SequenceLayout
 
     lengths = [1 + 37 * index % 4001 for index in range(512)]

@@ -56,6 +56,12 @@ def distance_of(found, case):
     return largest_error(errors)
 
 
+def assert_near(found, case, most, figures, name="gradient_error"):
+    distance = distance_of(found, case)
+    figures(**{name: distance})
+    assert distance <= most
+
+
 def run(case, words):
     old, new = training_cases.weights()
     return training_cases.run_case(words, training_cases.make_data(), old, new)
@@ -80,10 +86,8 @@ def test_gradients(words, figures, name):
 )
 def test_other_ways_to_the_same_gradients(words, figures, more):
     more = (*more, "--recompute-num-layers=1") if "--recompute-granularity=full" in more else more
-    found = run(CASES["decoupled"], words(*more, case=CASES["decoupled"]))
-    distance = distance_of(found, CASES["decoupled"])
-    figures(gradient_error=distance)
-    assert distance <= 1e-4
+    case = CASES["decoupled"]
+    assert_near(run(case, words(*more, case=case)), case, 1e-4, figures)
 
 
 @pytest.mark.parametrize("more", [(), ("--fused-linear-log-probs",)], ids=["logits", "fused output layer"])
@@ -93,10 +97,8 @@ def test_bfloat16(words, figures, name, more):
 
     Not decoupled mode: its two policies differ by little more than bfloat16 rounds, and so would what is clipped.
     """
-    found = run(CASES[name], words(*BF16, *more, case=CASES[name]))
-    distance = distance_of(found, CASES[name])
-    figures(gradient_error=distance)
-    assert distance <= 0.2
+    case = CASES[name]
+    assert_near(run(case, words(*BF16, *more, case=case)), case, 0.2, figures)
 
 
 def test_fused_weight_gradients(words, figures):
@@ -104,9 +106,7 @@ def test_fused_weight_gradients(words, figures):
     require("fused_weight_gradient_mlp_cuda")
     case = CASES["bypass REINFORCE"]
     for more, most in (((), 1e-4), (("--fused-linear-log-probs",), 1e-4), (BF16, 0.2)):
-        distance = distance_of(run(case, words(*more, case=case)), case)
-        figures(**{f"error_{more[0] if more else 'plain'}": distance})
-        assert distance <= most
+        assert_near(run(case, words(*more, case=case)), case, most, figures, f"error_{more[0] if more else 'plain'}")
 
 
 @pytest.mark.parametrize("name", ["bypass REINFORCE", "bypass PPO packed"])
@@ -116,9 +116,7 @@ def test_transformer_engine(words, figures, name):
     case = CASES[name]
     for more, most in [(BF16, 0.2)] if case.packed else [((), 1e-2), (BF16, 0.2)]:
         found = run(case, words("--transformer-impl=transformer_engine", *more, case=case))
-        distance = distance_of(found, case)
-        figures(**{f"error_{'bfloat16' if more else 'float32'}": distance})
-        assert distance <= most
+        assert_near(found, case, most, figures, f"error_{'bfloat16' if more else 'float32'}")
 
 
 @pytest.mark.parametrize(
@@ -144,10 +142,8 @@ def test_steps(words, on_gpu, figures, more, model):
     figures(loss=found[-1]["loss/total"], grad_norm=found[-1]["grad_norm"])
 
 
-def test_cost_of_a_step(words, on_gpu, figures):
+def test_cost_of_a_step(words, counts, figures):
     """How often the host waits: once for the plan, once for the loss, and Megatron's optimizer beside."""
-    if not on_gpu:
-        pytest.skip("counts what a GPU does")
     trainer = make_trainer(words(*BF16))
     batch = training_cases.on_device(recorded_batch(0), trainer.device)
     plan = measure.costs(lambda: trainer.prepare(batch))

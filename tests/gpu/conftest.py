@@ -112,6 +112,13 @@ def on_gpu(device):
 
 
 @pytest.fixture
+def counts(on_gpu):
+    """For a check that counts or times what a GPU does."""
+    if not on_gpu:
+        pytest.skip("counts what a GPU does")
+
+
+@pytest.fixture
 def figures(record_property):
     """Called with numbers that stand in the table, by name."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
@@ -32,23 +33,18 @@ from tests.support.chunk import Chunk
 
 RTOL, ATOL = 1e-6, 1e-8
 # Number of cases compared by algorithm and project, and left out by reason.
-COMPARED = {
-    ("ppo_clip", "verl"): 17,
-    ("ppo_clip", "NeMo-RL"): 5,
-    ("ppo_clip", "slime"): 3,
-    ("reinforce", "verl"): 6,
-    ("reinforce", "NeMo-RL"): 1,
-    ("gspo", "verl"): 4,
-    ("gspo", "NeMo-RL"): 1,
-    ("cispo", "verl"): 3,
-    ("cispo", "NeMo-RL"): 1,
-    ("cispo", "slime"): 1,
-    ("bypass_ppo_clip", "verl"): 3,
-    ("bypass_reinforce", "verl"): 5,
-    ("rollout_corrected_pg", "verl"): 3,
-    ("aggregation", "verl"): 3,
-    ("kl_penalty", "verl"): 3,
-}
+_COMPARED = """
+ppo_clip: {verl: 17, NeMo-RL: 5, slime: 3}
+reinforce: {verl: 6, NeMo-RL: 1}
+gspo: {verl: 4, NeMo-RL: 1}
+cispo: {verl: 3, NeMo-RL: 1, slime: 1}
+bypass_ppo_clip: {verl: 3}
+bypass_reinforce: {verl: 5}
+rollout_corrected_pg: {verl: 3}
+aggregation: {verl: 3}
+kl_penalty: {verl: 3}
+"""
+COMPARED = {(name, by): number for name, some in yaml.safe_load(_COMPARED).items() for by, number in some.items()}
 LEFT_OUT = {
     "GMPO": 3,
     "DPPO": 4,

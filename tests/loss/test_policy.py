@@ -32,16 +32,15 @@ def derived(statistics):
     return derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
 
 
-@pytest.mark.parametrize(("estimator", "value"), [("k1", 0.7), ("k2", 0.245), ("k3", math.exp(-0.7) - 1 + 0.7)])
-def test_kl_penalty_by_hand(estimator, value):
-    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.7]), estimator)
-    assert got.item() == pytest.approx(value, rel=1e-6)
-
-
-@pytest.mark.parametrize(("estimator", "gradient"), [("k1", 1.0), ("k2", -0.7), ("k3", 1 - math.exp(0.7))])
-def test_kl_penalty_moves_the_policy_alone(estimator, gradient):
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [("k1", -0.7, 1.0), ("k2", 0.245, -0.7), ("k3", math.exp(0.7) - 1 - 0.7, 1 - math.exp(0.7))],
+)
+def test_kl_penalty_by_hand_moves_the_policy_alone(estimator, value, gradient):
     log_probs, ref_log_probs = float64([-1.7]).requires_grad_(), float64([-1.0]).requires_grad_()
-    kl_penalty(log_probs, ref_log_probs, estimator).sum().backward()
+    penalty = kl_penalty(log_probs, ref_log_probs, estimator)
+    penalty.sum().backward()
+    assert penalty.item() == pytest.approx(value)
     assert log_probs.grad.item() == pytest.approx(gradient)
     assert ref_log_probs.grad is None
 
@@ -84,11 +83,6 @@ def test_k3_is_never_negative_never_falls_with_the_distance_and_never_pulls_away
         assert (theta.grad * log_probs.sign() >= 0).all()
     assert penalty[-1].item() == pytest.approx(math.exp(20) - 21)
     assert (theta.grad[log_probs < -20] == 0).all()
-
-
-def test_an_unknown_estimator_is_named():
-    with pytest.raises(ValueError, match="estimator='k4' is unknown"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
 
 
 @pytest.mark.parametrize(
@@ -220,14 +214,15 @@ def test_masked_positions_change_no_bit(algorithm):
         ({"aggregation": "mean"}, "aggregation='mean'"),
         ({"aggregation": "token-sum"}, "loss_scale_factor=None"),
         ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0"),
+        ({"algorithm": ["gspo"]}, r"^algorithm=\['gspo'\] is unknown"),
+        ({"aggregation": None}, "^aggregation=None is unknown"),
+        ({"kl_estimator": 3}, "^kl_estimator=3 is unknown"),
+        *(({name: None}, f"^{name}=None must ") for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef")),
     ],
 )
-def test_objectives_that_cannot_work_are_refused(fields, message):
+def test_objectives_that_cannot_work_are_refused_and_those_at_the_edge_are_not(fields, message):
     with pytest.raises(ValueError, match=message):
         PolicyLossConfig(**fields)
-
-
-def test_objectives_at_the_edge_are_not():
     PolicyLossConfig(clip_low=1.0, clip_high=0.0, dual_clip=1.01, algorithm="gspo")
     PolicyLossConfig(clip_low=0.0, aggregation="token-sum", loss_scale_factor=0.5)
 
@@ -248,26 +243,19 @@ def test_what_is_no_number_is_named(name, value):
             policy_loss(tokens, tokens, torch.ones(1), mask, **{name: value})
 
 
-@pytest.mark.parametrize("name", ["clip_low", "clip_high", "kl_coef", "entropy_coef"])
-def test_none_is_no_number(name):
-    with pytest.raises(ValueError, match=f"^{name}=None must "):
-        PolicyLossConfig(**{name: None})
-
-
-def test_what_is_no_name_is_named():
-    for fields in ({"algorithm": ["gspo"]}, {"aggregation": None}, {"kl_estimator": 3}):
-        ((name, value),) = fields.items()
-        with pytest.raises(ValueError, match=rf"^{re.escape(f'{name}={value!r}')} is unknown"):
-            PolicyLossConfig(**fields)
-
-
-@pytest.mark.parametrize("algorithm", ["reinforce", "cispo"])
-def test_settings_that_do_nothing_are_refused(algorithm):
-    some = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=f"dual_clip=3.0 does nothing with algorithm='{algorithm}'"):
-        policy_loss(some, some, some, some.bool(), algorithm=algorithm, dual_clip=3.0)
+def test_calls_that_cannot_be_are_refused():
+    some, tokens, layout = torch.zeros(1, 1), torch.zeros(2, 3), SequenceLayout.padded(2, 1)
+    for algorithm in ("reinforce", "cispo"):
+        with pytest.raises(ValueError, match=f"dual_clip=3.0 does nothing with algorithm='{algorithm}'"):
+            policy_loss(some, some, some, some.bool(), algorithm=algorithm, dual_clip=3.0)
     with pytest.raises(ValueError, match="algorithm='gmpo'"):
         policy_loss(some, some, some, some.bool(), algorithm="gmpo")
+    with pytest.raises(ValueError, match=r"log_probs has shape \(2, 3\): the layout's local shape is \(2, 1\)"):
+        policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
+    with pytest.raises(ValueError, match=r"ref_log_probs has shape \(3,\): expected \(2, 3\)"):
+        kl_penalty(tokens, torch.zeros(3))
+    with pytest.raises(ValueError, match="estimator='k4' is unknown"):
+        kl_penalty(some, some, "k4")
 
 
 @pytest.mark.parametrize("name", ["old_log_probs", "response_mask", "weights", "advantages"])
@@ -283,8 +271,7 @@ def test_shapes_that_do_not_fit_are_named(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout", "sequence_log_ratio"],
+    "name", ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout", "sequence_log_ratio"]
 )
 def test_what_is_no_tensor_is_named(name):
     tokens = torch.zeros(2, 3)
@@ -299,17 +286,6 @@ def test_slices_need_no_group_where_nothing_is_summed(algorithm):
     given = [tokens, tokens, torch.ones(2), tokens < 0]
     found = policy_loss(*given, algorithm=algorithm, layout=layout).per_token
     assert torch.equal(found, policy_loss(*given, algorithm=algorithm).per_token)
-
-
-def test_a_layout_of_other_tokens_is_named():
-    tokens, layout = torch.zeros(2, 3), SequenceLayout.padded(2, 1)
-    with pytest.raises(ValueError, match=r"log_probs has shape \(2, 3\): the layout's local shape is \(2, 1\)"):
-        policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
-
-
-def test_a_penalty_is_not_broadcast():
-    with pytest.raises(ValueError, match=r"ref_log_probs has shape \(3,\): expected \(2, 3\)"):
-        kl_penalty(torch.zeros(2, 3), torch.zeros(3))
 
 
 def test_advantages_of_either_shape_are_those_of_sequences():
@@ -421,15 +397,10 @@ def test_aggregations_by_hand(mode, factor, loss, gradient, original_loss, origi
         assert got.item() == pytest.approx(value)
         assert per_token.grad[MASK].tolist() == pytest.approx(slopes)
         assert not per_token.grad[~MASK].any()
-
-
-def test_every_aggregation_is_tried():
     assert tuple(MODES) == AGGREGATIONS
-
-
-def test_terms_are_added_in_float64():
-    per_token = torch.tensor([[2.0**24, 1.0, 1.0]])
-    assert aggregate_loss(per_token, per_token > 0, "token-sum", loss_scale_factor=1.0).item() == 2**24 + 2
+    # Terms are added in float64.
+    ones = torch.tensor([[2.0**24, 1.0, 1.0]])
+    assert aggregate_loss(ones, ones > 0, "token-sum", loss_scale_factor=1.0).item() == 2**24 + 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -193,30 +193,16 @@ TOKENS = SEQUENCE * BATCH
 
 
 def test_collectives_of_the_statistics_do_not_grow_with_chunks(ranks):
+    """Chunks of sequence parallelism are gathered twice and scattered once."""
     for chunk_size in (1, None):
         for seen in ranks.run(count_collectives, Layout(tp=2), False, chunk_size):
-            assert seen == [
-                ("all_reduce", TOKENS),
-                ("all_reduce", 4 * TOKENS),
-                ("all_reduce", TOKENS * HIDDEN),
-            ]
+            assert seen == [("all_reduce", TOKENS), ("all_reduce", 4 * TOKENS), ("all_reduce", TOKENS * HIDDEN)]
     assert ranks.run(count_collectives, Layout(), False, 1) == [[]]
-
-
-def test_sequence_parallel_chunks_are_gathered_twice_and_scattered_once(ranks):
+    half = TOKENS // 2 * HIDDEN
+    gather, scatter = ("all_gather_into_tensor", half), ("reduce_scatter_tensor", half // 2)
+    sums = [("all_reduce", TOKENS), ("all_reduce", 4 * TOKENS)]
     for seen in ranks.run(count_collectives, Layout(tp=2), True, TOKENS // 2):
-        half = TOKENS // 2 * HIDDEN
-        gather, scatter = ("all_gather_into_tensor", half), ("reduce_scatter_tensor", half // 2)
-        assert seen == [
-            gather,
-            gather,
-            ("all_reduce", TOKENS),
-            ("all_reduce", 4 * TOKENS),
-            gather,
-            scatter,
-            gather,
-            scatter,
-        ]
+        assert seen == [gather, gather, *sums, gather, scatter, gather, scatter]
 
 
 def test_no_logits_are_held():

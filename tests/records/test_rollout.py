@@ -27,6 +27,8 @@ def test_a_good_batch_passes():
         name: getattr(batch, name).to(dtype) for name, dtype in (("tokens", torch.int32), ("rewards", torch.float64))
     }
     dataclasses.replace(batch, **wide).validate()
+    with pytest.raises(TypeError, match="rewards is list: expected a tensor"):
+        dataclasses.replace(batch, rewards=[1.0, 2.0, 3.0]).validate()
 
 
 @pytest.mark.parametrize(
@@ -34,11 +36,7 @@ def test_a_good_batch_passes():
     [
         ("tokens", torch.zeros(3, dtype=torch.int64), r"tokens has shape \(3,\): expected \[sequences, length\]"),
         ("tokens", torch.zeros(3, 8), "tokens is torch.float32: expected integers"),
-        (
-            "response_mask",
-            torch.zeros(3, 7).bool(),
-            r"response_mask has shape \(3, 7\): expected \(3, 8\), as tokens",
-        ),
+        ("response_mask", torch.zeros(3, 7).bool(), r"response_mask has shape \(3, 7\): expected \(3, 8\), as tokens"),
         ("response_mask", torch.zeros(3, 8).long(), "response_mask is torch.int64: expected bool"),
         ("rollout_log_probs", torch.zeros(3, 8).bfloat16(), "rollout_log_probs is torch.bfloat16: expected float32 or"),
         ("rollout_log_probs", torch.zeros(2, 8), "rollout_log_probs has shape"),
@@ -51,28 +49,15 @@ def test_a_good_batch_passes():
         ("rewards", torch.zeros(3).long(), "rewards is torch.int64: expected float32 or float64"),
         ("rewards", torch.zeros(()), "rewards has shape"),
         ("finish_reasons", torch.zeros(3), "finish_reasons is torch.float32"),
-        (
-            "routed_experts",
-            torch.zeros(3, 8, 2).int(),
-            r"routed_experts has shape .* expected \(3, 8\) \+ \(layers, top_k",
-        ),
+        ("routed_experts", torch.zeros(3, 8, 2).int(), r"routed_experts has shape .* expected \(3, 8\) \+"),
         ("routed_experts", torch.zeros(3, 7, 2, 2).int(), "routed_experts has shape"),
         ("routed_experts", torch.zeros(3, 8, 2, 2).byte(), "routed_experts is torch.uint8: expected signed"),
-        (
-            "rewards",
-            torch.zeros(3, device="meta"),
-            r"rewards is on meta, tokens on cpu: move the batch with to\(device\)",
-        ),
+        ("rewards", torch.zeros(3, device="meta"), r"rewards is on meta, tokens on cpu: move the batch with"),
     ],
 )
 def test_wrong_shapes_dtypes_and_devices_are_refused(name, value, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(example(), **{name: value}).validate()
-
-
-def test_lists_are_no_tensors():
-    with pytest.raises(TypeError, match="rewards is list: expected a tensor"):
-        dataclasses.replace(example(), rewards=[1.0, 2.0, 3.0]).validate()
 
 
 @pytest.mark.parametrize(
@@ -117,10 +102,7 @@ def test_wrong_values_are_refused_by_sample_and_position(name, value, at, messag
         ({"top_k": 2.0}, "top_k=2.0"),
         ({"top_k": True}, "top_k=True"),
         ({"log_probs_mode": "raw_logprobs"}, "log_probs_mode='raw_logprobs': expected one of processed, raw"),
-        (
-            {"log_probs_mode": "raw", "temperature": 0.6},
-            r"raw \(before temperature\) at temperature 0.6: ask the engine",
-        ),
+        ({"log_probs_mode": "raw", "temperature": 0.6}, r"raw \(before temperature\) at temperature 0.6: ask the"),
         ({"top_p": 0.9}, "top_p=0.9, top_k=0 sample from a truncated distribution, which is not the policy"),
         ({"top_k": 5}, "top_p=1.0, top_k=5 sample"),
     ],
@@ -145,7 +127,12 @@ def zeros(length, rows=(0,), top_k=0):
     )
 
 
-def test_fillers_in_place_of_log_probs_are_refused():
+def test_fillers_in_place_of_log_probs_are_refused_and_certain_tokens_are_none():
+    zeros(8, rows=[1]).validate()
+    zeros(4, rows=[0, 1]).validate()
+    changed(zeros(9, rows=[0, 1]), "rollout_log_probs", -1e-7, (slice(None), 3)).validate()
+    zeros(9, rows=[0, 1], top_k=1).validate(allow_truncated_sampling=True)
+    changed(zeros(9), "response_mask", False, 0).validate()
     with pytest.raises(
         ValueError, match=r"all rollout log-probs of sample 5 are 0\.0, at 9 sampled tokens: the engine"
     ):
@@ -185,14 +172,6 @@ def test_batches_that_the_trainer_did_not_score_join_those_that_it_did():
     assert joined.old_log_probs[1:].isnan().all()
     assert joined.log_probs is None
     joined.validate()
-
-
-def test_certain_tokens_are_no_fillers():
-    zeros(8, rows=[1]).validate()
-    zeros(4, rows=[0, 1]).validate()
-    changed(zeros(9, rows=[0, 1]), "rollout_log_probs", -1e-7, (slice(None), 3)).validate()
-    zeros(9, rows=[0, 1], top_k=1).validate(allow_truncated_sampling=True)
-    changed(zeros(9), "response_mask", False, 0).validate()
 
 
 # Uses of a batch
@@ -254,9 +233,6 @@ def test_concatenation_pads_to_the_longest():
 def test_batches_that_do_not_go_together_stay_apart(other, message):
     with pytest.raises(ValueError, match=message):
         RolloutBatch.concatenate([example(), dataclasses.replace(example(), **other)])
-
-
-def test_nothing_has_no_batch():
     with pytest.raises(ValueError, match="batches is empty"):
         RolloutBatch.concatenate([])
 

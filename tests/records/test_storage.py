@@ -88,10 +88,6 @@ def rewritten(path, tensors=None, header=None, metadata=None):
     return path
 
 
-def test_the_rewritten_file_is_good_when_nothing_is_changed(tmp_path):
-    assert identical(load_rollouts(rewritten(tmp_path / "file")), example())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -104,21 +100,16 @@ def test_the_rewritten_file_is_good_when_nothing_is_changed(tmp_path):
         ({"header": {"sampling": 3}}, "sampling parameters are 3: expected"),
         ({"tensors": {"rewards": None}}, "tensors unknown or missing: rewards"),
         ({"tensors": {"values": torch.zeros(3)}}, "tensors unknown or missing: values"),
-        (
-            {"tensors": {"rollout_log_probs": torch.zeros(3, 8).half()}},
-            "rollout_log_probs is torch.float16: expected fl",
-        ),
+        ({"tensors": {"rollout_log_probs": torch.zeros(3, 8).half()}}, "rollout_log_probs is torch.float16: expected"),
         ({"tensors": {"response_mask": torch.zeros(3, 8).int()}}, "response_mask is torch.int32: expected bool"),
         ({"tensors": {"rewards": torch.zeros(2)}}, "rewards has shape"),
-        (
-            {"metadata": {}},
-            "no header .* expected a file that save_rollouts wrote",
-        ),
+        ({"metadata": {}}, "no header .* expected a file that save_rollouts wrote"),
         ({"metadata": {"megatron_rc": "{"}}, "the header of .* is no JSON"),
         ({"metadata": {"megatron_rc": "[]"}}, "the header of .* is a list: expected a JSON object"),
     ],
 )
 def test_other_files_are_refused(tmp_path, change, message):
+    assert identical(load_rollouts(rewritten(tmp_path / "file")), example())
     with pytest.raises(ValueError, match=message):
         load_rollouts(rewritten(tmp_path / "file", **change))
 
@@ -148,14 +139,11 @@ def test_a_pipe_stays_and_a_link_leads_to_what_is_written(tmp_path):
     assert identical(load_rollouts(tmp_path / "round"), example())
 
 
-def test_a_batch_of_the_wrong_structure_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="rewards has shape"):
-        save_rollouts(dataclasses.replace(example(), rewards=torch.zeros(2)), tmp_path / "file")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
+    with pytest.raises(ValueError, match="rewards has shape"):
+        save_rollouts(dataclasses.replace(example(), rewards=torch.zeros(2)), path)
+    assert not list(tmp_path.iterdir())
     save_rollouts(example(), path)
 
     def fail(tensors, name, metadata):

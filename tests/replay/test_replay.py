@@ -16,7 +16,6 @@ from megatron_rc.doctor.report import examine
 from megatron_rc.records.formats.jsonl import write_jsonl
 from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from megatron_rc.replay.__main__ import main
-from megatron_rc.replay.candidates import named
 from megatron_rc.replay.gradient import uncorrected
 from megatron_rc.replay.outcome import outcome
 from megatron_rc.replay.reading import NamedBatch, read_batches
@@ -215,14 +214,11 @@ def test_tokens_of_no_step_are_as_they_were_scored():
     assert found.effect.cosine == expected.effect.cosine
 
 
-def test_nothing_corrected_changes_nothing():
+def test_nothing_corrected_changes_nothing_and_everything_rejected_has_no_direction():
     data, found = replayed([scored_batch()], preset("disabled"))
     assert found.effect.cosine == pytest.approx(1, abs=1e-12)
     assert found.effect.length == pytest.approx(1, abs=1e-12)
     assert as_dict(data, [found], 5)["corrections"][0]["most_affected"] == []
-
-
-def test_everything_rejected_has_no_direction():
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.9999999_1.0000001")
     _, found = replayed([scored_batch()], config)
     assert found.effect.cosine is None
@@ -347,16 +343,10 @@ def refused(words, capsys):
         (["--preset=disabled", "--sequences=-1"], "--sequences -1: expected 0 or more"),
         (["--preset=disabled", "--html=nowhere/a.html"], "--html nowhere/a.html: the folder nowhere does not exist"),
         (["--preset=disabled", "--html="], "--html '': expected the name of a file to write"),
-        (
-            ["--preset=disabled", "--html=a.jsonl"],
-            "--html a.jsonl is the name of a record: name the page something.html",
-        ),
+        (["--preset=disabled", "--html=a.jsonl"], "--html a.jsonl is the name of a record: name the page"),
         (["--preset=disabled", "--vocab-size=0"], "--vocab-size 0: expected 1 or more"),
         (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
-        (
-            ["--preset=token_is", "--grid=proximal_interpolation=true"],
-            "proximal_interpolation",
-        ),
+        (["--preset=token_is", "--grid=proximal_interpolation=true"], "proximal_interpolation"),
     ],
 )
 def test_flags_that_cannot_serve_are_one_sentence(folder, capsys, words, message):
@@ -376,10 +366,7 @@ def bad_value(batch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            changed(old_log_probs=None),
-            "no sampled token has a log-prob of the trainer (old_log_probs): write them with",
-        ),
+        (changed(old_log_probs=None), "no sampled token has a log-prob of the trainer (old_log_probs): write them"),
         (lambda batch: batch.rows([]), "expected records of --save-rollouts"),
         (changed(old_log_probs=torch.full((12, 20), torch.nan)), "no sampled token has a log-prob of the trainer"),
         (bad_value, "the rollout log-prob of sample 102, token 4 is 0.5: expected a finite number"),
@@ -423,12 +410,6 @@ def test_log_probs_that_are_shifted_are_refused(tmp_path, capsys):
     shifted = torch.roll(batch.old_log_probs.nan_to_num(-1.0), 1, dims=1)
     save_rollouts(dataclasses.replace(batch, old_log_probs=shifted), tmp_path / "a.safetensors")
     assert "are shifted by" in refused([tmp_path / "a.safetensors", "--preset=disabled"], capsys)
-
-
-def test_candidates_keep_their_order_and_names():
-    found = named(["token_is", "disabled"])
-    assert list(found) == ["token_is", "disabled"]
-    assert found["token_is"] == preset("token_is")
 
 
 def test_without_presets_those_are_compared_that_the_doctor_would_try(folder, capsys):

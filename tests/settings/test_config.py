@@ -28,12 +28,11 @@ def test_criteria_are_parsed_into_bounds_on_the_statistic():
 
 def test_names_of_the_first_releases_and_lower_bounds_of_their_own():
     config = RolloutCorrectionConfig(
-        rollout_rs="token,geometric,seq_max_k2",
-        rollout_rs_threshold="2,1.5,0.3",
-        rollout_rs_threshold_lower="0.1,0.9",
+        rollout_rs="token,geometric,seq_max_k2", rollout_rs_threshold="2,1.5,0.3", rollout_rs_threshold_lower="0.1,0.9"
     )
     assert [c.name for c in config.criteria] == ["token_k1", "seq_mean_k1", "seq_max_k2"]
     assert [c.lower for c in config.criteria] == [math.log(0.1), math.log(0.9), -math.inf]
+    assert config.rollout_is == "sequence"  # also where only criteria are given
 
 
 def test_criteria_that_look_further_than_the_sequence():
@@ -101,10 +100,7 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "does nothing without rollout_is: set rollout_is"),
         ({"rollout_is": None, "rollout_is_apply": False}, "rollout_is_apply=False does nothing without rollout_is"),
         ({"rollout_is_apply": None}, "rollout_is_apply=None must be true or false"),
-        (
-            {"rollout_is_apply": False, "rollout_is_batch_normalize": True},
-            "rollout_is_batch_normalize=True does nothing with rollout_is_apply=False",
-        ),
+        ({"rollout_is_apply": False, "rollout_is_batch_normalize": True}, "does nothing with rollout_is_apply=False"),
         ({"rollout_is_batch_normalize": "true"}, "rollout_is_batch_normalize='true' must be true or false"),
         ({"rollout_is_batch_normalize_scope": "accepted"}, "does nothing without rollout_is_batch_normalize"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs='token_k4' is unknown"),
@@ -141,15 +137,9 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"bypass_mode": "yes"}, "bypass_mode='yes' must be true or false"),
         ({"loss_type": "reinforce"}, "names the objective of bypass mode: set bypass_mode=True, or drop it"),
         ({"use_policy_gradient": True}, "names the objective of bypass mode"),
-        (
-            {"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True},
-            "use_policy_gradient=False contradicts loss_type='reinforce'",
-        ),
+        ({"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True}, "contradicts loss_type="),
         ({"bypass_mode": True, "rollout_is_batch_normalize": True}, "applies no weights: drop it"),
-        (
-            {"bypass_mode": True, "rollout_rs": "group_mean_k3", "rollout_rs_threshold": 1},
-            "rollout_rs=group_mean_k3 needs all responses of a prompt",
-        ),
+        ({"bypass_mode": True, "rollout_rs": "group_mean_k3", "rollout_rs_threshold": 1}, "rollout_rs=group_mean_k3"),
         ({"rolout_is": "token"}, "unknown field 'rolout_is' of the rollout correction: known are rollout_is, "),
         ({"notes": ("x",)}, "unknown field 'notes'"),
     ],
@@ -176,6 +166,8 @@ def test_what_no_field_takes_is_named(name, value):
         ("directory", "cannot be read: Is a directory; name a YAML file"),
         (b"rollout_is: \xff\xfe", "is no text: name a YAML file with lines of `field: value`"),
         (b"", "expected lines of `field: value`, got an empty file"),
+        (b"- 1\n", "expected lines of `field: value`, got list"),
+        (b"a: {\n", "is not YAML"),
     ],
 )
 @pytest.mark.parametrize("by_flag", [False, True])
@@ -194,11 +186,6 @@ def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message, b
 def test_fields_that_are_no_mapping_are_refused(fields, dialect):
     with pytest.raises(ValueError, match=f"fields is a {type(fields).__name__}: pass a dict"):
         RolloutCorrectionConfig.from_dict(fields, dialect)
-
-
-def test_weights_are_on_where_only_a_criterion_is_given():
-    """docs/presets.md says so of the default."""
-    assert RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0).rollout_is == "sequence"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import PRESETS
 from tests.settings.test_flags import from_flags
+from tests.support.tables import table
 
 DESCRIBED = [
     *(preset(name) for name in PRESETS),
@@ -55,29 +56,24 @@ def test_a_description_says_every_fact():
     ]
 
 
-@pytest.mark.parametrize(
-    ("config", "fact"),
-    [
-        (preset("disabled"), "token weights w_t = ρ_t, truncated at 2"),
-        (preset("disabled"), "the weights are measured, not applied"),
-        (preset("decoupled_k3_rs"), "no importance weights"),
-        (preset("disabled"), "no rejection by divergence"),
-        (preset("decoupled_token_is"), "token weights w_t = ρ_t, truncated at 2"),
-        (preset("decoupled_token_icepop"), "token weights w_t = ρ_t, 0 outside [0.5, 5]"),
-        (
-            preset("decoupled_geo_rs"),
-            "rejects sequences whose geometric mean ρ is outside [0.999, 1.001] (seq_mean_k1)",
-        ),
-        (preset("bypass_ppo_clip"), "bypass: π_old := π_rollout, ρ = π_θ / π_rollout; PPO clips ρ itself"),
-        (
-            preset("bypass_ppo_clip", "2025-11"),
-            "the weights are measured, not applied: the ratio of the loss is the correction",
-        ),
-        (preset("pg_is"), "bypass: π_old := π_rollout, ρ = π_θ / π_rollout; REINFORCE, without clipping"),
-        (DESCRIBED[-1], "token weights w_t = ρ_t, not truncated"),
-        (DESCRIBED[-1], "the weights are divided by their mean over the valid tokens of the global batch"),
-        (DESCRIBED[-1], "the loss is averaged over all trained tokens, rejected ones too"),
-    ],
-)
-def test_facts_of_a_description(config, fact):
+FACTS = """
+disabled | token weights w_t = ρ_t, truncated at 2
+disabled | the weights are measured, not applied
+disabled | no rejection by divergence
+decoupled_k3_rs | no importance weights
+decoupled_token_is | token weights w_t = ρ_t, truncated at 2
+decoupled_token_icepop | token weights w_t = ρ_t, 0 outside [0.5, 5]
+decoupled_geo_rs | rejects sequences whose geometric mean ρ is outside [0.999, 1.001] (seq_mean_k1)
+bypass_ppo_clip | bypass: π_old := π_rollout, ρ = π_θ / π_rollout; PPO clips ρ itself
+bypass_ppo_clip@2025-11 | the weights are measured, not applied: the ratio of the loss is the correction
+pg_is | bypass: π_old := π_rollout, ρ = π_θ / π_rollout; REINFORCE, without clipping
+slime | token weights w_t = ρ_t, not truncated
+slime | the weights are divided by their mean over the valid tokens of the global batch
+slime | the loss is averaged over all trained tokens, rejected ones too
+"""
+
+
+@table("name fact", FACTS)
+def test_facts_of_a_description(name, fact):
+    config = DESCRIBED[-1] if name == "slime" else preset(*name.split("@"))
     assert fact in config.describe().splitlines()

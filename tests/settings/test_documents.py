@@ -36,16 +36,10 @@ def test_a_preset_has_the_fields_of_its_row(cells):
     assert {preset(one) for one in (name, *aliases)} == {wanted}
 
 
-def test_the_table_has_every_name_once():
+def test_the_tables_have_every_preset_and_criterion():
     assert sorted(name for cells in TABLE for name in quoted(cells[0]) + quoted(cells[1])) == sorted(PRESETS)
-
-
-def test_names_that_changed_their_numbers_are_those_of_the_table():
     changed = [name for cells in rows("docs/presets.md", "names | 2026-08 | 2025-11") for name in quoted(cells[0])]
     assert sorted(changed) == sorted(name for name in PRESETS if preset(name, "2025-11") != preset(name))
-
-
-def test_the_short_tables_name_presets_and_criteria_that_there_are():
     named = [name for cells in rows("docs/presets.md", "paper | config | equation") for name in quoted(cells[1])]
     assert set(named) <= set(PRESETS)
     named = [name for cells in rows("docs/presets.md", "criterion | rejects | if") for name in quoted(cells[0])]

@@ -88,15 +88,11 @@ def test_settings_of_verl_without_a_dialect():
     assert RolloutCorrectionConfig.from_dict(near).rollout_rs_threshold == near["rollout_rs_threshold"]
 
 
-def test_flags_of_fields_are_spelt_as_the_page_says():
+def test_flags_of_megatron_lm_and_of_fields():
     known = build_parser()._option_string_actions
     for field in FIELDS:
         assert flag_of(field) == f"--{field.replace('_', '-')}"
         assert flag_of(field) in known
-
-
-def test_flags_of_megatron_lm():
-    known = build_parser()._option_string_actions
     table = rows("docs/migrating.md", "flag | default | here")
     assert len(table) > 10
     for cells in table:
@@ -107,21 +103,10 @@ def test_flags_of_megatron_lm():
             assert flag.split()[0] in known, flag
 
 
-def test_verls_kl_penalties_are_estimators():
+def test_kl_penalties_are_estimators_and_metrics_those_that_the_doctor_understands():
     here = [name for cells in rows("docs/migrating.md", "`kl_loss_type` | here") for name in quoted(cells[1])]
     assert sorted(here) == sorted(KL_ESTIMATORS)
-
-
-def test_names_of_metrics_are_those_that_the_doctor_understands():
     table = PAGE.partition("\n## Names of metrics\n")[2]
     listed = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", table, flags=re.MULTILINE))
     others = [names for whose, names in NAMES_OF.items() if whose != "megatron_rc"]
     assert listed == {name: here for names in others for name, here in names.items()}
-
-
-def test_the_command_reads_the_file(tmp_path):
-    path = tmp_path / "verl.yaml"
-    path.write_text("algorithm: {rollout_correction: {rollout_is: token}, gamma: 1.0}\n")
-    config = RolloutCorrectionConfig.from_yaml(path, dialect="verl")
-    assert config.rollout_is == "token"
-    assert any("gamma" in note for note in config.notes)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import yaml
 
 from tests.support import correction_oracle as oracle
 
 LN = math.log
-NONE = -math.inf
 LENGTHS = (9, 16, 0, 1, 12, 16, 3, 7, 2, 16, 5, 14)
 ROWS, WIDTH = len(LENGTHS), 16
 NEAREST = 1e-3  # the least distance of every statistic from every bound
@@ -39,242 +39,107 @@ class Case:
     rejects: tuple[str, ...] = field(default=())
 
 
-def rs(names, thresholds, **more):
-    return {"rollout_rs": names, "rollout_rs_threshold": thresholds, **more}
+# Criteria of the settings have a name and two bounds: of k1 on ρ, of the others as they are.
+_CASES = """
+nothing:
+  fields: {rollout_is: null}
+  sides: [rewards]
+token:
+  fields: {rollout_is: token, rollout_is_threshold: 1.5, rollout_rs: 'token_k1, seq_mean_k3,seq_sum_k1',
+    rollout_rs_threshold: '0.5_1.9,0.2,0.08_6'}
+  settings: {level: token, upper: 1.5, criteria: [token_k1 0.5 1.9, seq_mean_k3 -inf 0.2, seq_sum_k1 0.08 6]}
+  sides: [rewards, versions]
+token clamp:
+  fields: {rollout_is: token, rollout_is_mode: clamp, rollout_is_threshold: 1.5, rollout_is_threshold_lower: 0.7,
+    rollout_is_batch_normalize: true, rollout_rs: 'token_k2,seq_max_k3', rollout_rs_threshold: '0.3,0.6'}
+  settings: {level: token, mode: clamp, lower: 0.7, upper: 1.5, batch_normalize: true, criteria: [token_k2 -inf 0.3,
+    seq_max_k3 -inf 0.6]}
+  sides: [token_versions]
+token icepop:
+  fields: {rollout_is: token, rollout_is_threshold: 0.6_1.6, rejection_denominator: original, rollout_rs: token_k3,
+    rollout_rs_threshold: 0.4}
+  settings: {level: token, mode: mask, lower: 0.6, upper: 1.6, denominator: original, criteria: [token_k3 -inf 0.4]}
+token accepted scope:
+  fields: {rollout_is: token, rollout_is_threshold: 1.4, rollout_is_batch_normalize: true,
+    rollout_is_batch_normalize_scope: accepted, rollout_token_veto_threshold: 0.4, rollout_rs: 'token,geometric,opsm',
+    rollout_rs_threshold: '1.8,0.7_1.5,0.05'}
+  settings: {level: token, upper: 1.4, batch_normalize: true, scope: accepted, veto: 0.4, criteria: [token_k1
+    0.5555555555555556 1.8, seq_mean_k1 0.7 1.5, opsm -0.05 inf]}
+  sides: [token_advantages]
+sequence:
+  fields: {rollout_is: sequence, rollout_is_batch_normalize: true, rollout_rs: 'seq_sum_k2,seq_sum_k3',
+    rollout_rs_threshold: '2.2,2.5'}
+  settings: {level: sequence, batch_normalize: true, criteria: [seq_sum_k2 -inf 2.2, seq_sum_k3 -inf 2.5]}
+sequence icepop:
+  fields: {rollout_is: sequence, rollout_is_threshold: 3, rollout_is_mode: mask, rollout_is_batch_normalize: true,
+    rollout_is_batch_normalize_scope: accepted, rollout_rs: opsm, rollout_rs_threshold: 0.02}
+  settings: {level: sequence, mode: mask, upper: 3.0, batch_normalize: true, scope: accepted, criteria: [opsm -0.02
+    inf]}
+  sides: [advantages, rewards]
+geometric:
+  fields: {rollout_is: geometric, rollout_is_mode: clamp, rollout_is_threshold: 1.1, rollout_rs:
+    'seq_mean_k1,seq_mean_k2', rollout_rs_threshold: '1.2,0.25', rollout_rs_threshold_lower: 0.75}
+  settings: {level: geometric, mode: clamp, upper: 1.1, criteria: [seq_mean_k1 0.75 1.2, seq_mean_k2 -inf 0.25]}
+geometric measured:
+  fields: {rollout_is: geometric, rollout_is_threshold: 0.9_1.2, rollout_is_apply: false, rollout_rs: token_k1,
+    rollout_rs_threshold: '0.4_2'}
+  settings: {level: geometric, mode: mask, apply: false, lower: 0.9, upper: 1.2, criteria: [token_k1 0.4 2]}
+maxima and veto:
+  fields: {rollout_is: null, rollout_token_veto_threshold: 0.4, rollout_rs: 'seq_max_k2,seq_mean_error',
+    rollout_rs_threshold: '0.46,0.6'}
+  settings: {veto: 0.4, criteria: [seq_max_k2 -inf 0.46, seq_mean_error -inf 0.6]}
+groups:
+  fields: {rollout_is: token, rollout_rs: 'group_any,seq_sum_k1,group_mean_k1,group_mean_k3', rollout_rs_threshold:
+    '0.05_9,0.85_1.2,0.2'}
+  settings: {level: token, criteria: [seq_sum_k1 0.05 9, group_mean_k1 0.85 1.2, group_mean_k3 -inf 0.2, group_any -inf
+    inf]}
+  sides: [groups]
+  rejects: [seq_sum_k1, group_mean_k1]
+group of the vetoed:
+  fields: {rollout_is: token, rollout_token_veto_threshold: 0.4, rollout_rs: 'group_any,opsm,group_mean_k2',
+    rollout_rs_threshold: '0.02,0.16'}
+  settings: {level: token, veto: 0.4, criteria: [opsm -0.02 inf, group_mean_k2 -inf 0.16, group_any -inf inf]}
+  sides: [groups, advantages]
+token by staleness:
+  fields: {rollout_is: token, rollout_is_mode: clamp, rollout_is_threshold: 0.7_1.4, rollout_staleness_scale:
+    '1:1.5,3:0.8', rollout_rs: 'token_k1,token_k2,seq_max_k3', rollout_rs_threshold: '0.6_1.6,0.3,0.5'}
+  settings: {level: token, mode: clamp, lower: 0.7, upper: 1.4, staleness: [[1, 1.5], [3, 0.8]], criteria: [token_k1
+    0.6 1.6, token_k2 -inf 0.3, seq_max_k3 -inf 0.5]}
+  sides: [token_versions]
+sequence by staleness:
+  fields: {rollout_is: sequence, rollout_is_threshold: 2.5, rollout_is_batch_normalize: true, rollout_staleness_scale:
+    '1:0.5,4:2', rollout_rs: 'seq_sum_k1,seq_mean_k3,opsm', rollout_rs_threshold: '0.2_4,0.15,0.04'}
+  settings: {level: sequence, upper: 2.5, batch_normalize: true, staleness: [[1, 0.5], [4, 2.0]], criteria: [seq_sum_k1
+    0.2 4, seq_mean_k3 -inf 0.15, opsm -0.04 inf]}
+  sides: [versions, advantages]
+icepop by staleness:
+  fields: {rollout_is: geometric, rollout_is_threshold: 0.85_1.2, rollout_staleness_scale: '4:0.6'}
+  settings: {level: geometric, mode: mask, lower: 0.85, upper: 1.2, staleness: [[4, 0.6]]}
+  sides: [token_versions]
+bad tokens:
+  fields: {rollout_is: sequence, bad_log_probs: reject_token, rejection_denominator: original, rollout_rs: token_k1,
+    rollout_rs_threshold: 2}
+  settings: {level: sequence, bad: reject_token, denominator: original, criteria: [token_k1 0.5 2]}
+  bad: true
+bad sequences:
+  fields: {rollout_is: token, bad_log_probs: reject_sequence, rollout_is_batch_normalize: true}
+  settings: {level: token, bad: reject_sequence, batch_normalize: true}
+  bad: true
+"""
 
 
-def k1(name, lower, upper):
-    return (name, LN(lower), LN(upper))
+def _case(fields: dict[str, Any], settings: dict[str, Any] | None = None, **more: Any) -> Case:
+    settings, criteria = dict(settings or {}), []
+    for words in settings.pop("criteria", []):
+        name, *bounds = words.split()
+        criteria.append((name, *(LN(float(x)) if name.endswith("_k1") else float(x) for x in bounds)))
+    settings |= {"criteria": tuple(criteria)} if criteria else {}
+    settings |= {name: tuple(map(tuple, settings[name])) for name in ("staleness",) if name in settings}
+    more |= {name: tuple(more[name]) for name in ("sides", "rejects") if name in more}
+    return Case(fields, settings, **{"rejects": tuple(name for name, *_ in criteria)} | more)
 
 
-NO_IS = {"rollout_is": None}
-CASES = {
-    "nothing": Case(NO_IS, {}, ("rewards",)),
-    "token": Case(
-        {
-            "rollout_is": "token",
-            "rollout_is_threshold": 1.5,
-            **rs("token_k1, seq_mean_k3,seq_sum_k1", "0.5_1.9,0.2,0.08_6"),
-        },
-        {
-            "level": "token",
-            "upper": 1.5,
-            "criteria": (k1("token_k1", 0.5, 1.9), ("seq_mean_k3", NONE, 0.2), k1("seq_sum_k1", 0.08, 6)),
-        },
-        ("rewards", "versions"),
-        rejects=("token_k1", "seq_mean_k3", "seq_sum_k1"),
-    ),
-    "token clamp": Case(
-        {
-            "rollout_is": "token",
-            "rollout_is_mode": "clamp",
-            "rollout_is_threshold": 1.5,
-            "rollout_is_threshold_lower": 0.7,
-            "rollout_is_batch_normalize": True,
-            **rs("token_k2,seq_max_k3", "0.3,0.6"),
-        },
-        {
-            "level": "token",
-            "mode": "clamp",
-            "lower": 0.7,
-            "upper": 1.5,
-            "batch_normalize": True,
-            "criteria": (("token_k2", NONE, 0.3), ("seq_max_k3", NONE, 0.6)),
-        },
-        ("token_versions",),
-        rejects=("token_k2", "seq_max_k3"),
-    ),
-    "token icepop": Case(
-        {
-            "rollout_is": "token",
-            "rollout_is_threshold": "0.6_1.6",
-            "rejection_denominator": "original",
-            **rs("token_k3", 0.4),
-        },
-        {
-            "level": "token",
-            "mode": "mask",
-            "lower": 0.6,
-            "upper": 1.6,
-            "denominator": "original",
-            "criteria": (("token_k3", NONE, 0.4),),
-        },
-        rejects=("token_k3",),
-    ),
-    "token accepted scope": Case(
-        {
-            "rollout_is": "token",
-            "rollout_is_threshold": 1.4,
-            "rollout_is_batch_normalize": True,
-            "rollout_is_batch_normalize_scope": "accepted",
-            "rollout_token_veto_threshold": 0.4,
-            **rs("token,geometric,opsm", "1.8,0.7_1.5,0.05"),
-        },
-        {
-            "level": "token",
-            "upper": 1.4,
-            "batch_normalize": True,
-            "scope": "accepted",
-            "veto": 0.4,
-            "criteria": (k1("token_k1", 1 / 1.8, 1.8), k1("seq_mean_k1", 0.7, 1.5), ("opsm", -0.05, math.inf)),
-        },
-        ("token_advantages",),
-        rejects=("token_k1", "seq_mean_k1", "opsm"),
-    ),
-    "sequence": Case(
-        {"rollout_is": "sequence", "rollout_is_batch_normalize": True, **rs("seq_sum_k2,seq_sum_k3", "2.2,2.5")},
-        {
-            "level": "sequence",
-            "batch_normalize": True,
-            "criteria": (("seq_sum_k2", NONE, 2.2), ("seq_sum_k3", NONE, 2.5)),
-        },
-        rejects=("seq_sum_k2", "seq_sum_k3"),
-    ),
-    "sequence icepop": Case(
-        {
-            "rollout_is": "sequence",
-            "rollout_is_threshold": 3,
-            "rollout_is_mode": "mask",
-            "rollout_is_batch_normalize": True,
-            "rollout_is_batch_normalize_scope": "accepted",
-            **rs("opsm", 0.02),
-        },
-        {
-            "level": "sequence",
-            "mode": "mask",
-            "upper": 3.0,
-            "batch_normalize": True,
-            "scope": "accepted",
-            "criteria": (("opsm", -0.02, math.inf),),
-        },
-        ("advantages", "rewards"),
-        rejects=("opsm",),
-    ),
-    "geometric": Case(
-        {
-            "rollout_is": "geometric",
-            "rollout_is_mode": "clamp",
-            "rollout_is_threshold": 1.1,
-            **rs("seq_mean_k1,seq_mean_k2", "1.2,0.25", rollout_rs_threshold_lower=0.75),
-        },
-        {
-            "level": "geometric",
-            "mode": "clamp",
-            "upper": 1.1,
-            "criteria": (k1("seq_mean_k1", 0.75, 1.2), ("seq_mean_k2", NONE, 0.25)),
-        },
-        rejects=("seq_mean_k1", "seq_mean_k2"),
-    ),
-    "geometric measured": Case(
-        {
-            "rollout_is": "geometric",
-            "rollout_is_threshold": "0.9_1.2",
-            "rollout_is_apply": False,
-            **rs("token_k1", "0.4_2"),
-        },
-        {
-            "level": "geometric",
-            "mode": "mask",
-            "apply": False,
-            "lower": 0.9,
-            "upper": 1.2,
-            "criteria": (k1("token_k1", 0.4, 2),),
-        },
-        rejects=("token_k1",),
-    ),
-    "maxima and veto": Case(
-        {**NO_IS, "rollout_token_veto_threshold": 0.4, **rs("seq_max_k2,seq_mean_error", "0.46,0.6")},
-        {"veto": 0.4, "criteria": (("seq_max_k2", NONE, 0.46), ("seq_mean_error", NONE, 0.6))},
-        rejects=("seq_max_k2", "seq_mean_error"),
-    ),
-    "groups": Case(
-        {"rollout_is": "token", **rs("group_any,seq_sum_k1,group_mean_k1,group_mean_k3", "0.05_9,0.85_1.2,0.2")},
-        {
-            "level": "token",
-            "criteria": (
-                k1("seq_sum_k1", 0.05, 9),
-                k1("group_mean_k1", 0.85, 1.2),
-                ("group_mean_k3", NONE, 0.2),
-                ("group_any", NONE, math.inf),
-            ),
-        },
-        ("groups",),
-        rejects=("seq_sum_k1", "group_mean_k1"),
-    ),
-    "group of the vetoed": Case(
-        {"rollout_is": "token", "rollout_token_veto_threshold": 0.4, **rs("group_any,opsm,group_mean_k2", "0.02,0.16")},
-        {
-            "level": "token",
-            "veto": 0.4,
-            "criteria": (("opsm", -0.02, math.inf), ("group_mean_k2", NONE, 0.16), ("group_any", NONE, math.inf)),
-        },
-        ("groups", "advantages"),
-        rejects=("opsm", "group_mean_k2", "group_any"),
-    ),
-    "token by staleness": Case(
-        {
-            "rollout_is": "token",
-            "rollout_is_mode": "clamp",
-            "rollout_is_threshold": "0.7_1.4",
-            "rollout_staleness_scale": "1:1.5,3:0.8",
-            **rs("token_k1,token_k2,seq_max_k3", "0.6_1.6,0.3,0.5"),
-        },
-        {
-            "level": "token",
-            "mode": "clamp",
-            "lower": 0.7,
-            "upper": 1.4,
-            "staleness": ((1, 1.5), (3, 0.8)),
-            "criteria": (k1("token_k1", 0.6, 1.6), ("token_k2", NONE, 0.3), ("seq_max_k3", NONE, 0.5)),
-        },
-        ("token_versions",),
-        rejects=("token_k1", "token_k2", "seq_max_k3"),
-    ),
-    "sequence by staleness": Case(
-        {
-            "rollout_is": "sequence",
-            "rollout_is_threshold": 2.5,
-            "rollout_is_batch_normalize": True,
-            "rollout_staleness_scale": "1:0.5,4:2",
-            **rs("seq_sum_k1,seq_mean_k3,opsm", "0.2_4,0.15,0.04"),
-        },
-        {
-            "level": "sequence",
-            "upper": 2.5,
-            "batch_normalize": True,
-            "staleness": ((1, 0.5), (4, 2.0)),
-            "criteria": (k1("seq_sum_k1", 0.2, 4), ("seq_mean_k3", NONE, 0.15), ("opsm", -0.04, math.inf)),
-        },
-        ("versions", "advantages"),
-        rejects=("seq_sum_k1", "seq_mean_k3", "opsm"),
-    ),
-    "icepop by staleness": Case(
-        {"rollout_is": "geometric", "rollout_is_threshold": "0.85_1.2", "rollout_staleness_scale": "4:0.6"},
-        {"level": "geometric", "mode": "mask", "lower": 0.85, "upper": 1.2, "staleness": ((4, 0.6),)},
-        ("token_versions",),
-    ),
-    "bad tokens": Case(
-        {
-            "rollout_is": "sequence",
-            "bad_log_probs": "reject_token",
-            "rejection_denominator": "original",
-            **rs("token_k1", 2),
-        },
-        {
-            "level": "sequence",
-            "bad": "reject_token",
-            "denominator": "original",
-            "criteria": (k1("token_k1", 0.5, 2),),
-        },
-        bad=True,
-        rejects=("token_k1",),
-    ),
-    "bad sequences": Case(
-        {"rollout_is": "token", "bad_log_probs": "reject_sequence", "rollout_is_batch_normalize": True},
-        {"level": "token", "bad": "reject_sequence", "batch_normalize": True},
-        bad=True,
-    ),
-}
+CASES = {name: _case(**given) for name, given in yaml.safe_load(_CASES).items()}
 
 
 @dataclass(frozen=True)
@@ -294,10 +159,7 @@ class Batch:
 
 # Numbers that must be equal on all ranks.
 SIZES = {"num_mini_batches": 3}
-MORE_SIZES = {
-    "group_ids": {"num_groups": 5},
-    "policy_versions": {"current_version": 7, "max_staleness": 2},
-}
+MORE_SIZES = {"group_ids": {"num_groups": 5}, "policy_versions": {"current_version": 7, "max_staleness": 2}}
 
 
 def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Table = Sequence[Sequence[float]]
 Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
@@ -95,9 +96,9 @@ class Batch:
 
 
 def correct(
-    train: Sequence[Sequence[float]],
-    rollout: Sequence[Sequence[float]],
-    mask: Sequence[Sequence[bool]],
+    train: Table,
+    rollout: Table,
+    mask: Table,
     settings: Settings | Mapping[str, Any],
     *,
     advantages: Sequence[Any] | None = None,
@@ -202,9 +203,9 @@ def as_settings(settings: Settings | Mapping[str, Any]) -> Settings:
 
 
 def read(
-    train: Sequence[Sequence[float]],
-    rollout: Sequence[Sequence[float]],
-    mask: Sequence[Sequence[bool]],
+    train: Table,
+    rollout: Table,
+    mask: Table,
     settings: Settings,
     *,
     advantages: Sequence[Any] | None = None,
@@ -598,18 +599,11 @@ def by_bucket(
 
 
 def distances(
-    train: Sequence[Sequence[float]],
-    rollout: Sequence[Sequence[float]],
-    mask: Sequence[Sequence[bool]],
-    settings: Settings | Mapping[str, Any],
-    *,
-    advantages: Sequence[Any] | None = None,
-    group_ids: Sequence[int] | None = None,
-    **sides: Any,
+    train: Table, rollout: Table, mask: Table, settings: Settings | Mapping[str, Any], **sides: Any
 ) -> dict[str, float]:
     """For each test, also of metrics, the least distance of its statistic from one of its bounds, in its own unit."""
     settings = as_settings(settings)
-    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
+    batch = read(train, rollout, mask, settings, **sides)
     found = {}
     for name, lower, upper in settings.criteria:
         if name == "group_any":
@@ -635,16 +629,6 @@ def nearest(values: Iterable[float], lower: float, upper: float) -> float:
     return min((abs(value - edge) for value in values for edge in bounds), default=math.inf)
 
 
-def distance_to_bounds(
-    train: Sequence[Sequence[float]],
-    rollout: Sequence[Sequence[float]],
-    mask: Sequence[Sequence[bool]],
-    settings: Settings | Mapping[str, Any],
-    *,
-    advantages: Sequence[Any] | None = None,
-    group_ids: Sequence[int] | None = None,
-    **sides: Any,
-) -> float:
+def distance_to_bounds(*arguments: Any, **sides: Any) -> float:
     """The smallest of :func:`distances`."""
-    found = distances(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
-    return min(found.values(), default=math.inf)
+    return min(distances(*arguments, **sides).values(), default=math.inf)

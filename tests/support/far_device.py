@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 NAME = "far"
 aten = torch.ops.aten
-# Operations with a result whose shape depends on data.
+# Operations with a result, or its shape, that the host must know.
 _DATA_SHAPES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten.bincount.default)
+_DATA_SHAPES += (aten._unique2.default, aten.unique_dim.default, aten.equal.default)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 
 

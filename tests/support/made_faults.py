@@ -84,12 +84,7 @@ def pick(log_probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def result(maker: Maker, rollout: Tensor, old: Tensor, **more: Any) -> dict[str, Any]:
-    return {
-        "rollout_log_probs": rollout,
-        "old_log_probs": old,
-        "response_mask": maker.mask,
-        **more,
-    }
+    return {"rollout_log_probs": rollout, "old_log_probs": old, "response_mask": maker.mask, **more}
 
 
 def healthy(maker: Maker) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import yaml
 
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
@@ -35,103 +36,45 @@ LAYOUTS = (
 _CLIP = ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
 _REJECT = ("--rollout-rs=token_k1,seq_mean_k3", "--rollout-rs-threshold=0.65_1.6,0.12")
 _CRITERIA = (("token_k1", oracle.log(0.65), oracle.log(1.6)), ("seq_mean_k3", -oracle.math.inf, 0.12))
-_SETTINGS = functools.partial(oracle.Settings, criteria=_CRITERIA)
-_OBJECTIVE = functools.partial(Objective, low=0.1, high=0.15)
-_REINFORCE = ("--bypass-mode", "--loss-type=reinforce")
-
 # Several for each mode; a run's place in the matrix chooses one.
-OBJECTIVES: dict[str, tuple[Objective, ...]] = {
-    "decoupled": (
-        _OBJECTIVE(
-            words=(
-                *("--rollout-is=token", "--rollout-is-threshold=1.4", "--rollout-is-batch-normalize"),
-                *("--rollout-is-batch-normalize-scope=accepted", "--loss-aggregation=seq-mean-token-mean"),
-                *("--ppo-dual-clip=1.2", "--grpo-entropy-term-weight=0.02", "--grpo-kl-beta=0.05"),
-            ),
-            settings=_SETTINGS(level="token", upper=1.4, batch_normalize=True, scope="accepted"),
-            aggregation="seq-mean-token-mean",
-            dual=1.2,
-            entropy=0.02,
-            kl=0.05,
-        ),
-        _OBJECTIVE(
-            words=(
-                *("--policy-loss=gspo", "--rollout-is=sequence", "--rollout-is-threshold=1.5", "--grpo-kl-beta=0"),
-                *("--rejection-denominator=original", "--loss-aggregation=seq-mean-token-sum"),
-                *("--grpo-clamp-eps-lower=0.02", "--grpo-clamp-eps-upper=0.01"),
-            ),
-            settings=_SETTINGS(level="sequence", upper=1.5, denominator="original"),
-            algorithm="gspo",
-            low=0.02,
-            high=0.01,
-            aggregation="seq-mean-token-sum",
-        ),
-        _OBJECTIVE(
-            words=(
-                *("--policy-loss=cispo", "--rollout-is=geometric", "--rollout-is-threshold=0.8_1.2"),
-                *("--grpo-kl-beta=0.05", "--kl-estimator=k2"),
-                *("--loss-aggregation=seq-mean-token-sum-norm", "--loss-scale-factor=9"),
-            ),
-            settings=_SETTINGS(level="geometric", mode="mask", lower=0.8, upper=1.2),
-            algorithm="cispo",
-            aggregation="seq-mean-token-sum-norm",
-            scale=9.0,
-            kl=0.05,
-            estimator="k2",
-        ),
-    ),
-    "bypass ppo_clip": (
-        _OBJECTIVE(
-            words=("--bypass-mode", "--rollout-is=none", "--grpo-kl-beta=0.05", "--grpo-entropy-term-weight=0.02"),
-            settings=_SETTINGS(),
-            bypass=True,
-            kl=0.05,
-            entropy=0.02,
-        ),
-        _OBJECTIVE(
-            words=(
-                *("--bypass-mode", "--rollout-is=none", "--grpo-kl-beta=0", "--ppo-dual-clip=1.2"),
-                *("--loss-aggregation=seq-mean-token-mean", "--rollout-token-veto-threshold=0.35"),
-            ),
-            settings=_SETTINGS(veto=0.35),
-            bypass=True,
-            dual=1.2,
-            aggregation="seq-mean-token-mean",
-        ),
-    ),
-    "bypass reinforce": (
-        _OBJECTIVE(
-            words=(
-                *(*_REINFORCE, "--rollout-is=token", "--rollout-is-threshold=1.4", "--rollout-is-batch-normalize"),
-                *("--grpo-kl-beta=0", "--loss-aggregation=seq-mean-token-sum"),
-            ),
-            settings=_SETTINGS(level="token", upper=1.4, batch_normalize=True),
-            bypass=True,
-            algorithm="reinforce",
-            aggregation="seq-mean-token-sum",
-        ),
-        _OBJECTIVE(
-            words=(
-                *(*_REINFORCE, "--rollout-is=sequence", "--rollout-is-threshold=1.5", "--grpo-kl-beta=0.05"),
-                *("--loss-aggregation=token-sum", "--loss-scale-factor=40"),
-            ),
-            settings=_SETTINGS(level="sequence", upper=1.5),
-            bypass=True,
-            algorithm="reinforce",
-            aggregation="token-sum",
-            scale=40.0,
-            kl=0.05,
-        ),
-    ),
-    "bypass gspo": (
-        _OBJECTIVE(
-            words=("--bypass-mode", "--loss-type=gspo", "--rollout-is=none", "--grpo-kl-beta=0"),
-            settings=_SETTINGS(),
-            bypass=True,
-            algorithm="gspo",
-        ),
-    ),
-}
+_OBJECTIVES = """
+decoupled:
+- {words: --rollout-is=token --rollout-is-threshold=1.4 --rollout-is-batch-normalize
+  --rollout-is-batch-normalize-scope=accepted --loss-aggregation=seq-mean-token-mean --ppo-dual-clip=1.2
+  --grpo-entropy-term-weight=0.02 --grpo-kl-beta=0.05, settings: {level: token, upper: 1.4, batch_normalize: true,
+  scope: accepted}, dual: 1.2, aggregation: seq-mean-token-mean, kl: 0.05, entropy: 0.02}
+- {words: --policy-loss=gspo --rollout-is=sequence --rollout-is-threshold=1.5 --grpo-kl-beta=0
+  --rejection-denominator=original --loss-aggregation=seq-mean-token-sum --grpo-clamp-eps-lower=0.02
+  --grpo-clamp-eps-upper=0.01, settings: {level: sequence, upper: 1.5, denominator: original}, algorithm: gspo, low:
+  0.02, high: 0.01, aggregation: seq-mean-token-sum}
+- {words: --policy-loss=cispo --rollout-is=geometric --rollout-is-threshold=0.8_1.2 --grpo-kl-beta=0.05
+  --kl-estimator=k2 --loss-aggregation=seq-mean-token-sum-norm --loss-scale-factor=9, settings: {level: geometric,
+  mode: mask, lower: 0.8, upper: 1.2}, algorithm: cispo, aggregation: seq-mean-token-sum-norm, scale: 9.0, kl: 0.05,
+  estimator: k2}
+bypass ppo_clip:
+- {words: --bypass-mode --rollout-is=none --grpo-kl-beta=0.05 --grpo-entropy-term-weight=0.02, bypass: true, kl: 0.05,
+  entropy: 0.02}
+- {words: --bypass-mode --rollout-is=none --grpo-kl-beta=0 --ppo-dual-clip=1.2 --loss-aggregation=seq-mean-token-mean
+  --rollout-token-veto-threshold=0.35, settings: {veto: 0.35}, bypass: true, dual: 1.2, aggregation:
+  seq-mean-token-mean}
+bypass reinforce:
+- {words: --bypass-mode --loss-type=reinforce --rollout-is=token --rollout-is-threshold=1.4
+  --rollout-is-batch-normalize --grpo-kl-beta=0 --loss-aggregation=seq-mean-token-sum, settings: {level: token, upper:
+  1.4, batch_normalize: true}, bypass: true, algorithm: reinforce, aggregation: seq-mean-token-sum}
+- {words: --bypass-mode --loss-type=reinforce --rollout-is=sequence --rollout-is-threshold=1.5 --grpo-kl-beta=0.05
+  --loss-aggregation=token-sum --loss-scale-factor=40, settings: {level: sequence, upper: 1.5}, bypass: true,
+  algorithm: reinforce, aggregation: token-sum, scale: 40.0, kl: 0.05}
+bypass gspo:
+- {words: --bypass-mode --loss-type=gspo --rollout-is=none --grpo-kl-beta=0, bypass: true, algorithm: gspo}
+"""
+
+
+def _objective(words: str, settings: dict[str, Any] | None = None, **more: Any) -> Objective:
+    given = oracle.Settings(criteria=_CRITERIA, **settings or {})
+    return Objective(tuple(words.split()), given, **{"low": 0.1, "high": 0.15} | more)
+
+
+OBJECTIVES = {mode: tuple(_objective(**given) for given in some) for mode, some in yaml.safe_load(_OBJECTIVES).items()}
 MODES = ("decoupled", "bypass ppo_clip", "bypass reinforce")
 
 

@@ -59,6 +59,11 @@ def test_slime_is_read_token_by_token():
     assert batch.policy_versions[:, 0].tolist() == [3, 4]  # the oldest version of a response
     assert batch.routed_experts[0, :, 0, 0].tolist() == [0, 2, 4, 6, 8, -1]
     assert batch.routed_experts[1, :, 0, 0].tolist() == [0, 2, -1, -1, -1, -1]
+    first, second = slime_example()
+    removed = from_slime([first | {"remove_sample": True}, second], sampling=HALF, reward_key="math")
+    assert removed.response_mask.sum(dim=1).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="batches is empty"):
+        from_slime([], sampling=HALF)
 
 
 def test_slime_is_written_as_it_is_read():
@@ -105,12 +110,6 @@ def test_several_versions_are_all_written():
     assert to_verl(batch, pad_token_id=0)[1]["param_version_end"][2] == 6
 
 
-def test_samples_that_slime_removes_do_not_train():
-    samples = slime_example()
-    samples[0]["remove_sample"] = True
-    assert from_slime(samples, sampling=HALF, reward_key="math").response_mask.sum(dim=1).tolist() == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -145,8 +144,3 @@ def test_wrong_samples_are_refused(change, message):
     sample = slime_example()[0] | change
     with pytest.raises(ValueError, match=message):
         from_slime([{name: value for name, value in sample.items() if value is not ...}], sampling=HALF)
-
-
-def test_no_samples_are_no_batch():
-    with pytest.raises(ValueError, match="batches is empty"):
-        from_slime([], sampling=HALF)

@@ -121,10 +121,7 @@ def test_verls_older_forms_are_read():
         ({"rollout_log_probs": torch.zeros(2, 7)}, r"rollout_log_probs has shape \(2, 7\): expected \(2, 4\)"),
         ({"rollout_log_probs": torch.zeros(2, 3)}, "rollout_log_probs has shape"),
         ({"attention_mask": torch.ones(2, 4)}, "attention_mask has shape"),
-        (
-            {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]] * 2)},
-            "attention_mask of sequence 0.* prompts padded on the l",
-        ),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]] * 2)}, "attention_mask of sequence 0.* prompts"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * 2)}, "attention_mask of .* responses padded"),
         ({"response_mask": torch.ones(2, 4)}, "response_mask of sequence 1 has padding marked as sampled"),
         ({"input_ids": torch.zeros(2, 7)}, "input_ids of sequence 0, column 1 differ"),
@@ -192,11 +189,7 @@ def test_verls_nested_tensors_are_the_same_records():
     assert [FINISH_REASONS[index] for index in found.finish_reasons] == ["stop", "stop"]
     assert identical(dataclasses.replace(found, finish_reasons=expected.finish_reasons), expected)
     found.validate(vocab_size=26)
-
-
-def test_rows_of_one_length_need_not_be_nested():
-    """verl stacks rows of one length."""
-    nested, _, others = nested_example()
+    # verl stacks rows of one length.
     nested["prompts"] = torch.tensor([[10, 11, 12], [21, 22, 23]])
     nested |= {"input_ids": None, "routed_experts": None, "old_log_probs": None}
     assert from_verl(nested, others, sampling=HALF).tokens[0].tolist() == [10, 11, 12, 13, 14, 15, 16]
@@ -216,7 +209,7 @@ def test_rows_of_one_length_need_not_be_nested():
         ({"prompts": NO_ROWS, "responses": NO_ROWS}, "prompts has no rows: expected one a sequence"),
         (
             {"routed_experts": strided(torch.zeros(6, 2, 1), torch.zeros(4, 3, 1))},
-            r"routed_experts has shape \(4, 3, 1\) in sequence 1 and \(6, 2, 1\) in sequence 0",
+            r"\(4, 3, 1\) in sequence 1 and \(6, 2, 1\) in sequence 0",
         ),
         ({"prompts": strided(torch.tensor(1), torch.tensor(2))}, r"prompts has shape \(\) in sequence 0"),
     ],

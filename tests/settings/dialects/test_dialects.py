@@ -9,196 +9,137 @@ from megatron_rc.settings.dialects import DIALECTS, probable_dialects
 from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.presets import PRESETS
 from tests.golden.load import cases
-from tests.settings.dialects.test_nemo_rl import ERROR, ICEPOP, RATIO, RATIO_MIN, SEQ_MASK, TIS
+from tests.settings.dialects.test_nemo_rl import ICEPOP, RATIO, RATIO_MIN
+from tests.support.tables import table
+
+REFUSED = r"""
+verl | rollout_rs: geometric, rollout_rs_threshold: 1.01 | can be read with dialect='verl-2025-11'
+megatron_rc | use_tis: true, mis_level: token | read these settings with dialect='slime'$
+megatron_rc | algorithm: {rollout_correction: {rollout_rs: geometric, use_policy_gradient: true}}
+    | read these settings with dialect='verl-2025-11'$
+nemo-rl | grpo: {seq_logprob_error_threshold: 1} | seq_logprob_error_threshold=1.0 must be above 1
+nemo-rl | seq_logprob_error_threshold: x | seq_logprob_error_threshold='x' must be a number
+nemo-rl
+    | loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
+    truncated_importance_sampling_ratio: 1.1, truncated_importance_sampling_ratio_min: 0.9}, grpo:
+    {seq_logprob_error_threshold: 2}
+    | seq_logprob_error_threshold=.*'seq-mask-tis' .* one of the two
+nemo-rl | grpo: {seq_logprob_error_threshold: 1.5}, ppo: {seq_logprob_error_threshold: 2}
+    | seq_logprob_error_threshold .* 1.5 and 2: keep one
+nemo-rl | seq_logprob_error_threshold: 3, grpo: {seq_logprob_error_threshold: 2} | threshold .* 3 and 2
+slime | --tis-clip: 3.0, tis_clip: 2.0 | tis_clip .* 3.0 and 2.0: keep one
+verl-2026 | - | dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl
+megatron-lm | - | dialect='megatron-lm' is unknown
+verl | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
+verl-2025-11 | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
+verl-2025-10 | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
+slime | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
+nemo-rl | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
+verl | use_tis: true | 'use_tis', a name of slime: read these settings with dialect='slime'
+slime | loss_fn: {} | 'loss_fn', a name of nemo-rl: read these settings with dialect='nemo-rl'
+verl | rollout_is_level: token | a name of verl-2025-10: read these settings with
+nemo-rl | bad_log_probs: error | a name of megatron_rc: read these settings with
+megatron_rc | use_tis: true | 'use_tis' .*, a name of slime: read these settings with dialect='slime'
+megatron_rc | algorithm: {} | a name of verl and verl-2025-11 and verl-2025-10: read
+slime | 3: true | unknown setting '3': known are use_tis
+verl | use_policy_gradient: true | unknown setting 'use_policy_gradient'
+verl | rollout_token_veto_threshold: 0.0001 | unknown setting 'rollout_token_veto_threshold'
+verl | rollout_correction: 3 | rollout_correction=3 must hold settings
+verl | algorithm: {rollout_correction: {rollout_ris: 1}} | unknown setting 'rollout_ris'
+verl | rollout_is: geometric | rollout_is='geometric' is unknown: use one of None, token, sequence
+verl | rollout_is: true | rollout_is=True is unknown
+verl | rollout_is_threshold: true | rollout_is_threshold=True must be
+verl | rollout_is_threshold: '5_0.5' | must lie below the upper one
+verl | rollout_is_threshold: -1 | must be a finite positive number
+verl | rollout_is_batch_normalize: 'yes' | rollout_is_batch_normalize='yes' must be true or false
+verl | rollout_rs: ' , ' | rollout_rs=' , ' names no criterion: name one, or set it to null
+verl | rollout_rs: token_k1 | rollout_rs_threshold=None: rollout_rs='token_k1' needs a bound
+verl | rollout_rs: geometric, rollout_rs_threshold: 2 | rollout_rs='geometric' is unknown to verl
+verl | rollout_rs: opsm, rollout_rs_threshold: 2 | rollout_rs='opsm' is unknown to verl
+verl | rollout_rs: group_mean_k1, rollout_rs_threshold: 2 | 'group_mean_k1' is unknown to verl
+verl | rollout_rs: seq_max_k1, rollout_rs_threshold: 2 | rollout_rs='seq_max_k1' is unknown
+verl | rollout_rs: token_k1, rollout_rs_threshold: '1,2' | has 2 bounds for 1 criteria
+verl | rollout_rs: token_k1, rollout_rs_threshold: '0_2' | must be a finite positive number
+verl | rollout_rs: token_k1, rollout_rs_threshold: x | 'x' is not a number
+verl | rollout_rs: token_k3, rollout_rs_threshold: 0.1_0.2 | token_k3 takes one upper bound
+verl | loss_type: gspo | loss_type='gspo' is unknown
+verl | bypass_mode: 1 | bypass_mode=1 must be true or false
+verl-2025-11 | rollout_rs: token_k1 | rollout_rs='token_k1' is unknown: use one of None, token, sequence
+verl-2025-11 | rollout_rs: token, rollout_rs_threshold: 0 | rollout_rs_threshold=0.0 must be a finite
+verl-2025-11 | rollout_rs: token, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 3
+    | rollout_rs_threshold_lower=3 must lie below rollout_rs_threshold=2
+verl-2025-11 | rollout_is: null, rollout_rs: sequence, rollout_rs_threshold: null
+    | rollout_rs_threshold=None: rollout_rs='sequence' needs a number: set it, or set rollout_rs to null
+verl-2025-11 | rollout_is: token, rollout_is_threshold: null
+    | rollout_is_threshold=None: rollout_is='token' needs a number
+verl-2025-11 | rollout_is_threshold: 0.5_5.0 | rollout_is_threshold='0.5_5.0' must be a number
+verl-2025-11 | rollout_token_veto_threshold: -1 | rollout_token_veto_threshold=-1.0 must be a finite
+verl-2025-11 | rollout_token_veto_threshold: nan | rollout_token_veto_threshold='nan' must be finite
+verl-2025-11 | bypass_mode: true, bypass_old_logprob_for_rollout: false
+    | bypass_mode=True and bypass_old_logprob_for_rollout=False contradict
+verl-2025-11 | bypass_mode: true, loss_type: reinforce, use_policy_gradient: false
+    | loss_type='reinforce' and use_policy_gradient=False contradict
+verl-2025-10 | rollout_is: token | rollout_is='token' must be true or false
+verl-2025-10 | rollout_is_mode: clamp | rollout_is_mode='clamp' is unknown: use one of truncate, mask, clip
+verl-2025-10 | rollout_is_level: null | rollout_is_level=None is unknown
+verl-2025-10 | rollout_is: true, rollout_is_threshold: '0.5_2' | rollout_is_threshold='0.5_2' must be a num
+verl-2025-10 | rollout_is: true, rollout_is_threshold: 2, rollout_is_mode: mask, rollout_is_threshold_lower: 2
+    | rollout_is_threshold_lower=2 must lie below rollout_is_threshold=2
+verl-2025-10 | rollout_is: true, rollout_is_threshold: 2, rollout_is_veto_threshold: 0
+    | rollout_is_veto_threshold=0.0 must be a finite positive number
+slime | use_tis: 'true' | use_tis='true' must be true or false
+slime | use_tis: true, tis_mode: icepop | tis_mode='icepop' is unknown: use one of truncate, clip, mask
+slime | use_tis: true, tis_level: null | tis_level=None is unknown
+slime | use_tis: true, tis_upper_bound: null | tis_upper_bound=None must be a finite positive number
+slime | use_tis: true, tis_mode: clip, tis_lower_bound: 3.0 | tis_lower_bound=3 must lie below tis_upper_bound=2
+slime | use_tis: true, use_rs: true, rs_level: null | rs_level=None is unknown
+slime | use_tis: true, use_rs: true, rs_veto_threshold: 0 | rs_veto_threshold=0.0 must be
+slime | use_tis: true, use_rs: true, rs_upper_bound: 0.1 | rs_lower_bound=0.5 must lie below rs_upper
+slime | use_tis: true, tis_mode: mask, use_rs: true, rs_lower_bound: 3.0, rs_upper_bound: 4.0 | together accept no ρ
+slime | use_tis: true, tis_level: geometric, tis_batch_normalize: true
+    | tis_batch_normalize=True fails in slime with tis_level='geometric'
+slime | use_tis: true, tis_clip: 2.0, tis_mode: mask | tis_clip belongs to slime's built-in
+slime | use_tis: true, mis_mode: mask, rs_level: token
+    | rs_level belongs to its example's and mis_mode to its example's of October and November 2025: keep one
+slime | use_mis: true, mis_mode: drop | mis_mode='drop' is unknown: use one of truncate, clip, mask
+slime | use_mis: true, mis_upper_bound: 0 | mis_upper_bound=0.0 must be a finite positive number
+slime | use_opsm: true, opsm_delta: -1 | opsm_delta=-1.0 must be a number, 0 or more
+slime | use_opsm: true, opsm_delta: null | opsm_delta=None must be a number
+slime | use_opsm: 1 | use_opsm=1 must be true or false
+slime | use_tis: true, use_rollout_logprobs: true | use_tis=True and use_rollout_logprobs=True contradict
+nemo-rl | ratio_clip_min: 0.2 | unknown setting 'ratio_clip_min'
+nemo-rl | loss_fn: [1] | loss_fn=\[1\] must hold settings
+nemo-rl | use_importance_sampling_correction: true, truncated_importance_sampling_type: TIS | 'TIS' is unknown
+nemo-rl | use_importance_sampling_correction: true, truncated_importance_sampling_type: tis
+    | truncated_importance_sampling_ratio=None must be a finite positive number
+nemo-rl
+    | use_importance_sampling_correction: true, truncated_importance_sampling_type: tis,
+    truncated_importance_sampling_ratio: -2
+    | truncated_importance_sampling_ratio=-2.0 must be a finite positive number
+nemo-rl
+    | use_importance_sampling_correction: true, truncated_importance_sampling_type: tis,
+    truncated_importance_sampling_ratio: 2, truncated_importance_sampling_ratio_min: 3
+    | truncated_importance_sampling_ratio_min=3 must lie below truncated_importance_sampling_ratio=2
+nemo-rl
+    | use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop,
+    truncated_importance_sampling_ratio: 5.0
+    | truncated_importance_sampling_ratio_min is missing: 'icepop' needs both bounds
+nemo-rl
+    | use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
+    truncated_importance_sampling_ratio: 1.1
+    | truncated_importance_sampling_ratio_min is missing: 'seq-mask-tis' needs both bounds
+nemo-rl
+    | use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
+    truncated_importance_sampling_ratio: 1.1, truncated_importance_sampling_ratio_min: 0.9,
+    sequence_level_importance_ratios: true
+    | 'seq-mask-tis' has token weights
+nemo-rl | truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: 2
+    | needs use_importance_sampling_correction=True
+nemo-rl | truncated_importance_sampling_ratio: 2 | needs use_importance_sampling_correction=True
+"""
 
 
-@pytest.mark.parametrize(
-    ("dialect", "given", "message"),
-    [
-        ("nemo-rl", {"grpo": {"seq_logprob_error_threshold": 1}}, "seq_logprob_error_threshold=1.0 must be above 1"),
-        ("nemo-rl", {"seq_logprob_error_threshold": "x"}, "seq_logprob_error_threshold='x' must be a number"),
-        (
-            "nemo-rl",
-            {"loss_fn": {**SEQ_MASK, RATIO: 1.1, RATIO_MIN: 0.9}, "grpo": ERROR},
-            "seq_logprob_error_threshold=.*'seq-mask-tis' .* one of the two",
-        ),
-        (
-            "nemo-rl",
-            {"grpo": {"seq_logprob_error_threshold": 1.5}, "ppo": {"seq_logprob_error_threshold": 2}},
-            "seq_logprob_error_threshold .* 1.5 and 2: keep one",
-        ),
-        ("nemo-rl", {"seq_logprob_error_threshold": 3, "grpo": ERROR}, "threshold .* 3 and 2"),
-        ("slime", {"--tis-clip": 3.0, "tis_clip": 2.0}, "tis_clip .* 3.0 and 2.0: keep one"),
-        (
-            "verl-2026",
-            {},
-            "dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl",
-        ),
-        ("megatron-lm", {}, "dialect='megatron-lm' is unknown"),
-        *(
-            (
-                dialect,
-                {"rolout_is": "token"},
-                "unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)",
-            )
-            for dialect in DIALECTS
-        ),
-        ("verl", {"use_tis": True}, "'use_tis', a name of slime: read these settings with dialect='slime'"),
-        ("slime", {"loss_fn": {}}, "'loss_fn', a name of nemo-rl: read these settings with dialect='nemo-rl'"),
-        ("verl", {"rollout_is_level": "token"}, "a name of verl-2025-10: read these settings with"),
-        ("nemo-rl", {"bad_log_probs": "error"}, "a name of megatron_rc: read these settings with"),
-        ("megatron_rc", {"use_tis": True}, "'use_tis' .*, a name of slime: read these settings with dialect='slime'"),
-        ("megatron_rc", {"algorithm": {}}, "a name of verl and verl-2025-11 and verl-2025-10: read"),
-        ("slime", {3: True}, "unknown setting '3': known are use_tis"),
-        ("verl", {"use_policy_gradient": True}, "unknown setting 'use_policy_gradient'"),
-        ("verl", {"rollout_token_veto_threshold": 1e-4}, "unknown setting 'rollout_token_veto_threshold'"),
-        ("verl", {"rollout_correction": 3}, "rollout_correction=3 must hold settings"),
-        ("verl", {"algorithm": {"rollout_correction": {"rollout_ris": 1}}}, "unknown setting 'rollout_ris'"),
-        ("verl", {"rollout_is": "geometric"}, "rollout_is='geometric' is unknown: use one of None, token, sequence"),
-        ("verl", {"rollout_is": True}, "rollout_is=True is unknown"),
-        ("verl", {"rollout_is_threshold": True}, "rollout_is_threshold=True must be"),
-        ("verl", {"rollout_is_threshold": "5_0.5"}, "must lie below the upper one"),
-        ("verl", {"rollout_is_threshold": -1}, "must be a finite positive number"),
-        ("verl", {"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize='yes' must be true or false"),
-        ("verl", {"rollout_rs": " , "}, "rollout_rs=' , ' names no criterion: name one, or set it to null"),
-        ("verl", {"rollout_rs": "token_k1"}, "rollout_rs_threshold=None: rollout_rs='token_k1' needs a bound"),
-        ("verl", {"rollout_rs": "geometric", "rollout_rs_threshold": 2}, "rollout_rs='geometric' is unknown to verl"),
-        ("verl", {"rollout_rs": "opsm", "rollout_rs_threshold": 2}, "rollout_rs='opsm' is unknown to verl"),
-        ("verl", {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2}, "'group_mean_k1' is unknown to verl"),
-        ("verl", {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "rollout_rs='seq_max_k1' is unknown"),
-        ("verl", {"rollout_rs": "token_k1", "rollout_rs_threshold": "1,2"}, "has 2 bounds for 1 criteria"),
-        ("verl", {"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"}, "must be a finite positive number"),
-        ("verl", {"rollout_rs": "token_k1", "rollout_rs_threshold": "x"}, "'x' is not a number"),
-        ("verl", {"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "token_k3 takes one upper bound"),
-        ("verl", {"loss_type": "gspo"}, "loss_type='gspo' is unknown"),
-        ("verl", {"bypass_mode": 1}, "bypass_mode=1 must be true or false"),
-        (
-            "verl-2025-11",
-            {"rollout_rs": "token_k1"},
-            "rollout_rs='token_k1' is unknown: use one of None, token, sequence",
-        ),
-        (
-            "verl-2025-11",
-            {"rollout_rs": "token", "rollout_rs_threshold": 0},
-            "rollout_rs_threshold=0.0 must be a finite",
-        ),
-        (
-            "verl-2025-11",
-            {"rollout_rs": "token", "rollout_rs_threshold": 2, "rollout_rs_threshold_lower": 3},
-            "rollout_rs_threshold_lower=3 must lie below rollout_rs_threshold=2",
-        ),
-        (
-            "verl-2025-11",
-            {"rollout_is": None, "rollout_rs": "sequence", "rollout_rs_threshold": None},
-            "rollout_rs_threshold=None: rollout_rs='sequence' needs a number: set it, or set rollout_rs to null",
-        ),
-        (
-            "verl-2025-11",
-            {"rollout_is": "token", "rollout_is_threshold": None},
-            "rollout_is_threshold=None: rollout_is='token' needs a number",
-        ),
-        ("verl-2025-11", {"rollout_is_threshold": "0.5_5.0"}, "rollout_is_threshold='0.5_5.0' must be a number"),
-        ("verl-2025-11", {"rollout_token_veto_threshold": -1}, "rollout_token_veto_threshold=-1.0 must be a finite"),
-        ("verl-2025-11", {"rollout_token_veto_threshold": "nan"}, "rollout_token_veto_threshold='nan' must be finite"),
-        (
-            "verl-2025-11",
-            {"bypass_mode": True, "bypass_old_logprob_for_rollout": False},
-            "bypass_mode=True and bypass_old_logprob_for_rollout=False contradict",
-        ),
-        (
-            "verl-2025-11",
-            {"bypass_mode": True, "loss_type": "reinforce", "use_policy_gradient": False},
-            "loss_type='reinforce' and use_policy_gradient=False contradict",
-        ),
-        ("verl-2025-10", {"rollout_is": "token"}, "rollout_is='token' must be true or false"),
-        (
-            "verl-2025-10",
-            {"rollout_is_mode": "clamp"},
-            "rollout_is_mode='clamp' is unknown: use one of truncate, mask, clip",
-        ),
-        ("verl-2025-10", {"rollout_is_level": None}, "rollout_is_level=None is unknown"),
-        (
-            "verl-2025-10",
-            {"rollout_is": True, "rollout_is_threshold": "0.5_2"},
-            "rollout_is_threshold='0.5_2' must be a num",
-        ),
-        (
-            "verl-2025-10",
-            {"rollout_is": True, "rollout_is_threshold": 2, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 2},
-            "rollout_is_threshold_lower=2 must lie below rollout_is_threshold=2",
-        ),
-        (
-            "verl-2025-10",
-            {"rollout_is": True, "rollout_is_threshold": 2, "rollout_is_veto_threshold": 0},
-            "rollout_is_veto_threshold=0.0 must be a finite positive number",
-        ),
-        ("slime", {"use_tis": "true"}, "use_tis='true' must be true or false"),
-        (
-            "slime",
-            {"use_tis": True, "tis_mode": "icepop"},
-            "tis_mode='icepop' is unknown: use one of truncate, clip, mask",
-        ),
-        ("slime", {"use_tis": True, "tis_level": None}, "tis_level=None is unknown"),
-        ("slime", {"use_tis": True, "tis_upper_bound": None}, "tis_upper_bound=None must be a finite positive number"),
-        (
-            "slime",
-            {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 3.0},
-            "tis_lower_bound=3 must lie below tis_upper_bound=2",
-        ),
-        ("slime", {"use_tis": True, "use_rs": True, "rs_level": None}, "rs_level=None is unknown"),
-        ("slime", {"use_tis": True, "use_rs": True, "rs_veto_threshold": 0}, "rs_veto_threshold=0.0 must be"),
-        (
-            "slime",
-            {"use_tis": True, "use_rs": True, "rs_upper_bound": 0.1},
-            "rs_lower_bound=0.5 must lie below rs_upper",
-        ),
-        (
-            "slime",
-            {"use_tis": True, "tis_mode": "mask", "use_rs": True, "rs_lower_bound": 3.0, "rs_upper_bound": 4.0},
-            "together accept no ρ",
-        ),
-        (
-            "slime",
-            {"use_tis": True, "tis_level": "geometric", "tis_batch_normalize": True},
-            "tis_batch_normalize=True fails in slime with tis_level='geometric'",
-        ),
-        ("slime", {"use_tis": True, "tis_clip": 2.0, "tis_mode": "mask"}, "tis_clip belongs to slime's built-in"),
-        (
-            "slime",
-            {"use_tis": True, "mis_mode": "mask", "rs_level": "token"},
-            "rs_level belongs to its example's and mis_mode to its example's of October and November 2025: keep one",
-        ),
-        ("slime", {"use_mis": True, "mis_mode": "drop"}, "mis_mode='drop' is unknown: use one of truncate, clip, mask"),
-        ("slime", {"use_mis": True, "mis_upper_bound": 0}, "mis_upper_bound=0.0 must be a finite positive number"),
-        ("slime", {"use_opsm": True, "opsm_delta": -1}, "opsm_delta=-1.0 must be a number, 0 or more"),
-        ("slime", {"use_opsm": True, "opsm_delta": None}, "opsm_delta=None must be a number"),
-        ("slime", {"use_opsm": 1}, "use_opsm=1 must be true or false"),
-        (
-            "slime",
-            {"use_tis": True, "use_rollout_logprobs": True},
-            "use_tis=True and use_rollout_logprobs=True contradict",
-        ),
-        ("nemo-rl", {"ratio_clip_min": 0.2}, "unknown setting 'ratio_clip_min'"),
-        ("nemo-rl", {"loss_fn": [1]}, r"loss_fn=\[1\] must hold settings"),
-        ("nemo-rl", {**TIS, "truncated_importance_sampling_type": "TIS"}, "'TIS' is unknown"),
-        ("nemo-rl", TIS, f"{RATIO}=None must be a finite positive number"),
-        ("nemo-rl", {**TIS, RATIO: -2}, f"{RATIO}=-2.0 must be a finite positive number"),
-        ("nemo-rl", {**TIS, RATIO: 2, RATIO_MIN: 3}, f"{RATIO_MIN}=3 must lie below {RATIO}=2"),
-        ("nemo-rl", {**ICEPOP, RATIO: 5.0}, f"{RATIO_MIN} is missing: 'icepop' needs both bounds"),
-        ("nemo-rl", {**SEQ_MASK, RATIO: 1.1}, f"{RATIO_MIN} is missing: 'seq-mask-tis' needs both bounds"),
-        (
-            "nemo-rl",
-            {**SEQ_MASK, RATIO: 1.1, RATIO_MIN: 0.9, "sequence_level_importance_ratios": True},
-            "'seq-mask-tis' has token weights",
-        ),
-        (
-            "nemo-rl",
-            {"truncated_importance_sampling_type": "tis", RATIO: 2},
-            "needs use_importance_sampling_correction=True",
-        ),
-        ("nemo-rl", {RATIO: 2}, "needs use_importance_sampling_correction=True"),
-    ],
-)
+@table("dialect {given} message", REFUSED)
 def test_what_cannot_work_is_refused(dialect, given, message):
     with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig.from_dict(given, dialect)
@@ -242,48 +183,22 @@ def test_translations_survive_a_round_trip(generation):
     assert count >= 10
 
 
-@pytest.mark.parametrize(
-    ("settings", "dialects"),
-    [
-        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.01}, ["verl-2025-11"]),
-        (
-            {"algorithm": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}}},
-            ["verl"],
-        ),
-        ({"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_level": "token"}, ["verl-2025-10"]),
-        ({"use_mis": True, "mis_level": "token"}, ["slime"]),
-        ({"use_tis": True, "tis_level": "token"}, ["slime"]),
-        ({"loss_fn": {"use_importance_sampling_correction": True, "ratio_clip_min": 0.2}}, ["nemo-rl"]),
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, ["verl", "verl-2025-11"]),
-        ({"learning_rate": 1}, []),
-        ({}, []),
-    ],
-    ids=str,
-)
+PROBABLE = """
+rollout_rs: geometric, rollout_rs_threshold: 1.01 | verl-2025-11
+algorithm: {rollout_correction: {rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.9_1.1}} | verl
+rollout_is_threshold: 2.0, rollout_is: true, rollout_is_level: token | verl-2025-10
+use_mis: true, mis_level: token | slime
+use_tis: true, tis_level: token | slime
+loss_fn: {use_importance_sampling_correction: true, ratio_clip_min: 0.2} | nemo-rl
+rollout_is: token, rollout_is_threshold: 2.0 | verl | verl-2025-11
+learning_rate: 1
+-
+"""
+
+
+@table("{settings} *dialects", PROBABLE)
 def test_settings_are_probably_of(settings, dialects):
     assert probable_dialects(settings) == dialects
-
-
-@pytest.mark.parametrize(
-    ("settings", "dialect", "message"),
-    [
-        (
-            {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01},
-            "verl",
-            "can be read with dialect='verl-2025-11'",
-        ),
-        ({"use_tis": True, "mis_level": "token"}, "megatron_rc", "read these settings with dialect='slime'$"),
-        (
-            {"algorithm": {"rollout_correction": {"rollout_rs": "geometric", "use_policy_gradient": True}}},
-            "megatron_rc",
-            "read these settings with dialect='verl-2025-11'$",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_error_names_the_probable_dialect(settings, dialect, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig.from_dict(settings, dialect=dialect)
 
 
 def test_a_config_is_said_in_other_words():

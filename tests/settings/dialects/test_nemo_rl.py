@@ -6,7 +6,8 @@ import torch
 from megatron_rc import correct_rollouts
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.golden.load import cases
-from tests.support.translated import UNTRUNCATED, reads
+from tests.support.tables import UNTRUNCATED, table
+from tests.support.translated import reads
 
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
 ICEPOP = {**TIS, "truncated_importance_sampling_type": "icepop"}
@@ -14,51 +15,36 @@ SEQ_MASK = {**TIS, "truncated_importance_sampling_type": "seq-mask-tis"}
 RATIO, RATIO_MIN = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "notes"),
-    [
-        ({}, {"rollout_is": None}, ()),
-        (
-            {"use_importance_sampling_correction": False, RATIO_MIN: 0.5},
-            {"rollout_is": None},
-            (f"{RATIO_MIN}=0.5 dropped",),
-        ),
-        (
-            {"use_importance_sampling_correction": True},
-            {"rollout_is": "token", "rollout_is_threshold": UNTRUNCATED},
-            (),
-        ),
-        (
-            {"use_importance_sampling_correction": True, "sequence_level_importance_ratios": True, RATIO_MIN: 0.5},
-            {"rollout_is": "sequence", "rollout_is_threshold": UNTRUNCATED},
-            (f"{RATIO_MIN}=0.5 dropped",),
-        ),
-        ({**TIS, RATIO: 2.0}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
-        ({**TIS, RATIO: 2.0, RATIO_MIN: 0.0}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
-        (
-            {**TIS, RATIO: 2, RATIO_MIN: 0.3},
-            {"rollout_is": "token", "rollout_is_threshold": "0.3_2.0", "rollout_is_mode": "clamp"},
-            (),
-        ),
-        (
-            {"use_importance_sampling_correction": True, RATIO: 3.0},
-            {"rollout_is": "token", "rollout_is_threshold": 3.0},
-            ("without a type: 'tis'",),
-        ),
-        ({**ICEPOP, RATIO: 5.0, RATIO_MIN: 0.5}, {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, ()),
-        (
-            {**SEQ_MASK, RATIO: 1.002, RATIO_MIN: 0.999},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": UNTRUNCATED,
-                "rollout_rs": "seq_mean_k1",
-                "rollout_rs_threshold": "0.999_1.002",
-                "rejection_denominator": "original",
-            },
-            (),
-        ),
-    ],
-)
+READ = """
+- | rollout_is: null
+use_importance_sampling_correction: false, truncated_importance_sampling_ratio_min: 0.5 | rollout_is: null
+    | truncated_importance_sampling_ratio_min=0.5 dropped
+use_importance_sampling_correction: true | rollout_is: token, rollout_is_threshold: UNTRUNCATED
+use_importance_sampling_correction: true, sequence_level_importance_ratios: true,
+    truncated_importance_sampling_ratio_min: 0.5
+    | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED | truncated_importance_sampling_ratio_min=0.5 dropped
+use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio:
+    2.0
+    | rollout_is: token, rollout_is_threshold: 2.0
+use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio:
+    2.0, truncated_importance_sampling_ratio_min: 0.0
+    | rollout_is: token, rollout_is_threshold: 2.0
+use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio:
+    2, truncated_importance_sampling_ratio_min: 0.3
+    | rollout_is: token, rollout_is_threshold: 0.3_2.0, rollout_is_mode: clamp
+use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 3.0
+    | rollout_is: token, rollout_is_threshold: 3.0 | without a type: 'tis'
+use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop,
+    truncated_importance_sampling_ratio: 5.0, truncated_importance_sampling_ratio_min: 0.5
+    | rollout_is: token, rollout_is_threshold: 0.5_5.0
+use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
+    truncated_importance_sampling_ratio: 1.002, truncated_importance_sampling_ratio_min: 0.999
+    | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.999_1.002,
+    rejection_denominator: original
+"""
+
+
+@table("{given} {expected} *notes", READ)
 def test_nemo_rl(given, expected, notes):
     reads("nemo-rl", given, expected, *notes)
     nested = {"loss_fn": {**given, "ratio_clip_min": 0.2, "use_cispo": False}, "grpo": {}}

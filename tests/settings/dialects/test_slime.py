@@ -3,174 +3,74 @@
 import pytest
 
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from tests.support.translated import LEVELS, UNTRUNCATED, criteria, expected_criteria, golden, reads
+from tests.support.tables import UNTRUNCATED, table
+from tests.support.translated import LEVELS, criteria, expected_criteria, golden, reads
 
 SLIME = {"rejection_denominator": "original"}
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "notes"),
-    [
-        ({}, {"rollout_is": None}, ()),
-        (
-            {"use_tis": False, "use_rs": True, "rs_veto_threshold": 1e-4},
-            {"rollout_is": None},
-            ("use_rs=True dropped", "rs_veto_threshold=0.0001 dropped"),
-        ),
-        ({"use_tis": True}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
-        ({"--use-tis": True, "--tis-clip": 3.0}, {"rollout_is": "token", "rollout_is_threshold": 3.0}, ()),
-        (
-            {"use_tis": True, "tis_clip": 3.0, "tis_clip_low": 0.25},
-            {"rollout_is": "token", "rollout_is_threshold": "0.25_3.0", "rollout_is_mode": "clamp"},
-            (),
-        ),
-        (
-            {"use-tis": True, "tis-level": "sequence", "tis-upper-bound": 3, "tis-lower-bound": 0.2},
-            {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
-            ("tis_lower_bound=0.2 dropped: truncation has no lower bound",),
-        ),
-        # Truncation ignores the reciprocal of an upper bound below 1, which is above it.
-        ({"use_tis": True, "tis_upper_bound": 0.9}, {"rollout_is": "token", "rollout_is_threshold": 0.9}, ()),
-        (
-            {"use_tis": True, "tis_mode": "clip", "tis_upper_bound": 4.0},
-            {"rollout_is": "token", "rollout_is_threshold": 4.0, "rollout_is_mode": "clamp"},
-            (),
-        ),
-        (
-            {
-                "use_tis": True,
-                "tis_mode": "clip",
-                "tis_upper_bound": 4.0,
-                "tis_lower_bound": 0.8,
-                "tis_level": "geometric",
-            },
-            {"rollout_is": "geometric", "rollout_is_threshold": "0.8_4.0", "rollout_is_mode": "clamp"},
-            (),
-        ),
-        (
-            {"use_tis": True, "tis_mode": "mask", "tis_level": "sequence", "rs_upper_bound": 3.0},
-            {
-                "rollout_is": "sequence",
-                "rollout_is_threshold": UNTRUNCATED,
-                "rollout_rs": "seq_sum_k1",
-                "rollout_rs_threshold": "0.5_2.0",
-            },
-            ("tis_mode='mask' keeps the weights", "rs_upper_bound=3.0 dropped: use_rs is off"),
-        ),
-        (
-            {"use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "tis_lower_bound": 0.25},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": 2.0,
-                "rollout_rs": "token_k1",
-                "rollout_rs_threshold": "0.25_2.0",
-                "rollout_token_veto_threshold": 1e-4,
-            },
-            (),
-        ),
-        (
-            {"use_tis": True, "use_rs": True, "rs_level": "geometric", "tis_lower_bound": 0.25, "rs_lower_bound": 0.5},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": 2.0,
-                "rollout_rs": "seq_mean_k1",
-                "rollout_rs_threshold": "0.5_2.0",
-            },
-            ("tis_lower_bound=0.25 dropped",),
-        ),
-        (
-            {"use_tis": True, "use_rs": True, "rs_upper_bound": 3.0, "rs_lower_bound": 0},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": 2.0,
-                "rollout_rs": "token_k1",
-                "rollout_rs_threshold": "1e-300_3.0",
-            },
-            ("rs_lower_bound=0 is no bound: written as 1e-300",),
-        ),
-        (
-            {"use_tis": True, "tis_mode": "mask", "use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 9.0},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": UNTRUNCATED,
-                "rollout_rs": "token_k1",
-                "rollout_rs_threshold": "0.7_2.0",
-            },
-            ("tis_mode='mask'",),
-        ),
-        (
-            {"use_tis": True, "tis_mode": "mask", "use_rs": True, "rs_level": "sequence", "rs_upper_bound": 9.0},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": UNTRUNCATED,
-                "rollout_rs": "token_k1,seq_sum_k1",
-                "rollout_rs_threshold": "0.5_2.0,0.5_9.0",
-            },
-            ("tis_mode='mask'",),
-        ),
-        (
-            {"use_tis": True, "rs_veto_threshold": 1e-4, "tis_batch_normalize": True},
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
-            ("rs_veto_threshold=0.0001 dropped: use_rs is off", "slime's mean is over the micro-batch"),
-        ),
-        # Off-policy sequence masking.
-        (
-            {"--use-opsm": True, "--use-rollout-logprobs": True},
-            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "opsm", "rollout_rs_threshold": 1e-4},
-            (),
-        ),
-        (
-            {"use_opsm": True, "opsm_delta": 1e-3, "use_tis": True, "use_rs": True},
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1,opsm"}
-            | {"rollout_rs_threshold": "0.5_2.0,0.001"},
-            ("use_opsm: ",),
-        ),
-        ({"opsm_delta": 1e-3}, {"rollout_is": None}, ("opsm_delta=0.001 dropped: use_opsm is off",)),
-        ({"use_rollout_logprobs": True}, {"rollout_is": None, "bypass_mode": True}, ()),
-        # The example's names of October 2025: a weight out of bounds is 0.
-        (
-            {
-                "use_mis": True,
-                "mis_level": "token",
-                "mis_mode": "mask",
-                "mis_lower_bound": 0.5,
-                "mis_upper_bound": 3.0,
-                "mis_veto_threshold": 1.0e-4,
-            },
-            {"rollout_is": "token", "rollout_is_threshold": "0.5_3.0", "rollout_is_mode": "mask"}
-            | {"rollout_token_veto_threshold": 1e-4},
-            (),
-        ),
-        (
-            {"use_mis": True, "mis_mode": "mask", "mis_level": "sequence"},
-            {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_mode": "mask"},
-            (),
-        ),
-        (
-            {"use_mis": False, "use_tis": False, "mis_mode": "mask"},
-            {"rollout_is": None},
-            ("mis_mode='mask' dropped: slime does nothing",),
-        ),
-        # The names of November 2025: a token or sequence out of bounds is rejected.
-        (
-            {"use_tis": True, "mis_mode": "mask", "mis_level": "geometric", "mis_lower_bound": 0.9}
-            | {"mis_upper_bound": 1.1, "mis_veto_threshold": 1e-4},
-            {"rollout_is": "geometric", "rollout_is_threshold": UNTRUNCATED, "rollout_rs": "seq_mean_k1"}
-            | {"rollout_rs_threshold": "0.9_1.1", "rollout_token_veto_threshold": 1e-4},
-            ("mis_mode='mask' keeps the weights",),
-        ),
-        (
-            {"use_tis": True, "mis_mode": "clip", "mis_lower_bound": 0.4},
-            {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "clamp"},
-            (),
-        ),
-        (
-            {"use_tis": True, "mis_lower_bound": 0.5, "mis_upper_bound": 3.0},
-            {"rollout_is": "token", "rollout_is_threshold": 3.0},
-            ("mis_lower_bound=0.5 dropped: truncation has no lower bound",),
-        ),
-    ],
-)
+READ = """
+- | rollout_is: null
+use_tis: false, use_rs: true, rs_veto_threshold: 0.0001 | rollout_is: null | use_rs=True dropped
+    | rs_veto_threshold=0.0001 dropped
+use_tis: true | rollout_is: token, rollout_is_threshold: 2.0
+--use-tis: true, --tis-clip: 3.0 | rollout_is: token, rollout_is_threshold: 3.0
+use_tis: true, tis_clip: 3.0, tis_clip_low: 0.25
+    | rollout_is: token, rollout_is_threshold: 0.25_3.0, rollout_is_mode: clamp
+use-tis: true, tis-level: sequence, tis-upper-bound: 3, tis-lower-bound: 0.2
+    | rollout_is: sequence, rollout_is_threshold: 3.0 | tis_lower_bound=0.2 dropped: truncation has no lower bound
+use_tis: true, tis_upper_bound: 0.9 | rollout_is: token, rollout_is_threshold: 0.9
+use_tis: true, tis_mode: clip, tis_upper_bound: 4.0
+    | rollout_is: token, rollout_is_threshold: 4.0, rollout_is_mode: clamp
+use_tis: true, tis_mode: clip, tis_upper_bound: 4.0, tis_lower_bound: 0.8, tis_level: geometric
+    | rollout_is: geometric, rollout_is_threshold: 0.8_4.0, rollout_is_mode: clamp
+use_tis: true, tis_mode: mask, tis_level: sequence, rs_upper_bound: 3.0
+    | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_sum_k1, rollout_rs_threshold: 0.5_2.0
+    | tis_mode='mask' keeps the weights | rs_upper_bound=3.0 dropped: use_rs is off
+use_tis: true, use_rs: true, rs_veto_threshold: 0.0001, tis_lower_bound: 0.25
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: token_k1, rollout_rs_threshold: 0.25_2.0,
+    rollout_token_veto_threshold: 0.0001
+use_tis: true, use_rs: true, rs_level: geometric, tis_lower_bound: 0.25, rs_lower_bound: 0.5
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.5_2.0
+    | tis_lower_bound=0.25 dropped
+use_tis: true, use_rs: true, rs_upper_bound: 3.0, rs_lower_bound: 0
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: token_k1, rollout_rs_threshold: 1e-300_3.0
+    | rs_lower_bound=0 is no bound: written as 1e-300
+use_tis: true, tis_mode: mask, use_rs: true, rs_lower_bound: 0.7, rs_upper_bound: 9.0
+    | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: token_k1, rollout_rs_threshold: 0.7_2.0
+    | tis_mode='mask'
+use_tis: true, tis_mode: mask, use_rs: true, rs_level: sequence, rs_upper_bound: 9.0
+    | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: 'token_k1,seq_sum_k1', rollout_rs_threshold:
+    '0.5_2.0,0.5_9.0'
+    | tis_mode='mask'
+use_tis: true, rs_veto_threshold: 0.0001, tis_batch_normalize: true
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_batch_normalize: true
+    | rs_veto_threshold=0.0001 dropped: use_rs is off | slime's mean is over the micro-batch
+--use-opsm: true, --use-rollout-logprobs: true
+    | rollout_is: null, bypass_mode: true, rollout_rs: opsm, rollout_rs_threshold: 0.0001
+use_opsm: true, opsm_delta: 0.001, use_tis: true, use_rs: true
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: 'token_k1,opsm', rollout_rs_threshold: '0.5_2.0,0.001'
+    | use_opsm:
+opsm_delta: 0.001 | rollout_is: null | opsm_delta=0.001 dropped: use_opsm is off
+use_rollout_logprobs: true | rollout_is: null, bypass_mode: true
+use_mis: true, mis_level: token, mis_mode: mask, mis_lower_bound: 0.5, mis_upper_bound: 3.0, mis_veto_threshold: 0.0001
+    | rollout_is: token, rollout_is_threshold: 0.5_3.0, rollout_is_mode: mask, rollout_token_veto_threshold: 0.0001
+use_mis: true, mis_mode: mask, mis_level: sequence
+    | rollout_is: sequence, rollout_is_threshold: 2.0, rollout_is_mode: mask
+use_mis: false, use_tis: false, mis_mode: mask | rollout_is: null | mis_mode='mask' dropped: slime does nothing
+use_tis: true, mis_mode: mask, mis_level: geometric, mis_lower_bound: 0.9, mis_upper_bound: 1.1, mis_veto_threshold:
+    0.0001
+    | rollout_is: geometric, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.9_1.1,
+    rollout_token_veto_threshold: 0.0001
+    | mis_mode='mask' keeps the weights
+use_tis: true, mis_mode: clip, mis_lower_bound: 0.4
+    | rollout_is: token, rollout_is_threshold: 0.4_2.0, rollout_is_mode: clamp
+use_tis: true, mis_lower_bound: 0.5, mis_upper_bound: 3.0 | rollout_is: token, rollout_is_threshold: 3.0
+    | mis_lower_bound=0.5 dropped: truncation has no lower bound
+"""
+
+
+@table("{given} {expected} *notes", READ)
 def test_slime(given, expected, notes):
     reads("slime", given, {**SLIME, **expected}, *notes)
 

@@ -7,94 +7,49 @@ import yaml
 
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.golden.load import cases
+from tests.support.tables import table
 from tests.support.translated import LEVELS, criteria, expected_criteria, golden, reads
 
 OCTOBER = {"metric_prefix": "mismatch/", "rejection_denominator": "original"}
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "notes"),
-    [
-        ({"rollout_is": None}, {"rollout_is": None}, ()),
-        ({}, {"rollout_is_threshold": 2.0}, ("rollout_is is absent: 'sequence'",)),
-        ({"rollout_is": "token"}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
-        (
-            {"rollout_is": "token", "rollout_is_threshold": "3"},
-            {"rollout_is": "token", "rollout_is_threshold": 3.0},
-            (),
-        ),
-        (
-            {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True},
-            {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True},
-            (),
-        ),
-        (
-            {"rollout_is": "token", "rollout_is_threshold": None, "rollout_is_batch_normalize": True},
-            {"rollout_is": None},
-            ("rollout_is='token' dropped", "rollout_is_batch_normalize=True dropped"),
-        ),
-        (
-            {"rollout_is": None, "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True},
-            {"rollout_is": None},
-            ("rollout_is_threshold=3.0 dropped", "rollout_is_batch_normalize=True dropped"),
-        ),
-        (
-            {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False},
-            {"rollout_is": None},
-            (),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs_threshold": 2.0},
-            {"rollout_is": None},
-            ("rollout_rs_threshold=2.0 dropped",),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.5},
-            {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.5},
-            (),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4"},
-            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.25_2.0"},
-            ("seq_mean_k1: verl's bounds 0.5_4 apply to 1/ρ, so they are 0.25_2.0 on ρ",),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs": "seq_sum_k1,token_k3", "rollout_rs_threshold": "0.5_2.0, 0.1"},
-            {"rollout_is": None, "rollout_rs": "seq_sum_k1,token_k3", "rollout_rs_threshold": "0.5_2.0,0.1"},
-            (),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs": "token_k2, token_k2,seq_max_k3", "rollout_rs_threshold": 0.3},
-            {"rollout_is": None, "rollout_rs": "token_k2,seq_max_k3", "rollout_rs_threshold": "0.3,0.3"},
-            (),
-        ),
-        ({"rollout_is": None, "loss_type": "reinforce"}, {"rollout_is": None}, ("policy-gradient loss dropped",)),
-        ({"rollout_is": None, "loss_type": "ppo_clip"}, {"rollout_is": None}, ()),
-        (
-            {"rollout_is": "token", "bypass_mode": True, "loss_type": "reinforce", "rollout_is_batch_normalize": True},
-            {
-                "rollout_is": "token",
-                "rollout_is_threshold": 2.0,
-                "rollout_is_batch_normalize": True,
-                "bypass_mode": True,
-                "loss_type": "reinforce",
-            },
-            (),
-        ),
-        (
-            {"rollout_is": "token", "bypass_mode": True, "rollout_is_batch_normalize": True},
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True},
-            ("rollout_is_batch_normalize=True dropped: PPO in bypass mode applies no weights",),
-        ),
-        # Its engines count the tokens of the global batch, and its loss rejects afterwards.
-        (
-            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1},
-            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1}
-            | {"rejection_denominator": "original"},
-            (),
-        ),
-    ],
-)
+VERL = """
+rollout_is: null | rollout_is: null
+- | rollout_is_threshold: 2.0 | rollout_is is absent: 'sequence'
+rollout_is: token | rollout_is: token, rollout_is_threshold: 2.0
+rollout_is: token, rollout_is_threshold: '3' | rollout_is: token, rollout_is_threshold: 3.0
+rollout_is: token, rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: true
+    | rollout_is: token, rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: true
+rollout_is: token, rollout_is_threshold: null, rollout_is_batch_normalize: true | rollout_is: null
+    | rollout_is='token' dropped | rollout_is_batch_normalize=True dropped
+rollout_is: null, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true | rollout_is: null
+    | rollout_is_threshold=3.0 dropped | rollout_is_batch_normalize=True dropped
+rollout_is: null, rollout_is_threshold: 2.0, rollout_is_batch_normalize: false | rollout_is: null
+rollout_is: null, rollout_rs_threshold: 2.0 | rollout_is: null | rollout_rs_threshold=2.0 dropped
+rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 1.5
+    | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 1.5
+rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: '0.5_4'
+    | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.25_2.0
+    | seq_mean_k1: verl's bounds 0.5_4 apply to 1/ρ, so they are 0.25_2.0 on ρ
+rollout_is: null, rollout_rs: 'seq_sum_k1,token_k3', rollout_rs_threshold: '0.5_2.0, 0.1'
+    | rollout_is: null, rollout_rs: 'seq_sum_k1,token_k3', rollout_rs_threshold: '0.5_2.0,0.1'
+rollout_is: null, rollout_rs: 'token_k2, token_k2,seq_max_k3', rollout_rs_threshold: 0.3
+    | rollout_is: null, rollout_rs: 'token_k2,seq_max_k3', rollout_rs_threshold: '0.3,0.3'
+rollout_is: null, loss_type: reinforce | rollout_is: null | policy-gradient loss dropped
+rollout_is: null, loss_type: ppo_clip | rollout_is: null
+rollout_is: token, bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_batch_normalize: true, bypass_mode: true, loss_type:
+    reinforce
+rollout_is: token, bypass_mode: true, rollout_is_batch_normalize: true
+    | rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: true
+    | rollout_is_batch_normalize=True dropped: PPO in bypass mode applies no weights
+rollout_is: null, bypass_mode: true, rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.1
+    | rollout_is: null, bypass_mode: true, rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.1, rejection_denominator:
+    original
+"""
+
+
+@table("{given} {expected} *notes", VERL)
 def test_verl(given, expected, notes):
     reads("verl", given, expected, *notes)
     reads("verl", {"rollout_correction": given}, expected, *notes)
@@ -108,209 +63,96 @@ def test_a_section_that_is_switched_off(dialect, given):
     reads(dialect, given, {"rollout_is": None})
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "notes"),
-    [
-        ({"rollout_is": "sequence"}, {"rollout_is_threshold": 2.0}, ()),
-        (
-            {"rollout_is": None, "rollout_rs": "geometric", "rollout_rs_threshold": 1.001},
-            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001},
-            (),
-        ),
-        (
-            {
-                "rollout_is": None,
-                "rollout_rs": "token",
-                "rollout_rs_threshold": 2,
-                "rollout_rs_threshold_lower": 0.8,
-                "rollout_token_veto_threshold": "1e-4",
-            },
-            {
-                "rollout_is": None,
-                "rollout_rs": "token_k1",
-                "rollout_rs_threshold": "0.8_2.0",
-                "rollout_token_veto_threshold": 1e-4,
-            },
-            (),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs": "sequence"},
-            {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-            ("rollout_rs_threshold is absent: 2.0",),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs": "sequence", "rollout_rs_threshold_lower": 0},
-            {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-300_2.0"},
-            ("rollout_rs_threshold is absent: 2.0", "rollout_rs_threshold_lower=0 is no bound: written as 1e-300"),
-        ),
-        (
-            {"rollout_is": None, "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.1},
-            {"rollout_is": None},
-            ("rollout_rs_threshold=2.0 dropped", "rollout_rs_threshold_lower=0.1 dropped"),
-        ),
-        (
-            {"rollout_is": None, "rollout_token_veto_threshold": 1e-4},
-            {"rollout_is": None, "rollout_token_veto_threshold": 1e-4},
-            (),
-        ),
-        (
-            {
-                "rollout_is": None,
-                "use_policy_gradient": True,
-                "bypass_mode": True,
-                "rollout_token_veto_threshold": 1e-4,
-            },
-            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce"},
-            ("rollout_token_veto_threshold=0.0001 dropped: without rollout_rs the policy-gradient loss",),
-        ),
-        (
-            {
-                "rollout_is": None,
-                "loss_type": "reinforce",
-                "use_policy_gradient": True,
-                "bypass_mode": True,
-                "rollout_token_veto_threshold": 1e-4,
-            },
-            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce", "rollout_token_veto_threshold": 1e-4},
-            (),
-        ),
-        (
-            {
-                "rollout_is": None,
-                "use_pure_rollout_correction": True,
-                "bypass_old_logprob_for_rollout": True,
-                "rollout_rs": "token",
-                "rollout_rs_threshold": 2.0,
-                "rollout_token_veto_threshold": 1e-4,
-            },
-            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce", "rollout_token_veto_threshold": 1e-4}
-            | {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
-            (),
-        ),
-        # verl's own YAML has null for thresholds that are off.
-        (
-            {
-                "rollout_is": None,
-                "rollout_is_threshold": 2.0,
-                "rollout_rs": None,
-                "rollout_rs_threshold": None,
-                "rollout_rs_threshold_lower": None,
-                "rollout_token_veto_threshold": None,
-            },
-            {"rollout_is": None},
-            (),
-        ),
-        (
-            {"rollout_is": "token", "bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True},
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True, "loss_type": "reinforce"},
-            (),
-        ),
-        (
-            {
-                "rollout_is": "token",
-                "bypass_mode": True,
-                "use_policy_gradient": False,
-                "rollout_is_batch_normalize": True,
-            },
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True},
-            ("rollout_is_batch_normalize=True dropped: PPO in bypass mode",),
-        ),
-        ({"rollout_is": None, "use_policy_gradient": True}, {"rollout_is": None}, ("policy-gradient loss dropped",)),
-        (
-            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "geometric", "rollout_token_veto_threshold": 1e-4},
-            {"rollout_is": None, "bypass_mode": True},
-            (
-                "rollout_rs='geometric' dropped: PPO in bypass mode rejected nothing in 2025-11",
-                "rollout_token_veto_threshold=0.0001 dropped: PPO in bypass mode",
-            ),
-        ),
-        (
-            {
-                "rollout_is": None,
-                "bypass_mode": True,
-                "loss_type": "ppo_clip",
-                "rollout_rs": "token",
-                "rollout_rs_threshold": 3,
-            },
-            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0},
-            (),
-        ),
-        ({"rollout_is": None, "loss_type": "ppo_clip", "bypass_mode": False}, {"rollout_is": None}, ()),
-    ],
-)
+NOVEMBER_2025 = """
+rollout_is: sequence | rollout_is_threshold: 2.0
+rollout_is: null, rollout_rs: geometric, rollout_rs_threshold: 1.001
+    | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 1.001
+rollout_is: null, rollout_rs: token, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0.8,
+    rollout_token_veto_threshold: 1e-4
+    | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 0.8_2.0, rollout_token_veto_threshold: 0.0001
+rollout_is: null, rollout_rs: sequence | rollout_is: null, rollout_rs: seq_sum_k1, rollout_rs_threshold: 2.0
+    | rollout_rs_threshold is absent: 2.0
+rollout_is: null, rollout_rs: sequence, rollout_rs_threshold_lower: 0
+    | rollout_is: null, rollout_rs: seq_sum_k1, rollout_rs_threshold: 1e-300_2.0 | rollout_rs_threshold is absent: 2.0
+    | rollout_rs_threshold_lower=0 is no bound: written as 1e-300
+rollout_is: null, rollout_rs_threshold: 2.0, rollout_rs_threshold_lower: 0.1 | rollout_is: null
+    | rollout_rs_threshold=2.0 dropped | rollout_rs_threshold_lower=0.1 dropped
+rollout_is: null, rollout_token_veto_threshold: 0.0001 | rollout_is: null, rollout_token_veto_threshold: 0.0001
+rollout_is: null, use_policy_gradient: true, bypass_mode: true, rollout_token_veto_threshold: 0.0001
+    | rollout_is: null, bypass_mode: true, loss_type: reinforce
+    | rollout_token_veto_threshold=0.0001 dropped: without rollout_rs the policy-gradient loss
+rollout_is: null, loss_type: reinforce, use_policy_gradient: true, bypass_mode: true, rollout_token_veto_threshold:
+    0.0001
+    | rollout_is: null, bypass_mode: true, loss_type: reinforce, rollout_token_veto_threshold: 0.0001
+rollout_is: null, use_pure_rollout_correction: true, bypass_old_logprob_for_rollout: true, rollout_rs: token,
+    rollout_rs_threshold: 2.0, rollout_token_veto_threshold: 0.0001
+    | rollout_is: null, bypass_mode: true, loss_type: reinforce, rollout_token_veto_threshold: 0.0001, rollout_rs:
+    token_k1, rollout_rs_threshold: 2.0
+rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, rollout_rs_threshold: null, rollout_rs_threshold_lower:
+    null, rollout_token_veto_threshold: null
+    | rollout_is: null
+rollout_is: token, bypass_old_logprob_for_rollout: true, use_pure_rollout_correction: true
+    | rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: true, loss_type: reinforce
+rollout_is: token, bypass_mode: true, use_policy_gradient: false, rollout_is_batch_normalize: true
+    | rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: true
+    | rollout_is_batch_normalize=True dropped: PPO in bypass mode
+rollout_is: null, use_policy_gradient: true | rollout_is: null | policy-gradient loss dropped
+rollout_is: null, bypass_mode: true, rollout_rs: geometric, rollout_token_veto_threshold: 0.0001
+    | rollout_is: null, bypass_mode: true
+    | rollout_rs='geometric' dropped: PPO in bypass mode rejected nothing in 2025-11
+    | rollout_token_veto_threshold=0.0001 dropped: PPO in bypass mode
+rollout_is: null, bypass_mode: true, loss_type: ppo_clip, rollout_rs: token, rollout_rs_threshold: 3
+    | rollout_is: null, bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 3.0
+rollout_is: null, loss_type: ppo_clip, bypass_mode: false | rollout_is: null
+"""
+
+
+@table("{given} {expected} *notes", NOVEMBER_2025)
 def test_verl_of_november_2025(given, expected, notes):
     reads("verl-2025-11", given, expected, *notes)
     reads("verl-2025-11", {"algorithm": {"rollout_correction": given}}, expected, *notes)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "notes"),
-    [
-        ({}, {}, ()),
-        (
-            {"rollout_is": True, "rollout_is_mode": "mask"},
-            {},
-            ("rollout_is=True dropped", "rollout_is_mode='mask' dropped"),
-        ),
-        (
-            {"rollout_is": False, "rollout_is_threshold": 2.0, "rollout_is_level": "sequence"},
-            {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_apply": False},
-            (),
-        ),
-        (
-            {
-                "rollout_is_threshold": 2.0,
-                "rollout_is_threshold_lower": 0.4,
-                "rollout_is_mode": "mask",
-                "rollout_is_veto_threshold": 1e-3,
-            },
-            {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "mask"}
-            | {"rollout_is_apply": False},
-            ("rollout_is_veto_threshold=0.001 dropped: ",),
-        ),
-        (
-            {"rollout_is": True, "rollout_is_threshold": 2.0},
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_token_veto_threshold": 1e-4},
-            (),
-        ),
-        (
-            {"rollout_is": True, "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": None},
-            {"rollout_is": "token", "rollout_is_threshold": 2.0},
-            (),
-        ),
-        (
-            {
-                "rollout_is": True,
-                "rollout_is_threshold": 2.0,
-                "rollout_is_threshold_lower": 0.5,
-                "rollout_is_level": "geometric",
-                "rollout_is_veto_threshold": 1e-3,
-            },
-            {"rollout_is": "geometric", "rollout_is_threshold": 2.0, "rollout_token_veto_threshold": 1e-3},
-            ("rollout_is_threshold_lower=0.5 dropped: truncation has no lower bound",),
-        ),
-        *(
-            (
-                {
-                    "rollout_is": True,
-                    "rollout_is_threshold": 3,
-                    "rollout_is_threshold_lower": lower,
-                    "rollout_is_level": "sequence",
-                    "rollout_is_mode": mode,
-                    "rollout_is_veto_threshold": None,
-                },
-                {"rollout_is": "sequence", "rollout_is_threshold": written, "rollout_is_mode": "mask"},
-                notes,
-            )
-            for mode in ("mask", "clip")
-            for lower, written, notes in (
-                (None, 3.0, ()),
-                (0.4, "0.4_3.0", ()),
-                (0, "1e-300_3.0", ("rollout_is_threshold_lower=0 is no bound",)),
-            )
-        ),
-    ],
-)
+OCTOBER_2025 = """
+- | -
+rollout_is: true, rollout_is_mode: mask | - | rollout_is=True dropped | rollout_is_mode='mask' dropped
+rollout_is: false, rollout_is_threshold: 2.0, rollout_is_level: sequence
+    | rollout_is: sequence, rollout_is_threshold: 2.0, rollout_is_apply: false
+rollout_is_threshold: 2.0, rollout_is_threshold_lower: 0.4, rollout_is_mode: mask, rollout_is_veto_threshold: 0.001
+    | rollout_is: token, rollout_is_threshold: 0.4_2.0, rollout_is_mode: mask, rollout_is_apply: false
+    | rollout_is_veto_threshold=0.001 dropped:
+rollout_is: true, rollout_is_threshold: 2.0
+    | rollout_is: token, rollout_is_threshold: 2.0, rollout_token_veto_threshold: 0.0001
+rollout_is: true, rollout_is_threshold: 2.0, rollout_is_veto_threshold: null
+    | rollout_is: token, rollout_is_threshold: 2.0
+rollout_is: true, rollout_is_threshold: 2.0, rollout_is_threshold_lower: 0.5, rollout_is_level: geometric,
+    rollout_is_veto_threshold: 0.001
+    | rollout_is: geometric, rollout_is_threshold: 2.0, rollout_token_veto_threshold: 0.001
+    | rollout_is_threshold_lower=0.5 dropped: truncation has no lower bound
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: null, rollout_is_level: sequence,
+    rollout_is_mode: mask, rollout_is_veto_threshold: null
+    | rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_mode: mask
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0.4, rollout_is_level: sequence,
+    rollout_is_mode: mask, rollout_is_veto_threshold: null
+    | rollout_is: sequence, rollout_is_threshold: 0.4_3.0, rollout_is_mode: mask
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0, rollout_is_level: sequence, rollout_is_mode:
+    mask, rollout_is_veto_threshold: null
+    | rollout_is: sequence, rollout_is_threshold: 1e-300_3.0, rollout_is_mode: mask
+    | rollout_is_threshold_lower=0 is no bound
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: null, rollout_is_level: sequence,
+    rollout_is_mode: clip, rollout_is_veto_threshold: null
+    | rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_mode: mask
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0.4, rollout_is_level: sequence,
+    rollout_is_mode: clip, rollout_is_veto_threshold: null
+    | rollout_is: sequence, rollout_is_threshold: 0.4_3.0, rollout_is_mode: mask
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0, rollout_is_level: sequence, rollout_is_mode:
+    clip, rollout_is_veto_threshold: null
+    | rollout_is: sequence, rollout_is_threshold: 1e-300_3.0, rollout_is_mode: mask
+    | rollout_is_threshold_lower=0 is no bound
+"""
+
+
+@table("{given} {expected} *notes", OCTOBER_2025)
 def test_verl_of_october_2025(given, expected, notes):
     expected = {"rollout_is": None, **OCTOBER, **expected}
     reads("verl-2025-10", given, expected, *notes)
