@@ -15,23 +15,25 @@ from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 EPSILON = 1e-6
+_NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
 
 
-def _rloo(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
-    return centred * torch.where(size > 1, size / (size - 1).clamp(min=1), 1)
+def _rloo(centred: Tensor, variance: Tensor, factor: Tensor) -> Tensor:
+    return centred * torch.where(factor == 0, 1, factor)
 
 
-# From the reward less the mean of its group, the group's variance and its size, [n] each.
+# From the reward less the mean of its group, the group's variance, and the factor that leaves each response out of its
+# own mean: 0 if no other response counts. [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "grpo": lambda centred, variance, size: centred / (variance.sqrt() + EPSILON),
-    "grpo-no-std": lambda centred, variance, size: centred,
+    "grpo": lambda centred, variance, factor: centred / (variance.sqrt() + EPSILON),
+    "grpo-no-std": lambda centred, variance, factor: centred,
     "rloo": _rloo,
-    "rloo-vectorized": lambda centred, variance, size: torch.where(size > 1, _rloo(centred, variance, size), 0),
-    "opo": lambda centred, variance, size: centred,  # over another mean
+    "rloo-vectorized": lambda centred, variance, factor: torch.where(factor == 0, 0, centred * factor),
+    "opo": lambda centred, variance, factor: centred,  # over another mean
     # Of the lead over the second best.
-    "grpo-passk": lambda lead, variance, size: lead / (variance.sqrt() + EPSILON),
-    "grpo-passk-no-std": lambda lead, variance, size: lead + 0 * variance,  # NaN if a reward is not finite
-    "gpg": lambda centred, variance, size: centred,  # times one factor for the batch
+    "grpo-passk": lambda lead, variance, factor: lead / (variance.sqrt() + EPSILON),
+    "grpo-passk-no-std": lambda lead, variance, factor: lead + 0 * variance,  # NaN if a reward is not finite
+    "gpg": lambda centred, variance, factor: centred,  # times one factor for the batch
 }
 _OF_THE_BEST = ("grpo-passk", "grpo-passk-no-std")
 
@@ -42,6 +44,7 @@ def group_advantages(
     *,
     estimator: str = "grpo",
     lengths: Tensor | None = None,
+    weights: Tensor | None = None,
     kept: Tensor | None = None,
     f_norm: float = 1.0,
     num_groups: int | None = None,
@@ -65,6 +68,13 @@ def group_advantages(
 
     A prompt with one response has nothing to compare it with: its mean is taken as 0 and its std as 1. The mean of
     ``opo`` is also 0 if no kept response has a token. If only one of several responses is kept, its advantage is 0.
+
+    With ``weights`` w the mean is Σ w x / Σ w, for ``rloo`` over the other responses, and the variance is
+    Σ w (x - mean)² / (Σ w - Σ w² / Σ w), or 1 if fewer than two responses have a weight. With importance weights the
+    mean estimates the mean reward of the policy that trains, not of the policy that sampled
+    (self-normalised importance sampling: Hesterberg 1995, "Weighted Average Importance Sampling and Defensive Mixture
+    Distributions").
+
     ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     Args:
@@ -72,6 +82,9 @@ def group_advantages(
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above.
         lengths: [n], tokens of each response that count; ``opo`` needs it, the others have no use for it.
+        weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
+            ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
+            Default: all count alike.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
         f_norm: of ``gpg``; the others have no use for it.
         num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
@@ -83,7 +96,7 @@ def group_advantages(
         [n], float64; equal on the ranks of ``groups.cp``. If a kept reward is NaN or infinite, so are the advantages
         of its prompt, except those that are 0 in any case; the correction's ``check()`` reports them.
 
-    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
+    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 5] and [num_groups + 1] doubles, and
     for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
     two doubles over ``dp_cp``.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
@@ -95,13 +108,14 @@ def group_advantages(
     """
     kept = _kept(rewards, group_ids, estimator, kept)
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
-    weights = _weights(rewards, estimator, lengths)
+    counts = _weights(rewards, estimator, lengths, weights)
     batch = ParallelGroups.given(groups)
     _check_together(estimator, num_groups, groups)
     add = _Totals.of(group_ids, num_groups, batch)
     group = add.group
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
-    count, size, weight, total = add(ones, *(torch.where(kept, each, 0) for each in (ones, weights, weights * rewards)))
+    terms = (ones, counts, counts.square(), counts * rewards)
+    count, size, weight, square, total = add(ones, *(torch.where(kept, term, 0) for term in terms))
     if num_groups is not None and count[num_groups]:
         raise ValueError(
             f"{int(count[num_groups])} of group_ids do not lie in [0, num_groups={num_groups}): number the prompts of "
@@ -110,10 +124,14 @@ def group_advantages(
     centred = rewards - torch.where(count > 1, total / torch.where(weight > 0, weight, 1), 0)[group]
     # A mean with weights is not the only reward to the last bit, nor without a weight.
     centred = torch.where(((count > 1) & (size == 1))[group], rewards - rewards, centred)
-    (squares,) = add(torch.where(kept, centred.square(), 0))
-    variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)
+    (squares,) = add(torch.where(kept, counts * centred.square(), 0))
+    # The number of responses less 1, if they count alike.
+    freedom = weight - square / torch.where(weight > 0, weight, 1)
+    variance = torch.where(freedom <= _NO_FREEDOM * weight, 1, squares / torch.where(freedom > 0, freedom, 1))
+    others = weight[group] - counts
+    factor = torch.where((size[group] < 2) | (others <= 0), 0, weight[group] / torch.where(others == 0, 1, others))
     above = add.lead(rewards, kept) if estimator in _OF_THE_BEST else centred
-    found = GROUP_ESTIMATORS[estimator](above, variance[group], size[group])
+    found = GROUP_ESTIMATORS[estimator](above, variance[group], factor)
     if estimator == "gpg":
         found = found * (_over_nonzero(rewards, kept, batch) / f_norm)
     return torch.where(kept, found, 0)
@@ -149,10 +167,15 @@ def _check_together(estimator: str, num_groups: int | None, groups: ParallelGrou
         )
 
 
-def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
+def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
     """How much each reward counts in the mean, [n] float64."""
+    counts = torch.ones_like(rewards, dtype=torch.float64)
+    if weights is not None:
+        check_tensors({}, weights=weights)
+        check_floats("weights", weights, rewards.shape, "sequences")
+        counts = torch.where(weights >= 0, weights.detach().double(), torch.nan)
     if estimator != "opo":
-        return torch.ones_like(rewards, dtype=torch.float64)
+        return counts
     if lengths is None:
         raise ValueError("estimator='opo' weights rewards by the lengths of responses: give lengths")
     check_tensors({}, lengths=lengths)
@@ -161,7 +184,7 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
             f"lengths is {lengths.dtype} {tuple(lengths.shape)}: expected a number of tokens for each of "
             f"{len(rewards)} sequences"
         )
-    return lengths.double()
+    return counts * lengths.double()
 
 
 def _over_nonzero(rewards: Tensor, kept: Tensor, groups: ParallelGroups) -> Tensor:

@@ -307,28 +307,77 @@ def test_collectives_do_not_grow_with_the_tokens(ranks):
         assert found["gae"] == [(False, 2, sequences * chunks * 2)]
         assert found["whiten"] == [(False, 4, 2), (False, 4, 1)]
         assert found["outcome"] == [(True, 2, sequences)]
-        assert found["group"] == [(False, 4, 5 * 4), (False, 4, 5)]
+        assert found["group"] == [(False, 4, 5 * 5), (False, 4, 5)]
         assert found["local group"] == []
         assert found["passk"] == [*found["group"], (True, 4, 5), (False, 4, 5), (True, 4, 5)]
         assert found["gpg"] == [(False, 4, 2)]
 
 
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-@pytest.mark.parametrize("seed", range(4))
-def test_groups_of_kept_responses(estimator, seed):
+@functools.cache
+def responses(seed):
+    """20 responses to 8 prompts, with importance weights of e⁻⁶ to e⁶."""
     generator = torch.Generator().manual_seed(seed)
     rewards, ids = torch.randn(20, generator=generator), torch.randint(0, 8, (20,), generator=generator)
     rewards[::4] = torch.round(rewards[::4])  # some are 0, and some alike
     kept = torch.rand(20, generator=generator) < 0.6
     lengths = torch.randint(0, 9, (20,), generator=generator)
-    for mask in (kept, None):
-        got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, kept=mask, f_norm=3.0)
-        counted = [True] * 20 if mask is None else mask.tolist()
-        want = oracle.group(estimator, rewards.double().tolist(), ids.tolist(), counted, lengths.tolist(), 3.0)
-        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-        where = {"kept": mask, "num_groups": 9, "f_norm": 3.0}
-        numbered = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, **where)
-        torch.testing.assert_close(numbered, got, rtol=1e-9, atol=1e-9)
+    weights = (3 * torch.randn(20, generator=generator)).clamp(-6, 6).exp()
+    return {"rewards": rewards, "group_ids": ids, "kept": kept, "lengths": lengths, "weights": weights}
+
+
+def wanted_of(estimator, fields):
+    values = {name: value.tolist() for name, value in fields.items()}
+    order = ("rewards", "group_ids", "kept", "lengths")
+    found = oracle.group(estimator, *(values[name] for name in order), 3.0, values.get("weights"))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("without", [(), ("weights",), ("kept", "weights")], ids=str)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_kept_responses(estimator, seed, without):
+    fields = {name: value for name, value in responses(seed).items() if name not in without}
+    want = wanted_of(estimator, {"kept": torch.ones(20, dtype=torch.bool), **fields})
+    for number in (None, 9):
+        got = group_advantages(**fields, estimator=estimator, f_norm=3.0, num_groups=number)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def weighted_on_ranks(estimator):
+    """The advantages of every data-parallel rank's own responses, with all prompts on all ranks."""
+    groups = ParallelGroups.from_megatron()
+    rank, size = group_rank(groups.dp), group_size(groups.dp)
+    fields = {name: value[rank::size] for name, value in responses(1).items()}
+    return rank, group_advantages(**fields, estimator=estimator, f_norm=3.0, num_groups=8, groups=groups)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_weights_of_responses_on_several_ranks(ranks, estimator):
+    want = wanted_of(estimator, responses(1))
+    for rank, got in ranks.run(weighted_on_ranks, Layout(cp=2, dp=2), estimator):
+        torch.testing.assert_close(got, want[rank::2], rtol=1e-9, atol=1e-9)
+
+
+def test_equal_weights_change_nothing_and_none_has_no_mean():
+    fields = {name: value for name, value in responses(2).items() if name != "weights"}
+    for estimator in GROUP_ESTIMATORS:
+        plain = group_advantages(**fields, estimator=estimator)
+        equal = group_advantages(**fields, estimator=estimator, weights=torch.full((20,), 0.3))
+        torch.testing.assert_close(equal, plain, rtol=1e-12, atol=1e-12)
+    got = group_advantages(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 0]), weights=torch.zeros(3))
+    torch.testing.assert_close(got, torch.tensor([1.0, 3.0, 5.0]).double() / (1 + 1e-6))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, torch.nan])
+def test_a_wrong_weight_is_seen(wrong):
+    """Of the first prompt alone; a response that is not kept needs none."""
+    rewards, ids = torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1, 1])
+    weights, kept = torch.tensor([wrong, 1.0, 1.0, 1.0, wrong]), torch.tensor([True, True, True, True, False])
+    for estimator in GROUP_ESTIMATORS:
+        lengths = torch.ones(5)
+        got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, weights=weights, kept=kept)
+        assert got[0].isnan()
+        assert got[2:].isfinite().all()
 
 
 def test_only_a_best_response_of_its_own_leads():

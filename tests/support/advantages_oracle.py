@@ -15,30 +15,32 @@ def group(
     kept: Sequence[bool],
     lengths: Sequence[int],
     f_norm: float = 1.0,
+    weights: Sequence[float] | None = None,
 ) -> list[float]:
-    """The advantage of each response, from the kept responses to its prompt."""
+    """The advantage of each response, from the kept responses to its prompt, each counted by its weight."""
     found = []
+    weights = [1.0] * len(rewards) if weights is None else weights
     counted = [reward for reward, one in zip(rewards, kept, strict=True) if one]
     factor = len(counted) / max(sum(reward != 0 for reward in counted), 1) / f_norm
-    for mine, prompt, is_kept in zip(rewards, ids, kept, strict=True):
-        everyone = [reward for reward, other in zip(rewards, ids, strict=True) if other == prompt]
-        rest = [reward for reward, other, one in zip(rewards, ids, kept, strict=True) if other == prompt and one]
+    for place, (mine, prompt) in enumerate(zip(rewards, ids, strict=True)):
+        everyone = [other for other in range(len(ids)) if ids[other] == prompt]
+        rest = [other for other in everyone if kept[other]]
         alone = len(everyone) == 1
-        if not is_kept:
+        if not kept[place]:
             found.append(0.0)
             continue
-        mean = 0.0 if alone else math.fsum(rest) / len(rest)
-        spread = math.fsum((reward - mean) ** 2 for reward in rest) / max(len(rest) - 1, 1)
-        std = 1.0 if alone else math.sqrt(spread)
+        mean = 0.0 if alone else _mean(rewards, weights, rest)
+        total = math.fsum(weights[other] for other in rest)
+        freedom = total - math.fsum(weights[other] ** 2 for other in rest) / total
+        spread = math.fsum(weights[other] * (rewards[other] - mean) ** 2 for other in rest)
+        std = 1.0 if len(rest) == 1 else math.sqrt(spread / freedom)
         others = 0.0 if alone else mine
-        if not alone and len(rest) > 1:
-            others = (math.fsum(rest) - mine) / (len(rest) - 1)
-        tokens = [(length, one) for length, other, one in zip(lengths, ids, kept, strict=True) if other == prompt]
-        weighted = math.fsum(length * reward for (length, one), reward in zip(tokens, everyone, strict=True) if one)
-        total = sum(length for length, one in tokens if one)
-        optimal = 0.0 if alone or total == 0 else weighted / total
+        if len(rest) > 1:
+            others = _mean(rewards, weights, [other for other in rest if other != place])
+        tokens = [weight * length for weight, length in zip(weights, lengths, strict=True)]
+        optimal = 0.0 if alone else _mean(rewards, tokens, rest)
         optimal = mine if len(rest) == 1 and not alone else optimal
-        best = sorted(rest, reverse=True)
+        best = sorted((rewards[other] for other in rest), reverse=True)
         lead = best[0] - best[1] if len(best) > 1 and mine == best[0] else 0.0
         found.append(
             {
@@ -53,6 +55,12 @@ def group(
             }[estimator]
         )
     return found
+
+
+def _mean(values: Sequence[float], weights: Sequence[float], places: Sequence[int]) -> float:
+    """The mean of the values at these places, by weight; 0 without a weight."""
+    total = math.fsum(weights[place] for place in places)
+    return math.fsum(weights[place] * values[place] for place in places) / total if total else 0.0
 
 
 def gae(
