@@ -34,13 +34,16 @@ class LiveBytes(TorchDispatchMode):
         older = {storage._cdata for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in _storages(found):
-            key = storage._cdata
-            if key not in self._sizes and key not in older:
-                weakref.finalize(storage, self._remove, key)
-                self._sizes[key] = storage.nbytes()
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
+            if storage._cdata not in self._sizes and storage._cdata not in older:
+                self._add(storage)
         return found
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        weakref.finalize(storage, self._remove, key)
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
 
     def _remove(self, key: int) -> None:
         self.live -= self._sizes.pop(key)

@@ -141,7 +141,10 @@ class Bare:
     """A task without a tokenizer's characters and without lengths: flags give both."""
 
     def __init__(self, seed):
-        self.problems, self.reward = Doubles(seed).problems, Doubles(seed).reward
+        self.problems = Doubles(seed).problems
+
+    def reward(self, response, label):
+        return float(response == label)
 
 
 class BadReward(Doubles):

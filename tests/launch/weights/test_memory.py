@@ -26,9 +26,9 @@ LIMITS = {"llama": 1.05, "qwen3_moe": 1.34}
 class Allocated(LiveBytes):
     """Storages on a device alone."""
 
-    def _add(self, storage, older):
+    def _add(self, storage):
         if storage.device.type != "meta":
-            super()._add(storage, older)
+            super()._add(storage)
 
 
 def most_alive(function, tries=3):
