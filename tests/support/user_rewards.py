@@ -143,7 +143,7 @@ class Bare:
     def __init__(self, seed):
         self.problems = Doubles(seed).problems
 
-    def reward(self, response, label):
+    def reward(self, prompt, response, label, record):
         return float(response == label)
 
 
