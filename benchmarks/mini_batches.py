@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
     """Measure, print and draw."""
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.flags.configure import configure
-    from megatron_rc.launch.training.cpu import cpu_backend
+    from megatron_rc.launch.training.models.cpu import cpu_backend
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def _mean(mode: str, learning_rate: float) -> dict[int, float]:
 
 def _rollouts(trainer: object, seed: int) -> RolloutBatch:
     """Random responses; the engine's log-probs are the trainer's with noise."""
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     generator, shape = torch.Generator().manual_seed(seed), (SEQUENCES, LENGTH)
     begin = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)

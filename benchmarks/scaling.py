@@ -132,7 +132,7 @@ def fake_groups(layout: Layout, rank: int) -> Iterator[tuple[ParallelGroups, flo
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron_rc.launch.training.cpu import cpu_backend
+    from megatron_rc.launch.training.models.cpu import cpu_backend
 
     with cpu_backend():
         start = time.perf_counter()

@@ -112,7 +112,7 @@ def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, floa
     """(seconds of plan and update, seconds inside the correction) of each variant's steps, without the first."""
     import torch
 
-    from megatron_rc.launch.training.cpu import cpu_backend, without_compiler
+    from megatron_rc.launch.training.models.cpu import cpu_backend, without_compiler
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
@@ -169,7 +169,7 @@ def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
         finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
         sampling=SamplingParams(),
     )
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     scored = trainer.score(cut_batch(blank, trainer.config, trainer.groups))
     noise = 0.03 * torch.randn(shape, generator=generator)

@@ -89,7 +89,7 @@ def layers(config: TransformerConfig) -> Any:
     """Transformer Engine's layers on a GPU; without one Megatron's, with a norm and an attention that allow CP."""
     if torch.cuda.is_available():
         return get_gpt_layer_with_transformer_engine_spec()
-    from megatron_rc.launch.training.local_layers import LocalAttention, LocalNorm
+    from megatron_rc.launch.training.models.local_layers import LocalAttention, LocalNorm
 
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
@@ -115,7 +115,7 @@ def megatron(tp: int, pp: int, cp: int) -> Iterator[None]:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
-            from megatron_rc.launch.training.cpu import cpu_backend
+            from megatron_rc.launch.training.models.cpu import cpu_backend
 
             stack.enter_context(cpu_backend())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

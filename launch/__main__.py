@@ -30,7 +30,7 @@ from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_pa
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
-from megatron_rc.launch.training.settings_file import settings_text
+from megatron_rc.launch.training.reporting.config_yaml import settings_text
 
 USAGE_ERROR = 2
 TRAINER = "megatron_rc.launch.train_ppo"

@@ -74,7 +74,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     over PP.
     """
     from megatron_rc.launch.rollouts.collector import RolloutCollector
-    from megatron_rc.launch.training.rollout_metrics import summarize_rollouts
+    from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
     from megatron_rc.launch.training.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()
@@ -104,7 +104,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
     """Return :func:`lag_distances` of this rank's tokens at a temperature, [4] float64; 0 on stages before the last."""
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     cut = cut_batch(batch, trainer.config, trainer.groups)
     train = trainer.score(cut, temperature)

@@ -48,7 +48,7 @@ def export(request: argparse.Namespace) -> int:
     """
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-    from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+    from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.hugging_face import write_directory
     from megatron_rc.launch.weights.export import export_parameters
 
@@ -103,7 +103,7 @@ def _parameters(config: RunConfig, folder: Path) -> Mapping[str, Tensor]:
 
     from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
-    from megatron_rc.launch.training.model import build_chunks
+    from megatron_rc.launch.training.models.build import build_chunks
 
     with torch.device("meta"):
         (model,) = build_chunks(config, build_transformer_config(config))

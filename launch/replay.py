@@ -59,7 +59,7 @@ def with_model(
     """
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-    from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+    from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 
     step, folder = checked_checkpoint(request.load, request.step, checksums=True)
     config = stored_config(checkpoint_settings(request.load, step), str(folder / SETTINGS))
@@ -105,7 +105,7 @@ def _model(config: RunConfig, folder: Path) -> GPTModel:
     """Return the checkpoint's model, in float32."""
     from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
-    from megatron_rc.launch.training.model import build_chunks
+    from megatron_rc.launch.training.models.build import build_chunks
 
     change = dataclasses.replace
     config = change(config, training=change(config.training, fused_linear_log_probs=False))

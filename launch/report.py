@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_rc.launch.flags.commands import parse_report
 from megatron_rc.launch.train_ppo import on_one_cpu
-from megatron_rc.launch.training.run_page.page import PAGE, write_page
+from megatron_rc.launch.training.reporting.run_page.page import PAGE, write_page
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -122,7 +122,7 @@ def ignore_megatron_warnings() -> None:
 
 def cpu_backend() -> contextlib.AbstractContextManager[None]:
     """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled."""
-    from megatron_rc.launch.training import cpu
+    from megatron_rc.launch.training.models import cpu
 
     with cpu.without_compiler():
         import megatron_rc.launch.training.loop  # noqa: F401

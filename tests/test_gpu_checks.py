@@ -325,7 +325,7 @@ torch.cuda.is_available = lambda: True  # and nothing is run on it
 from megatron_rc.launch import distributed, train_ppo
 distributed.initialize = distributed.shut_down = lambda *_: None
 train_ppo.main(sys.argv[1:], run=lambda config, _: print(config.launch.on_cpu))
-print("megatron_rc.launch.training.loop" in sys.modules, "megatron_rc.launch.training.cpu" in sys.modules)
+print("megatron_rc.launch.training.loop" in sys.modules, "megatron_rc.launch.training.models.cpu" in sys.modules)
 """
 
 

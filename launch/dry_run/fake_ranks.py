@@ -87,7 +87,7 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    from megatron_rc.launch.training import local_layers
+    from megatron_rc.launch.training.models import local_layers
 
     with contextlib.ExitStack() as stack:
         # No random numbers are drawn, so Megatron need not save the generator's state.

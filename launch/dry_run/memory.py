@@ -28,7 +28,7 @@ from megatron_rc.launch.dry_run.many_experts import number_of
 from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
-from megatron_rc.launch.training.model import build_chunks
+from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.parallel.linear import CHUNK_TOKENS
 from megatron_rc.parallel.softmax import EAGER_ELEMENTS, LEAST_ROWS
 

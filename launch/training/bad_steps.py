@@ -15,7 +15,7 @@ from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.step_checks import BadStepError
+from megatron_rc.launch.training.checks.step_checks import BadStepError
 from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
 from megatron_rc.records.rollout import RolloutBatch
 

@@ -18,12 +18,12 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.learning import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
-from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
-from megatron_rc.launch.training.model import build_chunks
-from megatron_rc.launch.training.offload import Offload, tensors_of_model, tensors_of_optimizer
-from megatron_rc.launch.training.passes import ModelPasses
-from megatron_rc.launch.training.step_checks import StepChecks
-from megatron_rc.launch.training.trained_model import TrainedModel
+from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens
+from megatron_rc.launch.training.checks.step_checks import StepChecks
+from megatron_rc.launch.training.models.build import build_chunks
+from megatron_rc.launch.training.models.offload import Offload, tensors_of_model, tensors_of_optimizer
+from megatron_rc.launch.training.models.passes import ModelPasses
+from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.launch.weights.load import load_weights
 from megatron_rc.loss.aggregation import denominator, loss_sum
 from megatron_rc.loss.values import SUMS, derive_value_metrics, value_loss

@@ -9,27 +9,27 @@ from contextlib import ExitStack, closing, suppress
 import torch.distributed as dist
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree, agree_and_share
+from megatron_rc.launch.distributed import AgreedError, agree, agree_alike, agree_and_share
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
-from megatron_rc.launch.training.advantages import summarize
 from megatron_rc.launch.training.bad_steps import BadSteps
-from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
-from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
-from megatron_rc.launch.training.guards import Guards
+from megatron_rc.launch.training.batches.advantages import summarize
+from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
+from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
+from megatron_rc.launch.training.checks.folder_locks import in_use
+from megatron_rc.launch.training.checks.guards import Guards
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
-from megatron_rc.launch.training.in_use import in_use
-from megatron_rc.launch.training.machine import Machine, trim_heap
-from megatron_rc.launch.training.profiling import Profiling
-from megatron_rc.launch.training.report import begin_report
-from megatron_rc.launch.training.rollout_metrics import summarize_rollouts
+from megatron_rc.launch.training.reporting.config_yaml import write_settings
+from megatron_rc.launch.training.reporting.machine_metrics import Machine, trim_heap
+from megatron_rc.launch.training.reporting.profiling import Profiling
+from megatron_rc.launch.training.reporting.reporter import begin_report
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
-from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
+from megatron_rc.launch.training.when_to_save import CheckpointSaves
 from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 
@@ -45,7 +45,9 @@ def train(config: RunConfig, task: Task) -> bool:
             steps change nothing any more, or a condition of ``--stop-if`` holds.
         ValueError: on every rank, if the checkpoint does not fit.
     """
-    check_data(config)
+    if config.data.rows_digest is not None:
+        message = "the files of --prompt-data and --eval-data differ between machines: copy them again"
+        agree_alike(config, config.data.rows_digest, message)
     groups = ParallelGroups.from_megatron()
     is_first = dist.get_rank() == 0
     with ExitStack() as stack:
@@ -237,7 +239,7 @@ def _check_start(config: RunConfig, iteration: int) -> None:
     end = config.logging.profiled_steps[1]
     if config.logging.profile and iteration >= end:
         raise ValueError(f"--profile-step-end {end}: checkpoint {iteration} is already past it: profile later steps")
-    compare_with_checkpoint(config, iteration)
+    warn_of_other_data(config, iteration)
 
 
 def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest) -> str:

@@ -9,7 +9,7 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import add_log_probs
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.micro_batches import LocalBatch
+from megatron_rc.launch.training.batches.micro_batches import LocalBatch
 from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast

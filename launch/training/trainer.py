@@ -18,22 +18,22 @@ from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.run_config.passes import is_one_pass
-from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
-from megatron_rc.launch.training.batch_check import BatchCheck
+from megatron_rc.launch.training.batches.advantages import Advantages, Estimated, Scores
+from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens, cut_batch
+from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
+from megatron_rc.launch.training.checkpoints.contents import Kept
 from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
-from megatron_rc.launch.training.checkpoints.kept import Kept
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
+from megatron_rc.launch.training.checkpoints.starting_weights import reference_reader, start_from
+from megatron_rc.launch.training.checks.batch_check import BatchCheck
+from megatron_rc.launch.training.checks.left_out import LeftOut
+from megatron_rc.launch.training.checks.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.training.critic import Critic, PreparedValues
-from megatron_rc.launch.training.left_out import LeftOut
-from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
-from megatron_rc.launch.training.model import build_chunks
-from megatron_rc.launch.training.offload import Offload, tensors_of_optimizer
-from megatron_rc.launch.training.passes import ModelPasses
-from megatron_rc.launch.training.rewards import RewardScaler
-from megatron_rc.launch.training.starting_weights import reference_reader, start_from
-from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
-from megatron_rc.launch.training.trained_model import TrainedModel
+from megatron_rc.launch.training.models.build import build_chunks
+from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
+from megatron_rc.launch.training.models.passes import ModelPasses
+from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch

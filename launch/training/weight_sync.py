@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_rc.launch.distributed import number_of_rank_0
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
-from megatron_rc.launch.training.report import Reporter
-from megatron_rc.launch.training.sync_check import SyncCheck
+from megatron_rc.launch.training.checks.sync_check import SyncCheck
+from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, last_evaluation
+from megatron_rc.launch.training.reporting.reporter import Reporter
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
 
@@ -39,7 +39,7 @@ class WeightSync:
         reporter: Reporter | None,
     ) -> None:
         self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
-        self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
+        self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer.score, collector, groups)
         trainer.batch_check.is_on = self.check is not None and not config.rollouts.rollout_staleness
         self.metrics: dict[str, float] = {}
         self._syncs = 0
@@ -88,7 +88,7 @@ class WeightSync:
         was_restarted = self.collector.sync_weights(self.trainer.chunks, version)
         is_due = was_restarted or self._probe_is_due()
         self._syncs += 1
-        self.metrics = self.check() if self.check is not None and is_due else {}
+        self.metrics = self.check(self.trainer.iteration) if self.check is not None and is_due else {}
 
     def _probe_is_due(self) -> bool:
         """Whether a probe follows this sync: after the first sync, by interval, and if no rollout batch can be checked.

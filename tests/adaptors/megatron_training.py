@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training import training
 
-from megatron_rc.launch.training.cpu import cpu_backend
+from megatron_rc.launch.training.models.cpu import cpu_backend
 from tests.adaptors.pages import documented
 
 LENGTH, VOCABULARY = 8, 15

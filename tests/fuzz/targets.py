@@ -31,7 +31,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.launch_file import words_of_file
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.tasks.prompt_data.rows import parse_line
-from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.load import open_weights

@@ -50,7 +50,7 @@ def flags(device, folder, *more):
 
 def rollouts(trainer):
     """Random tokens of which the last three quarters train, with log-probs near those of the trainer."""
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     config = trainer.config
     shape = (SEQUENCES, config.training.seq_length)

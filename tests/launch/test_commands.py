@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training.run_page.page import page_data
+from megatron_rc.launch.training.reporting.run_page.page import page_data
 from tests.support.forked import launch_forked
 from tests.support.runs import (
     LOOPBACK,

@@ -34,7 +34,7 @@ PICKLES = {
     "launch/rewards/worker.py",
     "launch/training/checkpoints/background.py",
     "launch/training/checkpoints/unpickling.py",
-    "launch/training/checkpoints/writing.py",
+    "launch/training/checkpoints/pieces.py",
     "megatron_rc/records/tensor_files.py",
 }
 

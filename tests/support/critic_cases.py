@@ -146,9 +146,9 @@ class Found:
 
 def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
     """Compute values at the old weights, then the gradients of each mini-batch at the new ones."""
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.critic import Critic
-    from megatron_rc.launch.training.micro_batches import cut_batch
-    from megatron_rc.launch.training.passes import ModelPasses
+    from megatron_rc.launch.training.models.passes import ModelPasses
 
     config, groups = run_config(words, torch.distributed.get_world_size(), engine=False), ParallelGroups.from_megatron()
     critic, data = Critic(config, groups, ModelPasses(config, groups)), training_cases.make_data()

@@ -2,7 +2,7 @@
 
 import importlib
 
-from megatron_rc.launch.training.cpu import without_compiler
+from megatron_rc.launch.training.models.cpu import without_compiler
 
 with without_compiler():
     for name in (

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_rc.launch.training import picture
+from megatron_rc.launch.training.reporting import picture
 
 COLLECTIVE_SECONDS = 180
 VICTIM_SECONDS = 3
@@ -165,7 +165,7 @@ def _serve(connection: Connection) -> None:
 
     import torch
 
-    from megatron_rc.launch.training.cpu import cpu_backend
+    from megatron_rc.launch.training.models.cpu import cpu_backend
 
     # Loaded already, unless the server was started in a folder from which it could not find the module.
     importlib.import_module("tests.support.preloaded")

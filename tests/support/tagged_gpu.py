@@ -124,7 +124,8 @@ def _stand_ins(mode: _Answering) -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) of functions that need a GPU."""
     import torch.distributed as dist
 
-    from megatron_rc.launch.training import advantages, cpu
+    from megatron_rc.launch.training.batches import advantages
+    from megatron_rc.launch.training.models import cpu
     from megatron_rc.parallel import groups, kernels
     from megatron_rc.training import rollout_correction
 
@@ -154,7 +155,7 @@ def _stand_ins(mode: _Answering) -> Iterator[tuple[Any, str, Any]]:
 @contextlib.contextmanager
 def tagged_gpu() -> Iterator[None]:
     """Pretend a GPU inside this block; for a process of its own that has not imported Megatron."""
-    from megatron_rc.launch.training import cpu
+    from megatron_rc.launch.training.models import cpu
 
     mode = _Answering()
     with contextlib.ExitStack() as stack:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import STOPPING
 from megatron_rc.launch.training.checkpoints import manifest
-from megatron_rc.launch.training.checkpoints.writing import Pieces, reason_of
+from megatron_rc.launch.training.checkpoints.pieces import Pieces, reason_of
 from megatron_rc.parallel.collectives import all_reduce_max
 
 

@@ -1,16 +1,20 @@
-"""Comparison of a checkpoint with a run's flags; messages name the flags."""
+"""Comparison of a checkpoint with a run's flags and prompts; messages name the flags."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import options_of
-from megatron_rc.launch.training.checkpoints.kept import Kept
-from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
-from megatron_rc.launch.training.checkpoints.settings import settings_beside
+from megatron_rc.launch.training.checkpoints.contents import Kept
+from megatron_rc.launch.training.checkpoints.folders import iteration_folder
+from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
+from megatron_rc.launch.training.checkpoints.saved_settings import settings_beside
+
+_log = logging.getLogger("megatron_rc")
 
 # Sections that shape the model.
 _SHAPE = {"transformer": "", "latent": "--multi-latent-attention", "experts": "--num-experts", "model": ""}
@@ -119,3 +123,25 @@ def differences(config: RunConfig, folder: Path, among: Collection[str] | None =
                 shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in (mine, its)]
                 return f"{flag(option.flag)} {shown[0]}; it was written with {shown[1]}"
     return ""
+
+
+def warn_of_other_data(config: RunConfig, iteration: int) -> None:
+    """Warn if the training prompts or their order differ from the run that wrote the checkpoint of this step."""
+    load, digest = config.checkpoints.load, config.data.order_digest
+    if not load or not iteration:
+        return
+    settings = settings_beside(iteration_folder(load, iteration))
+    seed = (settings.get("training") or {}).get("seed")
+    if digest is None and seed not in (None, config.training.seed):
+        _log.warning(
+            "--seed %d differs from the seed of checkpoint %d, which is %d: prompts and samples will differ from an "
+            "uninterrupted run",
+            *(config.training.seed, iteration, seed),
+        )
+    kept = (settings.get("data") or {}).get("order_digest")
+    if digest is not None and kept not in (None, digest):
+        _log.warning(
+            "--prompt-data (rows, weights or lengths that fit) or --seed differs from checkpoint %d: prompts will come "
+            "in another order than in an uninterrupted run",
+            iteration,
+        )

@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
-from megatron_rc.launch.training.model import host_copy
-from megatron_rc.launch.training.offload import exchanged
+from megatron_rc.launch.training.models.build import host_copy
+from megatron_rc.launch.training.models.offload import exchanged
 
 
 class HostWeights:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rc.launch.training.checkpoints.folders import write_durably
-from megatron_rc.launch.training.checkpoints.settings import SETTINGS
+from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
 
 MANIFEST = "manifest.json"

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from megatron_rc.launch.errors import one_line
-from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
+from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.weights.named_weights import named_weights
 
 

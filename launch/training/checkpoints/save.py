@@ -18,9 +18,9 @@ from megatron_rc.launch.distributed import AgreedError, agree, failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
-from megatron_rc.launch.training.checkpoints.kept import CRITIC, Kept
-from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
-from megatron_rc.launch.training.checkpoints.writing import Pieces, index_of, reason_of, write_common, write_index
+from megatron_rc.launch.training.checkpoints.contents import CRITIC, Kept
+from megatron_rc.launch.training.checkpoints.pieces import Pieces, index_of, reason_of, write_common, write_index
+from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, settings_text
 
 T = TypeVar("T")
 _FAILURES = (CheckpointingException, OSError, MemoryError, RuntimeError, ValueError)

@@ -13,7 +13,7 @@ from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_optimizer
-from megatron_rc.launch.training.trained_model import TrainedModel
+from megatron_rc.launch.training.models.trained_model import TrainedModel
 
 # Flags by the schedule's names for them; and the names that a constant learning rate does not use.
 _SCHEDULE = {

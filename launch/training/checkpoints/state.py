@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_rc.launch.training.model import unwrap
+from megatron_rc.launch.training.models.build import unwrap
 
 
 def model_state(model: Sequence[Any], name: str = "model") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rc.launch.dry_run import memory
 from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage, megatron_here, on_this_machine
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
-from megatron_rc.launch.training.model import build_chunks
+from megatron_rc.launch.training.models.build import build_chunks
 from tests.launch.dry_run.test_memory import COMMON, EXPERTS, RECOMPUTED
 from tests.support.allocated import most_at_once
 from tests.support.recorded_training import LLAMA, run_config

@@ -19,7 +19,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 def export(words):
     """(exported weights on the first rank, logits of the recorded tokens on the last stage) of one rank."""
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.weights.export import export_weights
 
     trainer = make_trainer(words)

@@ -11,7 +11,7 @@ from megatron_rc.launch.__main__ import main, torchrun_arguments
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.resolved_file import ResolvedFlag, as_launch_file, as_mapping
-from megatron_rc.launch.training.settings_file import write_settings
+from megatron_rc.launch.training.reporting.config_yaml import write_settings
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.presets import PRESETS
 from tests.launch.flags.test_flags import SMALL

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training.shown import COLUMNS, MACHINE
+from megatron_rc.launch.training.reporting.terminal import COLUMNS, MACHINE
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.training_runs import rows, run_training

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.stored import stored_config
-from megatron_rc.launch.training.checkpoints.settings import settings_text
+from megatron_rc.launch.training.checkpoints.saved_settings import settings_text
 from tests.support.recorded_training import LLAMA, flags, run_config
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=32", "--num-layers=4", "--moe-layer-freq=[0]*1+[1]*3"]

@@ -134,8 +134,8 @@ class CountingEngine:
 def run_with(words, engine, watch=None):
     """The loop with an engine of ours on the ranks that have one: (error, versions that sampled, threads left)."""
     from megatron_rc.launch.rollouts.collector import RolloutCollector
-    from megatron_rc.launch.training.engine_distance import EngineDistance
-    from megatron_rc.launch.training.sync_check import SyncCheck
+    from megatron_rc.launch.training.checks.engine_distance import EngineDistance
+    from megatron_rc.launch.training.checks.sync_check import SyncCheck
     from megatron_rc.launch.training.trainer import Trainer
 
     made, default, update = [], RolloutCollector._default_engine, Trainer.update

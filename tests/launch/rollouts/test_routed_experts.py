@@ -20,7 +20,7 @@ def collected(words):
     """The local experts with the sequence and the position of each token, whether it is real, and what was said."""
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.rollouts.collector import RolloutCollector
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     config, task = configure(words, torch.distributed.get_world_size())
     groups, said = ParallelGroups.from_megatron(), []

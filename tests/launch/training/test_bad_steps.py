@@ -16,8 +16,8 @@ import torch
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.training.bad_steps import BadSteps
-from megatron_rc.launch.training.left_out import LeftOut
-from megatron_rc.launch.training.step_checks import BadStepError, StepChecks
+from megatron_rc.launch.training.checks.left_out import LeftOut
+from megatron_rc.launch.training.checks.step_checks import BadStepError, StepChecks
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout

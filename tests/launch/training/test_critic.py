@@ -79,7 +79,7 @@ def test_the_cases_meet_what_they_are_for():
 
 def run_unmarked(words, *given):
     """As ``run_case``, with a head whose gradient Megatron takes for whole."""
-    from megatron_rc.launch.training import value_head
+    from megatron_rc.launch.training.models import value_head
 
     right = value_head.ValueHead.__init__
 

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from megatron_rc.launch.training.step_checks import BadStepError
+from megatron_rc.launch.training.checks.step_checks import BadStepError
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch

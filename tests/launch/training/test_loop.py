@@ -13,8 +13,8 @@ import torch
 from megatron_rc import RolloutCorrection, wrap_finalize
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training import metrics_file
-from megatron_rc.launch.training.run_page.page import page_data
+from megatron_rc.launch.training.reporting import metrics_file
+from megatron_rc.launch.training.reporting.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout, drawing
@@ -286,7 +286,7 @@ def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more)
 
 def count_passes(words):
     """How often the pipeline is run through before the first step, and in it."""
-    from megatron_rc.launch.training import passes as model_passes
+    from megatron_rc.launch.training.models import passes as model_passes
 
     passes, right = [], model_passes.get_forward_backward_func
 

@@ -122,17 +122,17 @@ def make_data():
 def in_float64():
     """Models and gradient buffers of double precision."""
     from megatron_rc.launch.run_config import RunConfig
-    from megatron_rc.launch.training import model
+    from megatron_rc.launch.training.models import build
 
-    build = model.build_ddp_config
+    build_config = build.build_ddp_config
 
     def build_ddp_config(config):
-        built = build(config)
+        built = build_config(config)
         built.grad_reduce_in_fp32 = False
         return built
 
     exact = mock.patch.object(RunConfig, "dtype", torch.float64)
-    with exact, mock.patch.object(model, "build_ddp_config", build_ddp_config):
+    with exact, mock.patch.object(build, "build_ddp_config", build_ddp_config):
         yield
 
 
@@ -253,7 +253,7 @@ def test_the_data_are_not_vacuous_and_gspo_sends_one_sum_a_micro_batch(ranks, tm
 
 def make_bad_steps(words, folder):
     """(error, weights are as before) of a step on bad data, and metrics and weights of one that rejects everything."""
-    from megatron_rc.launch.training.step_checks import BadStepError
+    from megatron_rc.launch.training.checks.step_checks import BadStepError
 
     trainer, found = make_trainer(words), []
     assert trainer.correction.corrects_in_loss

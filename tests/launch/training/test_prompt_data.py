@@ -10,8 +10,8 @@ import pytest
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import find_rollouts
-from megatron_rc.launch.training.checkpoints.settings import SETTINGS
-from megatron_rc.launch.training.data_check import compare_with_checkpoint
+from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
+from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, LLAMA, flags, run_config
@@ -118,7 +118,7 @@ def test_another_seed_of_a_task_is_said(tmp_path, caplog, seed, lines):
     folder.mkdir()
     (folder / SETTINGS).write_text(json.dumps({"training": {"seed": 1}}))
     config = run_config([*flags(tmp_path, f"--load={tmp_path}", f"--seed={seed}", "--train-iters=5")])
-    compare_with_checkpoint(config, 3)
+    warn_of_other_data(config, 3)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == lines
     assert not lines or re.match("--seed 2 .* checkpoint 3, which is 1: ", said[0])

@@ -81,7 +81,7 @@ def train_with_a_bad_step(words):
     """The second step fails before its pass, as where the critic's loss is not finite."""
     from unittest import mock
 
-    from megatron_rc.launch.training.step_checks import BadStepError
+    from megatron_rc.launch.training.checks.step_checks import BadStepError
     from megatron_rc.launch.training.trainer import Trainer
 
     update = Trainer._update_policy

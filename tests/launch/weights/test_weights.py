@@ -74,7 +74,7 @@ def as_published(folder):
 
 def load_and_export(words):
     """Logits of the recorded tokens on the last stage, the weights that come out again, and where this rank is."""
-    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.weights.converter import export_model
     from megatron_rc.parallel.groups import group_rank, group_size
 
@@ -126,11 +126,11 @@ def test_logits_and_round_trip(ranks, folders, name, layout, more):
 def logits_of(words, tokens, change):
     """The model's logits of one sequence on one rank, with some of what makes the model replaced."""
     from megatron_rc.launch.run_config import megatron_configs
-    from megatron_rc.launch.training import model
+    from megatron_rc.launch.training.models import build
 
     with pytest.MonkeyPatch.context() as patch:
         for function, stand_in in change.items():
-            patch.setattr(model if hasattr(model, function) else megatron_configs, function, stand_in)
+            patch.setattr(build if hasattr(build, function) else megatron_configs, function, stand_in)
         (chunk,) = make_trainer(words).chunks
     with torch.no_grad():
         return chunk(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[..., :30]

@@ -1,0 +1,1 @@
+"""A rollout batch on a rank: micro-batches, rewards, advantages and metrics."""

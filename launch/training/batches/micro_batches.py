@@ -1,0 +1,254 @@
+"""This rank's part of a rollout batch, cut into the micro-batches of its optimizer steps: padded rows, or packed.
+
+Padded: a micro-batch has ``--micro-batch-size`` rows of ``--seq-length``. Packed: a micro-batch has sequences one after
+the other, without their padding, and all micro-batches have the same length. All data-parallel ranks agree on the
+number of micro-batches, and add empty ones if they have fewer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.batches.packing import Packing, pack
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
+from megatron_rc.training.micro_batch import MicroBatch
+
+_PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTokens(MicroBatch):
+    """Inputs of the model and of the loss for some sequences on this rank, label-aligned.
+
+    Weights, mask, lengths and the trainer's log-probs are None until they are known; advantages are 0.
+
+    Attributes:
+        tokens: input tokens, of the layout's local shape.
+        positions: position of each token in its sequence, of the same shape.
+        labels: the next token of each token, of the same shape.
+        routed_experts: ``[..., layers, top_k]`` like the tokens, -1 if unknown; None if no record has them.
+        values: the critic's values before its steps on the rollout batch, like the tokens; None without a critic and
+            before the last stage.
+        returns: targets of the values, like the tokens; None in the same cases.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    routed_experts: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    def piece(self, cut: Cut) -> LocalTokens:
+        """The tokens of one micro-batch."""
+        present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        advantages_are_per_token = self.advantages.shape == self.layout.shape
+        of_sequences = _PER_SEQUENCE if advantages_are_per_token else (*_PER_SEQUENCE, "advantages")
+        pieces: dict[str, Any] = {
+            name: value[cut.sequences if name in of_sequences else cut.tokens]
+            for name, value in present.items()
+            if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, layout=cut.layout, **pieces)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Slices of one micro-batch's tokens and sequences in the first dimension of the local batch, and its layout."""
+
+    tokens: slice
+    sequences: slice
+    layout: SequenceLayout
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """A rollout batch on this rank.
+
+    Attributes:
+        local: all tokens, in the order of the micro-batches.
+        rows: [n] int64 on the tokens' device: each sequence's row of the rollout batch; -1 for padding.
+        mini_batch_ids: [n] int64 on the tokens' device: each sequence's mini-batch.
+        cuts: for each mini-batch its micro-batches, equally many on every data-parallel rank.
+        total_tokens: for each mini-batch the number of tokens on all ranks, padding included.
+        rows_of_model: number of rows of the model's input in a micro-batch; 1 if packed.
+        length_of_model: length of these rows over all CP ranks.
+    """
+
+    local: LocalTokens
+    rows: Tensor
+    mini_batch_ids: Tensor
+    cuts: tuple[tuple[Cut, ...], ...]
+    total_tokens: tuple[int, ...]
+    rows_of_model: int
+    length_of_model: int
+
+    def sides(self, values: Tensor) -> Tensor:
+        """[n], values by row of the rollout batch brought to the sequences; 0 for padding, which counts nowhere."""
+        return torch.where(self.rows >= 0, values[self.rows.clamp(min=0)], values.new_zeros(()))
+
+    def with_advantages(self, advantages: Tensor) -> LocalBatch:
+        """This batch with advantages, [n] or like the tokens."""
+        return dataclasses.replace(self, local=dataclasses.replace(self.local, advantages=advantages))
+
+
+def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
+    """Cut this rank's part out of a rollout batch, after the shift to label positions over whole sequences.
+
+    Collectives: with packed sequences one SUM of [data-parallel ranks, rows] over ``dp``.
+    """
+    if config.training.rl_use_sequence_packing:
+        return _packed(batch, config, groups)
+    return _padded(batch, config, groups)
+
+
+def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
+    rows, length = batch.tokens.shape
+    size, cp_rank, cp_size = config.training.micro_batch_size, group_rank(groups.cp), group_size(groups.cp)
+    layout, micro = (
+        SequenceLayout.padded(number, length // cp_size, cp_rank=cp_rank, cp_size=cp_size) for number in (rows, size)
+    )
+    index = torch.arange(rows, device=batch.tokens.device)
+    per_rank = config.training.global_batch_size // config.data_parallel_size
+    pieces = [slice(start, start + size) for start in range(0, rows, size)]
+    cuts = [Cut(piece, piece, micro) for piece in pieces]
+    each = per_rank // size
+    return LocalBatch(
+        local=_local_tokens(batch, layout, index, lambda values, _: layout.cut(values)),
+        rows=index,
+        mini_batch_ids=index // per_rank,
+        cuts=tuple(tuple(cuts[start : start + each]) for start in range(0, len(cuts), each)),
+        total_tokens=(config.training.global_batch_size * length,) * (rows // per_rank),
+        rows_of_model=size,
+        length_of_model=length,
+    )
+
+
+def _local_tokens(
+    batch: RolloutBatch, layout: SequenceLayout, rows: Tensor, take: Callable[[Tensor, int], Tensor]
+) -> LocalTokens:
+    """This rank's tokens of a rollout batch.
+
+    Args:
+        batch: the records.
+        layout: layout of the local tokens.
+        rows: [n], each sequence's row of the batch; -1 for padding.
+        take: called with (values [rows, s, ...], filler for padding); returns their local part.
+    """
+    labels, mask, rollout_log_probs = batch.label_aligned()
+    experts = batch.routed_experts
+    return LocalTokens(
+        train_log_probs=None,
+        layout=layout,
+        tokens=take(batch.tokens, 0),
+        positions=layout.positions().to(batch.tokens.device),
+        labels=take(labels, 0),
+        response_mask=take(mask, 0),
+        rollout_log_probs=take(rollout_log_probs, 0),
+        policy_versions=take(batch.label_versions(), 0),
+        # The experts that read a token also predict its label, so they are not shifted.
+        routed_experts=None if experts is None else take(experts, NO_EXPERT),
+        advantages=torch.zeros(len(rows), device=rows.device),
+        sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
+    )
+
+
+def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
+    ranks, here = _token_counts(batch, config, groups), group_rank(groups.dp)
+    packing = pack(ranks, here, config)
+    micro_batches = []
+    for mini_batch, (bins, counts) in enumerate(zip(packing.bins, ranks[here], strict=True)):
+        first = mini_batch * len(counts)
+        for one in bins:
+            held = [(first + row, counts[row]) for row in one]
+            missing = packing.width - sum(counts[row] for row in one)
+            micro_batches.append([*held, *_padding(missing, config.training.seq_length)])
+    return _lay_out(batch, micro_batches, packing, groups)
+
+
+def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
+    """[rank][mini-batch][row]: number of tokens up to the row's last trained label, padded for CP; 0 if there is none.
+
+    One host synchronisation.
+    """
+    rows, length = batch.tokens.shape
+    mask = batch.label_aligned()[1]
+    used = (mask * torch.arange(1, length + 1, device=mask.device)).amax(dim=1)
+    counts = torch.zeros(group_size(groups.dp), rows, dtype=torch.int64, device=mask.device)
+    unit = config.parallel.sequence_unit
+    counts[group_rank(groups.dp)] = (used + unit - 1) // unit * unit
+    per_rank = config.training.global_batch_size // config.data_parallel_size
+    split: list[list[list[int]]] = all_reduce_sum(counts, groups.dp).unflatten(1, (-1, per_rank)).tolist()
+    return split
+
+
+def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
+    """(-1, length) of padding sequences with so many tokens in all, none longer than ``longest``."""
+    return [(-1, min(longest, tokens - start)) for start in range(0, tokens, longest)]
+
+
+def _lay_out(
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[tuple[int, int]]],
+    packing: Packing,
+    groups: ParallelGroups,
+) -> LocalBatch:
+    """Make the local batch of micro-batches, each a list of (row, length) of its sequences."""
+    device = batch.tokens.device
+    layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
+    layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
+    rows = torch.tensor([row for one in micro_batches for row, _ in one])
+    ids = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
+    counts = torch.tensor([len(one) for one in micro_batches])
+    return LocalBatch(
+        local=_local_tokens(batch, layout, rows.to(device), _taker(batch, layout, rows)),
+        rows=rows.to(device),
+        mini_batch_ids=torch.tensor(ids).repeat_interleave(counts).to(device),
+        cuts=_consecutive(layouts, packing.num_micro_batches),
+        total_tokens=tuple(number * packing.width_of_ranks for number in packing.num_micro_batches),
+        rows_of_model=1,
+        length_of_model=sum(layouts[0].full_lengths),
+    )
+
+
+def _taker(batch: RolloutBatch, layout: SequenceLayout, rows: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Function that brings ``[rows, s, ...]`` of a rollout batch to the packed layout of its sequences."""
+    lengths, device = torch.tensor(layout.full_lengths), batch.tokens.device
+    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    row = rows.repeat_interleave(lengths)
+    index = layout.cut(row.clamp(min=0) * batch.tokens.shape[1] + position).to(device)
+    held = layout.cut(row >= 0).to(device)
+
+    def take(values: Tensor, filler: int) -> Tensor:
+        taken = values.flatten(0, 1)[index]
+        return torch.where(held.view(-1, *[1] * (taken.dim() - 1)), taken, values.new_full((), filler))
+
+    return take
+
+
+def _packed_layout(lengths: Sequence[int], groups: ParallelGroups) -> SequenceLayout:
+    cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
+    bounds = accumulate([0, *(length // cp_size for length in lengths)])
+    return SequenceLayout.packed(list(bounds), cp_rank=cp_rank, cp_size=cp_size)
+
+
+def _consecutive(layouts: Sequence[SequenceLayout], num_micro_batches: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
+    """Cuts of micro-batches that lie one after the other, by mini-batch."""
+    cuts, token, sequence = [], 0, 0
+    for layout in layouts:
+        tokens, sequences = layout.shape[0], layout.num_sequences
+        cuts.append(Cut(slice(token, token + tokens), slice(sequence, sequence + sequences), layout))
+        token, sequence = token + tokens, sequence + sequences
+    ends = list(accumulate(num_micro_batches))
+    return tuple(tuple(cuts[end - number : end]) for end, number in zip(ends, num_micro_batches, strict=True))

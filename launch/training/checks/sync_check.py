@@ -1,0 +1,76 @@
+"""Probe after a weight sync: engine and trainer score a few tokens, if no rollout batch can be compared.
+
+It finds weights that did not arrive (such as an output layer that an engine packed at its start and keeps), a prefix
+cache made with older weights, and log-probs of another temperature or of shifted tokens.
+:mod:`megatron_rc.launch.training.checks.batch_check` finds the same in the log-probs of rollout batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megatron_rc.launch.distributed import agree_and_share
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.batches.micro_batches import LocalBatch, cut_batch
+from megatron_rc.launch.training.checks.engine_distance import EngineDistance
+from megatron_rc.parallel.groups import ParallelGroups
+
+SEQUENCES, TOKENS = 8, 16
+
+
+class SyncCheck:
+    """Compares the engine of each replica with the trainer, on the first prompts of the task.
+
+    The prompts are always the same, so that an outdated prefix cache is found.
+
+    Args:
+        config: settings of the run.
+        score: function that returns the trainer's log-probs on the last stage; None on other stages.
+        collector: collector with the engines.
+        groups: process groups of this rank.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        score: Callable[[LocalBatch], Tensor | None],
+        collector: RolloutCollector,
+        groups: ParallelGroups,
+    ) -> None:
+        self.config, self.score, self.collector, self.groups = config, score, collector, groups
+        parallel, length = config.parallel, config.training.seq_length
+        unit = config.training.micro_batch_size * parallel.micro_batch_unit
+        self._rows = math.ceil(SEQUENCES / unit) * unit
+        self._tokens = min(TOKENS, config.rollouts.max_response_length)
+        # All ranks of an expert group need sequences of one length, which CP and SP can split.
+        shortest = length - config.rollouts.max_response_length + self._tokens
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        pieces = math.lcm(2 * cp, tp * cp)
+        self._length = min(length, math.ceil(shortest / pieces) * pieces)
+        # All rows are one mini-batch.
+        training = dataclasses.replace(config.training, global_batch_size=self._rows * config.data_parallel_size)
+        self._cut_config = dataclasses.replace(config, training=training)
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Compare the engines' log-probs of a few tokens with the trainer's, whose weights are of this step.
+
+        Returns:
+            ``rollout/sync_error``: mean |Δ log-prob| in nats of the worst replica; equal on all ranks.
+
+        Collectives: those of a small rollout and a forward-only pass, and one agreement of all ranks.
+
+        Raises:
+            AgreedError: on every rank, if an engine disagrees by more than rounding explains.
+        """
+        batch = self.collector.probe(self._rows, self._tokens, self._length)
+        cut, distance = cut_batch(batch, self._cut_config, self.groups), EngineDistance(self.config, self.groups)
+        train = self.score(cut)
+        if train is not None:
+            distance.add(train, cut.local, cut.local.positions)
+        _, shared = agree_and_share(self.config, distance.numbers)
+        return distance.check(distance.replicas(shared), step)

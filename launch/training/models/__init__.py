@@ -1,0 +1,1 @@
+"""Megatron-Core's models with their optimizers, on a GPU or a CPU, and passes over micro-batches."""

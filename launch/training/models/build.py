@@ -1,0 +1,198 @@
+"""Megatron-Core's GPTModel, DDP, optimizer and schedule of the learning rate, as the settings describe them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config, has_module
+from megatron_rc.launch.training.models.value_head import ValueHead
+from megatron_rc.launch.weights.named_weights import kept_buffers
+
+
+def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[GPTModel]:
+    """Build this rank's GPTModels, one for each virtual stage, on its device, with weights from ``--seed``.
+
+    Args:
+        config: settings of the run.
+        transformer: Megatron's config of the layers, shared by the chunks.
+        is_critic: make a value head on the last stage, without tied embeddings.
+    """
+    virtual = config.parallel.virtual_pipeline_model_parallel_size
+    # Each expert-parallel rank draws other experts; ``wrap_chunks`` makes the shared weights equal.
+    torch.manual_seed(config.training.seed + parallel_state.get_expert_model_parallel_rank())
+    chunks = []
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        chunks.append(
+            GPTModel(
+                config=transformer,
+                transformer_layer_spec=_layer_spec(config, transformer, vp_stage),
+                vocab_size=config.model.padded_vocab_size,
+                max_sequence_length=config.model.max_position_embeddings,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                parallel_output=True,
+                share_embeddings_and_output_weights=not (is_critic or config.model.untie_embeddings_and_output_weights),
+                position_embedding_type=config.model.position_embedding_type,
+                rotary_percent=config.model.rotary_percent,
+                rotary_base=config.model.rotary_base,
+                rope_scaling=config.model.rope_scaling,
+                rope_scaling_factor=config.model.rope_scaling_factor,
+                vp_stage=vp_stage,
+            )
+        )
+        if is_critic and chunks[-1].post_process:
+            chunks[-1].output_layer = ValueHead(transformer, config.training.seed)
+        elif config.training.fused_linear_log_probs and chunks[-1].post_process:
+            skip_output_layer(chunks[-1])
+    if not config.launch.on_cpu:
+        for chunk in chunks:
+            chunk.cuda(torch.cuda.current_device())
+    return chunks
+
+
+def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
+    """Copies of the chunks with frozen weights in host memory, pinned if there is a GPU."""
+    transformer = copy.copy(chunks[0].config)
+    # No random initialization, because the weights are overwritten below.
+    transformer.use_cpu_initialization, transformer.perform_initialization = True, False
+    there = dataclasses.replace(config, launch=dataclasses.replace(config.launch, on_cpu=True))
+    copies = build_chunks(there, transformer)
+    for frozen, chunk in zip(copies, chunks, strict=True):
+        # Float16Module converts the policy: learned positions are made in float32, whatever the dtype.
+        frozen.to(config.dtype).load_state_dict(chunk.state_dict())
+        frozen.requires_grad_(False)
+        for parameter in () if config.launch.on_cpu else frozen.parameters():
+            parameter.data = parameter.data.pin_memory()
+    return copies
+
+
+def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Wrap the chunks in Megatron's DDP, and in Float16Module if the dtype has 16 bits."""
+    transformer = chunks[0].config
+    # Keep the experts' bias in float32 with all its bits; Megatron's router also makes it float32, in its first pass.
+    exact = [{name: buffer.data for name, buffer in kept_buffers(chunk).items()} for chunk in chunks]
+    modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.dtype.itemsize == 2 else chunks
+    for chunk, values in zip(chunks, exact, strict=True):
+        for name, buffer in kept_buffers(chunk).items():
+            buffer.data = values[name]
+    ddp_config = build_ddp_config(config)
+    model = [
+        DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    for chunk in model:
+        chunk.broadcast_params()
+    if ddp_config.overlap_grad_reduce:
+        # With these functions the schedule reduces gradients during the last micro-batch's backward pass.
+        stops, starts = [chunk.no_sync for chunk in model], [chunk.start_grad_sync for chunk in model]
+        # Megatron's schedules take a function for one chunk, a list for several.
+        transformer.no_sync_func, transformer.grad_sync_func = (
+            (stops, starts) if len(model) > 1 else (stops[0], starts[0])
+        )
+    return model
+
+
+def build_optimizer(
+    config: RunConfig, model: list[DistributedDataParallel], timers: Any = None
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Build Megatron's optimizer and its schedule, which counts optimizer steps; ``timers``: Megatron's timers."""
+    settings, schedule = config.optimizer, config.schedule
+    optimizer = get_megatron_optimizer(build_optimizer_config(config), model, use_gloo_process_groups=False)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _make_state(part.optimizer)
+        part.config.timers = timers
+        part.init_state_fn = part.init_state_fn or (lambda optimizer, config=None: None)
+    # A function, not the optimizer's method: Megatron deep-copies the config for experts, and would copy the optimizer.
+    model[0].config.grad_scale_func = lambda loss: optimizer.scale_loss(loss)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=schedule.lr_decay_iters,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=settings.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        end_wd=settings.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        wd_incr_steps=config.training.train_iters,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+    return optimizer, scheduler
+
+
+def skip_output_layer(chunk: GPTModel) -> None:
+    """Let the model return the inputs of its output layer, ``[b, s, h]``, instead of logits.
+
+    With sequence parallelism they are this rank's slice, ``[b, s/tp, h]``. The layer keeps its weight and its name in
+    checkpoints.
+    """
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        return hidden, None
+
+    chunk.output_layer.forward = forward
+
+
+def unwrap(model: Any) -> GPTModel:
+    """The GPTModel inside DDP and Float16Module."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _make_state(optimizer: Any) -> None:
+    """Fill the state of torch's optimizers with the zeros of their first step.
+
+    Megatron's checkpoints need the state before the first step, and before loading.
+    """
+    moments = ("exp_avg", "exp_avg_sq")
+    names = {torch.optim.AdamW: moments, torch.optim.Adam: moments, torch.optim.SGD: ("momentum_buffer",)}
+    for group in optimizer.param_groups if type(optimizer) in names else ():
+        for parameter in group["params"]:
+            state = {name: torch.zeros_like(parameter) for name in names[type(optimizer)]}
+            if "exp_avg" in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            optimizer.state[parameter].update(state)
+
+
+def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
+    """Transformer Engine's layers, or Megatron's local layers with a norm for SP and an attention for CP."""
+    has_engine = config.model.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        transformer,
+        use_transformer_engine=has_engine,
+        normalization=transformer.normalization,
+        qk_l2_norm=transformer.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    if has_engine:
+        return block
+    from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
+
+    norm: Any = LocalNorm
+    if not config.launch.on_cpu and transformer.normalization == "LayerNorm" and has_module("apex.normalization"):
+        from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+        norm = FusedLayerNorm
+    for spec in block.layer_specs:
+        use_local_layers(spec.submodules, norm, transformer)
+    block.layer_norm = norm
+    return block

@@ -1,0 +1,147 @@
+"""Passes of a model over micro-batches, through Megatron's schedule: log-probs and entropies of the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.batches.micro_batches import Cut, LocalBatch, LocalTokens
+from megatron_rc.launch.training.models.build import unwrap
+from megatron_rc.launch.training.models.local_layers import PackedTokens
+from megatron_rc.launch.training.models.timers import StepTimers
+from megatron_rc.parallel import (
+    ParallelGroups,
+    linear_log_probs_and_entropy,
+    vocab_parallel_log_probs_and_entropy,
+)
+
+Chunks = Sequence[torch.nn.Module]
+# Called on the last stage with (chunk, micro-batch, output).
+OutputFunction = Callable[..., Any]
+
+
+class ModelPasses:
+    """Passes of the run's models: the policy, its reference and the critic.
+
+    Args:
+        config: settings of the run.
+        groups: process groups of this rank.
+
+    Attributes:
+        timers: timers of training passes.
+    """
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups, self.timers = config, groups, StepTimers(config)
+
+    def run(
+        self,
+        model: Chunks,
+        batch: LocalBatch,
+        cuts: Sequence[Cut],
+        function: OutputFunction,
+        *,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        """Run Megatron's schedule over micro-batches; return the results of ``function``, none before the last stage.
+
+        Args:
+            model: this rank's chunks.
+            batch: source of the micro-batches.
+            cuts: the micro-batches.
+            function: called with (chunk, micro-batch, output); returns the loss, or any value in a forward-only pass.
+            forward_only: compute no gradients.
+        """
+        micro_batches = [batch.local.piece(cut) for cut in cuts]
+        unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron
+        schedule = get_forward_backward_func()
+        collected = schedule(
+            forward_step_func=partial(_forward_step, function),
+            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
+            model=list(model),
+            num_microbatches=len(micro_batches),
+            seq_length=batch.length_of_model,
+            micro_batch_size=batch.rows_of_model,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return list(collected) if self.groups.is_last_stage else []
+
+    def score(self, model: Chunks, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
+        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+
+        def function(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return self.log_probs_and_entropy(chunk, output, local, temperature)[0]
+
+        cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
+        with torch.no_grad():
+            outputs = self.run(model, batch, cuts, function, forward_only=True)
+        return torch.cat(outputs) if outputs else None
+
+    def log_probs_and_entropy(
+        self, chunk: torch.nn.Module, output: Tensor, local: LocalTokens, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs of the labels, entropies), like the tokens, from a chunk's output: logits or hidden states.
+
+        ``temperature``: temperature of the distribution; default: the rollouts' temperature.
+        """
+        labels, mask = _rows(local.labels), _rows(local.response_mask)
+        temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
+        if self.config.training.fused_linear_log_probs:
+            log_probs, entropy = self._from_hidden(unwrap(chunk), output, labels, mask, temperature)
+        else:
+            log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+                output,
+                labels,
+                self.groups.tp,
+                mask=mask,
+                vocab_size=self.config.model.vocab_size,
+                temperature=temperature,
+            )
+        return log_probs.reshape(local.layout.shape), entropy.reshape(local.layout.shape)
+
+    def _from_hidden(
+        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs of the labels, entropies), [b, s/cp] each, from hidden states, without making the logits."""
+        tied = chunk.share_embeddings_and_output_weights
+        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        log_probs, entropy = linear_log_probs_and_entropy(
+            hidden.transpose(0, 1),
+            weight,
+            labels.t(),
+            self.groups.tp,
+            sequence_parallel=self.config.parallel.sequence_parallel,
+            gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
+            mask=mask.t(),
+            vocab_size=self.config.model.vocab_size,
+            temperature=temperature,
+        )
+        return log_probs.t(), entropy.t()
+
+
+def _rows(values: Tensor) -> Tensor:
+    """[b, s/cp] for the model, with packed tokens in one row."""
+    return values if values.dim() == 2 else values.unsqueeze(0)
+
+
+def _forward_step(
+    function: OutputFunction, data_iterator: Iterator[LocalTokens], model: torch.nn.Module
+) -> tuple[Tensor, Any]:
+    local = next(data_iterator)
+    # Without fp32_output=False, Float16Module would copy all logits to float32; the reference has no Float16Module.
+    keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
+    tokens, positions = local.tokens, local.positions
+    if tokens.dim() == 1:
+        tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
+        keep["packed_seq_params"] = PackedTokens.of(local.layout, tokens.device)
+    output = model(tokens, positions, None, **keep)
+    return output, partial(function, model, local)

@@ -1,0 +1,290 @@
+"""The advantages of a run: every estimator on every cut against the reference, rewards before them, and their flags."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
+from megatron_rc.launch.run_config.learning import AdvantageSection
+from megatron_rc.launch.run_config.options import options_of
+from megatron_rc.launch.training.batches.advantages import Advantages, Scores, summarize
+from megatron_rc.launch.training.batches.micro_batches import cut_batch
+from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.support import advantages_oracle as oracle
+from tests.support.ranks import Layout
+from tests.support.recorded_training import (
+    SEQUENCES,
+    flags,
+    make_trainer,
+    recorded_batch,
+    run_config,
+    save_initial,
+    train_recorded,
+)
+
+GAMMA, LAMBDA, COEFFICIENT, F_NORM = 0.9, 0.8, 0.3, 2.0
+ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+
+
+def section(estimator, **changed):
+    """Settings of advantages in which nothing but this is changed."""
+    plain = {"gamma": 1.0, "gae_lambda": 1.0, "gpg_f_norm": 1.0, "advantage_scope": "all", "kl_in_reward": 0.0}
+    plain |= {"kl_in_reward_estimator": "k1", "reward_scaling": "none", "reward_clip": None}
+    return AdvantageSection(advantage_estimator=estimator, **plain | changed)
+
+
+def test_the_flag_takes_every_estimator():
+    (flag,) = (option for option in options_of(AdvantageSection) if option.field == "advantage_estimator")
+    assert sorted(flag.choices) == sorted(ESTIMATORS)
+
+
+def tables():
+    """Whole rows, label-aligned, that stand for what the models say: log π_old, log π_ref, values; accepted tokens."""
+    generator = torch.Generator().manual_seed(7)
+    batch = recorded_batch(0)
+    shape = batch.tokens.shape
+    old = (-2.0 + 0.5 * torch.randn(shape, generator=generator)).clamp(max=-0.01)
+    ref = old + 0.3 * torch.randn(shape, generator=generator)
+    values = torch.randn(shape, generator=generator)
+    accepted = batch.label_aligned()[1] & (torch.rand(shape, generator=generator) < 0.8)
+    accepted[::5] = False
+    baselines = torch.rand(SEQUENCES, generator=generator)
+    return old, ref, values, accepted, baselines
+
+
+def given_rewards():
+    """Some are 0, and not as many on each replica: a factor of gpg counts those of the whole batch."""
+    return torch.where(torch.arange(SEQUENCES) < 3, 0, recorded_batch(0).rewards)
+
+
+def reference(estimator, kl, scope):
+    """[rows, length] float64."""
+    batch, (old, ref, values, accepted, baselines) = recorded_batch(0), tables()
+    mask = batch.label_aligned()[1]
+    difference = torch.where(mask, old.double() - ref.double(), 0)
+    penalty = {"k1": difference, "k2": difference.square() / 2, "k3": torch.exp(-difference) - 1 + difference}.get(kl)
+    off = torch.zeros_like(difference) if penalty is None else COEFFICIENT * torch.where(mask, penalty, 0)
+    rewards, ids = given_rewards().double(), batch.group_ids.tolist()
+    kept = accepted.any(1) if scope == "accepted" else torch.ones(SEQUENCES, dtype=torch.bool)
+    counted = (mask & accepted if scope == "accepted" else mask).tolist()
+    if estimator in (*GROUP_ESTIMATORS, "reinforce-pp-baseline"):
+        name = "grpo-no-std" if estimator == "reinforce-pp-baseline" else estimator
+        lengths = batch.response_mask.sum(1).tolist()
+        taken_off = (rewards - off.sum(1)).tolist()
+        each = torch.tensor(oracle.group(name, taken_off, ids, kept.tolist(), lengths, F_NORM))
+        whole = each.double().unsqueeze(1).expand(mask.shape)
+        return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
+    tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
+    critic = values if estimator == "gae" else torch.zeros_like(values)
+    gamma, lam = {"gae": (GAMMA, LAMBDA), "remax": (1.0, 1.0), "reinforce-pp": (GAMMA, 1.0)}[estimator]
+    found = torch.tensor(oracle.gae(tokens.tolist(), critic.double().tolist(), mask.tolist(), gamma, lam)[0])
+    if estimator == "remax":
+        return found - baselines.double().unsqueeze(1)
+    return torch.tensor(oracle.whiten(found.tolist(), counted))
+
+
+CASES = [
+    *((estimator, kl, "all") for estimator, kl in zip(ESTIMATORS, itertools.cycle(["none", "k1"]))),
+    *((estimator, kl, "accepted") for estimator, kl in zip(ESTIMATORS[:-1], itertools.cycle(["k3", "none"]))),
+    *((("grpo", "k2", "all"), ("reinforce-pp", "k2", "all"), ("gae", "k3", "all"), ("remax", "none", "all"))),
+]
+
+
+def local_advantages(folder, packed):
+    """The largest difference from the reference on this rank, by case; and the summaries."""
+    groups, worst, summaries = ParallelGroups.from_megatron(), {}, []
+    batch = recorded_batch(0, group_rank(groups.dp), group_size(groups.dp))
+    rows = slice(*(SEQUENCES // group_size(groups.dp) * (group_rank(groups.dp) + end) for end in (0, 1)))
+    more = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"] * packed
+    more += [f"--context-parallel-size={group_size(groups.cp)}"]
+    world = group_size(groups.dp_cp)
+    base = run_config(flags(folder, *more), world, engine=False)
+    cut = cut_batch(batch, base, groups)
+    for estimator, kl, scope in CASES:
+        wanted = {"gamma": GAMMA, "gae_lambda": LAMBDA, "gpg_f_norm": F_NORM, "advantage_scope": scope}
+        if kl != "none":
+            wanted |= {"kl_in_reward": COEFFICIENT, "kl_in_reward_estimator": kl}
+        config = dataclasses.replace(base, advantages=section(estimator, **wanted))
+        taken = [_cut(cut, value[rows]) for value in (*tables()[:4], reference(estimator, kl, scope))]
+        old, ref, values, accepted, want = taken
+        more_scores = {"old": old, "ref": ref, "values": values, "baselines": tables()[4][rows]}
+        scores = Scores(batch=batch, rewards=given_rewards()[rows], cut=cut, **more_scores)
+        estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None)
+        got = estimated.advantages
+        got = got if got.shape == cut.local.layout.shape else cut.local.layout.expand(got)
+        here = cut.local.response_mask & (accepted if scope == "accepted" else True)
+        worst[estimator, kl, scope] = float((got - want)[here].abs().max()) if here.any() else 0.0
+        summary = summarize(scores, estimated, 1, groups)
+        summaries.append((estimator, kl, scope, round(summary.nonzero[0], 9), sorted(summary.metrics)))
+    return worst, summaries
+
+
+def _cut(cut, whole):
+    """Rows of this replica to its local tokens, by row and position."""
+    layout = cut.local.layout
+    row = layout.expand(cut.rows)
+    return torch.where(row >= 0, whole[row.clamp(min=0), cut.local.positions], torch.zeros((), dtype=whole.dtype))
+
+
+def shares_of_decided():
+    """For each case the share of responses with an advantage at any token that counts."""
+    mask, accepted = recorded_batch(0).label_aligned()[1], tables()[3]
+    counted = {"all": mask, "accepted": mask & accepted}
+    return [
+        round(float(((reference(*case).abs() > 1e-9) & counted[case[2]]).any(1).double().mean()), 9) for case in CASES
+    ]
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout(dp=4)], ids=str)
+def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
+    shares = shares_of_decided()
+    assert min(shares) < max(shares)
+    for packed in (False, True):
+        found = ranks.run(local_advantages, layout, tmp_path, packed)
+        for worst, summaries in found:
+            assert {case: value for case, value in worst.items() if value > 2e-6} == {}
+            assert summaries == found[0][1]
+            assert [share for *_, share, _ in summaries] == shares
+            assert all(bool(metrics) == (kl != "none") for _, kl, _, _, metrics in summaries)
+
+
+def test_the_engine_stands_for_the_old_policy_where_nothing_scored_it(tmp_path):
+    """In bypass mode; a log-prob of the engine's that is none has no KL."""
+    words = ["--advantage-estimator=reinforce-pp", "--kl-in-reward=0.3", "--kl-in-reward-estimator=k3"]
+    config, alone = run_config(flags(tmp_path, *words), engine=False), ParallelGroups()
+    batch = recorded_batch(0)
+    place = batch.response_mask.nonzero()[3]
+    batch.rollout_log_probs[place[0], place[1]] = torch.nan
+    cut = cut_batch(batch, config, alone)
+    ref = cut.local.rollout_log_probs.nan_to_num(-1.0) + 0.2
+    scores = Scores(batch=batch, rewards=batch.rewards, cut=cut, ref=ref)
+    estimated = Advantages(config, alone).of(scores)
+    assert estimated.advantages.isfinite().all()
+    wanted = cut.local.response_mask & cut.local.rollout_log_probs.isfinite()
+    expected = torch.where(wanted, torch.tensor(0.2).exp() - 1 - 0.2, 0)
+    torch.testing.assert_close(estimated.kl.float(), expected, atol=1e-6, rtol=1e-4)
+    assert int(wanted.sum()) == int(batch.response_mask.sum()) - 1
+    given = Advantages(config, alone).of(dataclasses.replace(scores, old=cut.local.rollout_log_probs))
+    assert torch.equal(given.advantages, estimated.advantages)
+
+
+def test_a_rejected_response_shifts_no_sibling(tmp_path):
+    """What its reward is changes no other advantage, unless all responses are what they are measured by."""
+    words = ["--advantage-estimator=grpo-no-std", "--advantage-scope=accepted"]
+    config, alone, batch = run_config(flags(tmp_path, *words), engine=False), ParallelGroups(), recorded_batch(0)
+    cut = cut_batch(batch, config, alone)
+    accepted = tables()[3]
+    rejected, taken = ~accepted.any(1), _cut(cut, accepted)
+    assert rejected.any()
+    changed = torch.where(rejected, batch.rewards + 5, batch.rewards)
+    (one, other), (all_of_one, all_of_other) = (
+        [
+            Advantages(config, alone).of(Scores(batch=batch, rewards=rewards, cut=cut), mask).advantages
+            for rewards in (batch.rewards, changed)
+        ]
+        for mask in (taken, None)
+    )
+    assert torch.equal(one, other)
+    assert one[~rejected].any()
+    assert not torch.equal(all_of_one[~rejected], all_of_other[~rejected])
+
+
+def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path):
+    """Advantages of tokens, a KL in the reward, what is accepted: through plan, loss and two steps a batch."""
+    more = """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
+    --kl-in-reward-estimator=k3 --optimizer=sgd --lr=0.5 --reward-scaling=mean-std --reward-clip=1.2
+    --grpo-kl-beta=0""".split()
+    start = [*flags(tmp_path), f"--save={tmp_path}/start"]
+    ranks.run(save_initial, Layout(), start)
+    load = [f"--load={tmp_path}/start", "--finetune"]
+    (single,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *more, *load), 2)
+    layout = Layout(pp=2, cp=2)
+    got = ranks.run(train_recorded, layout, flags(tmp_path, *more, *load, *layout.flags()), 2)
+    for rank in got:
+        for step, want in zip(rank, single, strict=True):
+            assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+            assert step["loss/total"] == pytest.approx(want["loss/total"], abs=1e-5)
+    assert single[0]["grad_norm"] > 0
+
+
+def test_reward_statistics_go_on_after_a_checkpoint(ranks, tmp_path):
+    found = ranks.run(saved_and_loaded, Layout(dp=2), tmp_path)
+    for before, after in found:
+        assert before == after
+        assert before[0] == 2 * SEQUENCES
+
+
+def saved_and_loaded(folder):
+    more = ["--advantage-estimator=grpo-no-std", "--reward-scaling=std", "--grpo-kl-beta=0"]
+    trainer = make_trainer(flags(folder, *more, f"--save={folder}/ck"))
+    for index in range(2):
+        trainer.prepare(recorded_batch(index, group_rank(trainer.groups.dp), 2))
+    trainer.save()
+    again = make_trainer(flags(folder, *more, f"--load={folder}/ck"))
+    return [scaler.state()["reward_statistics"] for scaler in (trainer.rewards, again.rewards)]
+
+
+def test_greedy_rewards_are_scaled_and_clipped_as_those_they_are_taken_off(ranks, tmp_path):
+    """A response with the reward of the greedy one has no advantage, whatever is done to rewards."""
+    (advantages,) = ranks.run(advantages_over_their_own_rewards, Layout(), tmp_path)
+    assert not advantages.any()
+
+
+def advantages_over_their_own_rewards(folder):
+    more = ["--advantage-estimator=remax", "--reward-scaling=mean-std", "--reward-clip=1.2", "--grpo-kl-beta=0"]
+    trainer, batch = make_trainer(flags(folder, *more)), recorded_batch(0)
+    return trainer.prepare(batch, batch.rewards).estimated.advantages
+
+
+@pytest.mark.parametrize("kind", ["none", "std", "mean-std"])
+def test_rewards_are_scaled_by_the_run_so_far_and_clipped(kind):
+    generator = torch.Generator().manual_seed(3)
+    batches = [1e4 + 3 * torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(4)]
+    scaler, seen = RewardScaler(section("rloo", reward_scaling=kind), None), []
+    for batch in batches:
+        kept = torch.arange(20) != 5
+        got = scaler(batch, kept)
+        seen.append(batch[kept])
+        run = torch.cat(seen)
+        mean, std = (run.mean() if kind == "mean-std" else 0.0), (1.0 if kind == "none" else run.std())
+        torch.testing.assert_close(got, (batch - mean) / std, rtol=1e-9, atol=1e-9)
+    assert bool(scaler.metrics()) == bool(scaler.state()) == (kind != "none")
+    again = RewardScaler(section("rloo", reward_scaling=kind), None)
+    again.load(json.loads(json.dumps(scaler.state())))
+    assert torch.equal(again(batches[0], kept), scaler(batches[0], kept))
+    clipped = RewardScaler(section("rloo", reward_clip=2.0), None)
+    assert clipped(torch.tensor([-5.0, 1.0, 3.0]), torch.ones(3, dtype=torch.bool)).tolist() == [-2, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["std", "mean-std"])
+def test_equal_rewards_are_not_divided_by_zero_and_have_no_advantage(kind):
+    """Not even one of a rounding, which would count among the responses that have one."""
+    scaler = RewardScaler(section("rloo", reward_scaling=kind), None)
+    if kind == "std":
+        assert scaler(torch.ones(3), torch.ones(3, dtype=torch.bool)).tolist() == [1, 1, 1]
+    different = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(3)
+    scaled = RewardScaler(section("rloo", reward_scaling=kind), None)(different, torch.ones(120, dtype=torch.bool))
+    assert not group_advantages(scaled, torch.arange(120) // 3, estimator="rloo").any()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--grpo-group-size=1", "--grpo-prompts-per-step=16", "--reward-scaling=std"],
+        ["--advantage-estimator=reinforce-pp", "--gamma=0.9", "--reward-scaling=mean-std"],
+    ],
+    ids=["nothing to divide by", "a discounted mean"],
+)
+def test_scaling_that_changes_advantages_is_taken(tmp_path, more):
+    assert run_config(flags(tmp_path, *more)).advantages.reward_scaling != "none"
+
+
+def test_the_kl_in_the_reward_brings_a_reference_policy(tmp_path):
+    without = run_config(flags(tmp_path, "--grpo-kl-beta=0"))
+    assert not without.needs_reference
+    assert run_config(flags(tmp_path, "--grpo-kl-beta=0", "--kl-in-reward=0.1")).needs_reference

@@ -1,0 +1,102 @@
+"""Writing a checkpoint once more, and what is due next to one that fails; nothing here needs a model."""
+
+import errno
+import logging
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.training.checkpoints import folders
+from megatron_rc.launch.training.checkpoints import save as saving
+from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
+from megatron_rc.launch.training.when_to_save import CheckpointSaves
+
+
+def written(folder, text):
+    """A checkpoint of iteration 3 that only waits for its name."""
+    folders.begin(folder, 3)
+    (folders.partial_folder(folder, 3) / "metadata.json").write_text(text)
+
+
+def content(folder):
+    return (folders.iteration_folder(folder, 3) / "metadata.json").read_text()
+
+
+def failing_rename(killed):
+    """Where the new one gets its name an error, or the end of the run: nothing is done after it."""
+    rename = folders.Path.rename
+
+    def fail(path, target):
+        if path.suffix == ".partial":
+            raise KeyboardInterrupt if killed else OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
+    return mock.patch.object(folders.Path, "rename", fail)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["error", "killed"])
+def test_a_checkpoint_that_is_replaced_is_never_lost(tmp_path, killed):
+    written(tmp_path, "old")
+    folders.complete(tmp_path, 3)
+    written(tmp_path, "new")
+    with failing_rename(killed), pytest.raises(KeyboardInterrupt if killed else OSError):
+        folders.complete(tmp_path, 3)
+    written(tmp_path, "newer")
+    assert content(tmp_path) == "old"
+    folders.complete(tmp_path, 3)
+    assert content(tmp_path) == "newer"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", folders.TRACKER]
+
+
+def test_a_checkpoint_is_whole_though_an_older_one_stays(tmp_path, caplog):
+    files = SimpleNamespace(keep_last=1, save_retain_interval=None)
+    folders.begin(tmp_path, 3)
+    error = OSError(errno.EACCES, os.strerror(errno.EACCES), "iter_0000001")
+    with mock.patch.object(folders, "prune", side_effect=error), caplog.at_level(logging.WARNING):
+        saving._finish(SimpleNamespace(checkpoints=files), str(tmp_path), 3, {})
+    assert folders.iterations(tmp_path) == [3]
+    assert "an older checkpoint could not be removed (iter_0000001: Permission denied)" in caplog.text
+
+
+@pytest.mark.parametrize("digests", [{}, {"a": 1, "b": 2}], ids=["came", "went"])
+def test_a_file_without_a_checksum_is_an_error(tmp_path, digests):
+    """As on a network's file system, where ranks need not see the same files yet."""
+    folders.begin(tmp_path, 3)
+    (folders.partial_folder(tmp_path, 3) / "a").write_text("")
+    with pytest.raises(OSError, match="came or went while the checksums were made"):
+        saving._finish(SimpleNamespace(checkpoints=None), str(tmp_path), 3, digests)
+    assert folders.iterations(tmp_path) == []
+
+
+def test_what_is_due_is_written_although_the_one_before_failed(caplog):
+    """The writer ends the one before itself, and raises for it."""
+    begun, failures = [], [saving.SaveError("checkpoint 1 could not be written")]
+
+    def finish():
+        if failures:
+            raise failures.pop()
+
+    def save():
+        finish()
+        begun.append(2)
+
+    wanted = {"save": "save", "save_interval": 1, "continue_after_failed_save": True}
+    files = SimpleNamespace(load=None, is_save=lambda _: False, **wanted)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(checkpoints=files), iteration=2, save=save, writer=SimpleNamespace(finish=finish)
+    )
+    saves = CheckpointSaves(trainer.config, trainer)
+    with mock.patch("torch.distributed.get_rank", return_value=0):
+        saves.on_the_way()
+    assert begun == [2]
+    assert saves.saved == 2
+    assert "checkpoint 1 could not be written; the run goes on" in caplog.text
+
+
+def test_what_the_correction_finds_is_agreed():
+    """A checkpoint under way becomes whole only where all ranks are known to end together."""
+    with pytest.raises(AgreedError, match="bad log-probs"), telling_bad_steps():
+        raise ValueError("bad log-probs")

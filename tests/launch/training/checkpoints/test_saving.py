@@ -1,0 +1,298 @@
+"""Saving where it cannot work, what is kept of older checkpoints, and going on with other flags than before."""
+
+import contextlib
+import errno
+import math
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.checkpoints import background
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
+from megatron_rc.launch.training.checkpoints.pieces import Pieces
+from megatron_rc.parallel.groups import group_rank
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, recorded_batch
+from tests.support.training_runs import rows, run_training, without_times
+
+SMALL = ["--num-layers=2", "--lr=1e-3", "--micro-batch-size=8"]
+
+
+@contextlib.contextmanager
+def small_files(limit):
+    """No file of this process and its children grows further: what a full disk does, at a chosen place."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def steps(words, count=1, save=True):
+    """Train and save; the step that was reached and the numbers of the optimizer, or what went wrong at the start."""
+    try:
+        trainer = make_trainer(words)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    dp, replicas = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    for index in range(count):
+        trainer.update(trainer.prepare(recorded_batch(index, dp, replicas)), 0)
+        if save:
+            trainer.save()
+    group = trainer.optimizer.param_groups[0]
+    return trainer.iteration, [group["lr"], group.get("betas"), group.get("eps"), group["weight_decay"]]
+
+
+def save_where_it_is_full(words):
+    """Saves, then tries again on a disk that fills up in one file after the other; what each attempt said."""
+    trainer = make_trainer(words)
+    save = Path(trainer.config.checkpoints.save)
+    trainer.save()
+    sizes = {path.name: path.stat().st_size for path in save.rglob("*") if path.is_file()}
+    before, said = content_of(save), []
+    # Since megatron-core 0.19 what is common to all ranks lies with the rest.
+    names = [name for name in ("common.pt", "manifest.json", ".metadata", "__0_0.distcp") if name in sizes]
+    for name in names:
+        with small_files(sizes[name] - 1):
+            try:
+                trainer.save()
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        torch.distributed.barrier()
+        assert content_of(save) == before
+    assert len(said) == len(names) >= 3
+    return said
+
+
+def content_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_full_disk_is_one_sentence_on_all_ranks_and_harms_nothing(ranks, tmp_path):
+    """Wherever it strikes: in the weights, in what rank 0 writes alone, in the list of files."""
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *layout.flags())
+    first, second = ranks.run(save_where_it_is_full, layout, words)
+    assert first == second
+    for error in first:
+        assert error.startswith(f"SaveError: --save {tmp_path}/save: checkpoint 0 could not be written (")
+        assert "File too large" in error
+
+
+def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
+    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--save-interval=1", "--grpo-iterations=1")
+    (tmp_path / "save" / "iter_0000003.partial").mkdir(parents=True)
+    ((reached, _),) = ranks.run(steps, Layout(), [*words, "--keep-last=2", "--save-retain-interval=3"], 6)
+    assert reached == 6
+    assert iterations(tmp_path / "save") == [3, 5, 6]
+    assert (tmp_path / "save" / TRACKER).read_text() == "6"
+    assert sorted(path.name for path in (tmp_path / "save").iterdir())[-1] == TRACKER
+    assert len(list((tmp_path / "save").iterdir())) == 4
+
+
+def poisoned_step(words, value, where):
+    """One good step, then one whose gradient holds ``value`` on one rank; whether anything moved, and what was said."""
+    trainer = make_trainer(words)
+    dp = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    trainer.update(trainer.prepare(recorded_batch(0, *dp)), 0)
+    weights = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    accumulate = trainer.accumulate
+
+    def poison(prepared, mini_batch):
+        metrics = accumulate(prepared, mini_batch)
+        if torch.distributed.get_rank() == where:
+            for parameter in trainer.chunks[0].parameters():
+                parameter.main_grad.fill_(value)
+        return metrics
+
+    trainer.accumulate, said = poison, None
+    try:
+        trainer.update(trainer.prepare(recorded_batch(1, *dp)), 0)
+    except RuntimeError as error:
+        said = str(error)
+    after = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+    saved = None
+    try:
+        trainer.save()
+    except RuntimeError as error:
+        saved = str(error)
+    return same, said, trainer.iteration, saved
+
+
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(Layout(pp=2), []), (Layout(tp=2), ["--clip-grad=0"]), (Layout(dp=2), ["--use-distributed-optimizer"])],
+    ids=["pp2", "tp2-unclipped", "dp2-distributed"],
+)
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout, more, value):
+    """The loss is finite; one rank has the bad number."""
+    words = flags(tmp_path, *SMALL, *more, *layout.flags(), f"--save={tmp_path}/save")
+    found = ranks.run(poisoned_step, layout, words, value, 0)
+    for same, said, reached, saved in found:
+        assert same
+        assert said == found[0][1]
+        assert said.startswith(f"the gradient norm of step 2 is {value}: the step was not made")
+        assert (reached, saved) == (1, None)
+
+
+def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
+    layout = Layout(pp=2)
+    words = flags(tmp_path, *SMALL, *layout.flags(), f"--save={tmp_path}/save", "--no-check-for-nan-in-loss-and-grad")
+    found = ranks.run(poisoned_step, layout, words, math.nan, 0)
+    for _, said, reached, saved in found:
+        assert (said, reached) == (None, 2)
+        assert saved == found[0][3]
+        assert "is not finite after step 2: this model is not saved" in saved
+    assert iterations(tmp_path / "save") == []
+
+
+LIVE = ["--grpo-iterations=1", "--run-name=run", "--lr-decay-iters=9", "--micro-batch-size=8", *SMALL]
+
+
+def test_a_background_save_goes_on_like_one_in_the_foreground(ranks, tmp_path):
+    """The weights of the step it began at, although training went on; the metrics say how long it was waited for."""
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = [*LIVE, *layout.flags()]
+    save = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for place, more in (
+        (whole, ["--train-iters=3"]),
+        (broken, ["--train-iters=2", "--async-save", *save]),
+        (broken, ["--train-iters=3", "--keep-last=2", *save]),
+    ):
+        assert ranks.run(run_training, layout, flags(place, *words, *more)) == [None, None]
+    assert iterations(folder) == [2, 3]
+    assert without_times(broken) == without_times(whole)
+    assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [2]
+
+
+def save_in_background(words, spoil):
+    """Begins to save, trains on, and looks until it is saved; what was said, and whether the old weights are there."""
+    trainer = make_trainer(words)
+    trainer.save()
+    then = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    if spoil == "killed" and torch.distributed.get_rank() == 0:
+        trainer.writer.pending.process.kill()
+    trainer.update(trainer.prepare(recorded_batch(0)), 0)
+    now = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
+    assert not all(torch.equal(a, b) for a, b in zip(then, now, strict=True))
+    try:
+        with small_files(300) if spoil == "full" else contextlib.nullcontext():
+            for _ in range(12_000):
+                trainer.writer.look()
+                if trainer.writer.pending is None:
+                    break
+                time.sleep(0.01)
+        assert trainer.writer.pending is None
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    again = make_trainer([*words, f"--load={trainer.config.checkpoints.save}"])
+    loaded = [weight for chunk in again.chunks for weight in chunk.parameters()]
+    return again.iteration, all(torch.equal(a, b) for a, b in zip(then, loaded, strict=True))
+
+
+def save_where_fork_fails(words):
+    """Rank 1 has no room for another process; what was said, and the processes that rank 0 has left."""
+    trainer = make_trainer(words)
+    start = background.ForkProcess.start
+
+    def fail(process):
+        if torch.distributed.get_rank() == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        start(process)
+
+    with mock.patch.object(background.ForkProcess, "start", fail):
+        try:
+            trainer.save()
+        except RuntimeError as error:
+            return str(error), trainer.writer.pending
+
+
+def test_a_background_save_that_cannot_begin_on_one_rank_begins_on_none(ranks, tmp_path):
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", "--async-save", *layout.flags())
+    sentence = "could not be written (Cannot allocate memory); those before it are as they were"
+    found = ranks.run(save_where_fork_fails, layout, words)
+    assert found == [(f"--save {folder}: checkpoint 0 {sentence}", None)] * 2
+    assert list(folder.iterdir()) == []
+
+
+def save_where_a_writer_is_killed(words):
+    """The kernel kills the process that writes for rank 0, as where memory runs out; what was said."""
+
+    def end(_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = make_trainer(words)
+    is_hit = torch.distributed.get_rank() == 0
+    with mock.patch.object(Pieces, "write", end) if is_hit else contextlib.nullcontext():
+        try:
+            trainer.save()
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_save_that_is_waited_for_fails_where_its_writer_is_killed(ranks, tmp_path):
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--save={folder}", *layout.flags())
+    sentence = "could not be written (the process that wrote for rank 0 ended by SIGKILL); those before it are as they"
+    first, second = ranks.run(save_where_a_writer_is_killed, layout, words)
+    assert first == second
+    assert first.startswith(f"--save {folder}: checkpoint 0 {sentence} were")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("spoil", [None, "killed", "full"])
+def test_a_background_save_is_whole_or_an_error_on_all_ranks(ranks, tmp_path, spoil):
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", "--async-save", *layout.flags())
+    first, second = ranks.run(save_in_background, layout, words, spoil)
+    assert first == second
+    if spoil is None:
+        assert first == (0, True)
+    else:
+        assert first.startswith(f"SaveError: --save {folder}: checkpoint 0 could not be written (")
+        assert {"killed": "the process that wrote for rank 0 ended by SIGKILL", "full": "File too large"}[
+            spoil
+        ] in first
+        assert list(folder.iterdir()) == []
+
+
+def test_a_save_that_fails_on_the_way_ends_the_run_or_not(ranks, tmp_path):
+    layout = Layout(dp=2)
+    for more in ([], ["--continue-after-failed-save"], ["--continue-after-failed-save", "--async-save"]):
+        folder = tmp_path / f"save{len(more)}"
+        words = [*LIVE, *layout.flags(), f"--save={folder}", "--save-interval=1", "--train-iters=2", *more]
+        first, second = ranks.run(run_where_it_is_full_for_a_while, layout, flags(tmp_path / str(len(more)), *words))
+        assert first == second
+        if more:
+            assert first is None
+            assert iterations(folder) == [2]
+        else:
+            assert "SaveError: " in first
+            assert "checkpoint 1 could not be written" in first
+            assert iterations(folder) == []
+
+
+def run_where_it_is_full_for_a_while(words):
+    """A disk that is full at the first checkpoint."""
+    from megatron_rc.launch.training.checkpoints import folders
+
+    begin = folders.begin
+
+    def full(folder, iteration):
+        if iteration == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        begin(folder, iteration)
+
+    with mock.patch.object(folders, "begin", full):
+        return run_training(words)

@@ -1,0 +1,268 @@
+"""Engines with older weights, or with log-probs of something else, end the run within one batch; sound ones never."""
+
+import collections
+import copy
+import dataclasses
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import Sample
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, LLAMA, flags
+from tests.support.training_runs import HELD_OUT, agreed, run_training
+
+RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
+# An entropy bonus moves the weights even where no response earns anything.
+RUN += ["--grpo-entropy-term-weight=0.1", "--num-layers=2", "--micro-batch-size=8"]
+
+
+class PackedHead:
+    """Keeps the output layer of the first sync, as an engine does that packed it before the embeddings changed."""
+
+    def __init__(self, engine):
+        self.engine, self.head = engine, None
+
+    @property
+    def version(self):
+        return self.engine.version
+
+    def load_weights(self, weights, version):
+        model = self.engine.model
+        if self.head is not None:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        self.engine.load_weights(weights, version)
+        self.head = model.lm_head.weight.clone() if self.head is None else self.head
+        model.lm_head.weight = torch.nn.Parameter(self.head, requires_grad=False)
+
+    def sample(self, *args):
+        return self.engine.sample(*args)
+
+
+class StalePrefix(PackedHead):
+    """Keeps what the weights of the first sync made of the prompts."""
+
+    def load_weights(self, weights, version):
+        self.engine.load_weights(weights, version)
+        self.head = copy.deepcopy(self.engine.model) if self.head is None else self.head
+
+    def sample(self, *args):
+        new = self.engine.model
+
+        def model(past_key_values, **rest):
+            return (new if past_key_values is not None else self.head)(past_key_values=past_key_values, **rest)
+
+        self.engine.model = model
+        try:
+            return self.engine.sample(*args)
+        finally:
+            self.engine.model = new
+
+
+class Shifted(PackedHead):
+    """Reports the log-prob of the token before."""
+
+    def load_weights(self, weights, version):
+        self.engine.load_weights(weights, version)
+
+    def sample(self, *args):
+        found = self.engine.sample(*args)
+        return [Sample(one.token_ids, [-2.0, *one.log_probs[:-1]], one.finish_reason) for one in found]
+
+
+class ShiftedLater(Shifted):
+    """Does so from the second sync on, which no probe follows."""
+
+    def sample(self, *args):
+        return super().sample(*args) if self.version else self.engine.sample(*args)
+
+
+class Warmer(Shifted):
+    """Samples at another temperature from the second sync on."""
+
+    def sample(self, prompts, params, *rest):
+        params = dataclasses.replace(params, temperature=0.5) if self.version else params
+        return self.engine.sample(prompts, params, *rest)
+
+
+class Far(Shifted):
+    """From the second sync on reports tokens as far less likely than they are: the rejection takes all of them."""
+
+    def sample(self, *args):
+        found = self.engine.sample(*args)
+        off = 5.0 if self.version else 0.0
+        return [dataclasses.replace(one, log_probs=[value - off for value in one.log_probs]) for one in found]
+
+
+class Silent(Shifted):
+    """Fails in the middle of the check."""
+
+    def sample(self, *args):
+        raise RuntimeError("out of paper")
+
+
+def run_broken(words, fault, replica):
+    """``train`` with this fault in the engine of one replica; what it raised."""
+    from megatron.core import parallel_state
+
+    from megatron_rc.launch.rollouts import collector as rollout
+
+    right = rollout.RolloutCollector._default_engine
+
+    def wrong(self):
+        here = parallel_state.get_data_parallel_rank() == replica
+        return fault(right(self)) if here else right(self)
+
+    rollout.RolloutCollector._default_engine = wrong
+    try:
+        return run_training(words)
+    finally:
+        rollout.RolloutCollector._default_engine = right
+
+
+def steps(folder):
+    file = folder / "run" / "metrics.jsonl"  # made with its first line
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+OLDER = "does the engine keep older weights"
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "more", "made", "message"),
+    [
+        (PackedHead, Layout(), [], 1, OLDER),
+        (PackedHead, Layout(pp=2, dp=2), [], 1, OLDER),
+        (PackedHead, Layout(cp=2, dp=2), ["--bypass-mode"], 1, OLDER),
+        (StalePrefix, Layout(cp=2), [], 1, OLDER),
+        (StalePrefix, Layout(dp=2), ["--bypass-mode", "--rl-use-sequence-packing"], 1, OLDER),
+        (Warmer, Layout(tp=2), [], 1, OLDER),
+        (Warmer, Layout(pp=2), ["--bypass-mode"], 1, OLDER),
+        (ShiftedLater, Layout(cp=2), [], 1, "shifted by +1; align both to the label tokens"),
+        (ShiftedLater, Layout(dp=2), ["--bypass-mode"], 1, "shifted by +1; align both to the label tokens"),
+        # The probe after the first sync.
+        (Shifted, Layout(tp=2), [], 0, "shifted by +1; align both to the label tokens"),
+        (Silent, Layout(dp=2), [], 0, "the check of the rollout engine failed: RuntimeError: out of paper"),
+    ],
+)
+def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
+    """Only the last replica's engine is broken; the first sync cannot tell what later ones leave behind."""
+    words = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
+    said = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
+    assert said.startswith("AgreedError: ")
+    assert message in said
+    if "sync" in said:
+        assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in said
+        assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in said) == (layout.dp == 2)
+    assert len(steps(tmp_path)) == made, "no step was made with wrong weights"
+
+
+def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
+    """No step is made, and the ranks hear of it at the step's end."""
+    plain = [word for word in RUN if not word.startswith("--rollout-rs")]
+    words = flags(tmp_path, *plain, "--rollout-dtype=fp32", "--rollout-rs=token_k3", "--rollout-rs-threshold=1e-3")
+    words += ["--bad-steps=skip"]
+    (message,) = ranks.run(run_broken, Layout(), words, Far, 0)
+    assert "after the weight sync of step 1 the rollout engine and the trainer disagree by" in message
+    assert [row["skipped_steps"] for row in steps(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "model"),
+    [
+        (Layout(tp=2, pp=2, sp=True), ["--rollout-dtype=fp32"], LLAMA),
+        (Layout(pp=2, vpp=True), ["--num-layers=4", "--rollout-dtype=bf16"], LLAMA),
+        (Layout(cp=2, dp=2), ["--rollout-dtype=fp8-e4m3", "--rl-default-temperature=0.7"], GPT2),
+        (Layout(cp=2), ["--rollout-dtype=int8", "--rl-use-sequence-packing", "--bypass-mode"], LLAMA),
+    ],
+    ids=["tp2-pp2-sp-fp32", "pp2-vpp-bf16", "cp2-dp2-fp8", "cp2-packed-int8"],
+)
+def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout, more, model):
+    assert set(ranks.run(run_training, layout, flags(tmp_path, *RUN, *layout.flags(), *more, model=model))) == {None}
+    errors = [row["rollout/sync_error"] for row in steps(tmp_path)]
+    assert len(errors) == 3
+    exact = "--rollout-dtype=fp32" in more
+    assert all(0 < error < (1e-5 if exact else 0.05) for error in errors)
+
+
+def test_the_tolerance_is_a_flag(ranks, tmp_path):
+    words = flags(tmp_path, *RUN, "--rollout-dtype=int8", "--rollout-check-tolerance=1e-7")
+    (message,) = ranks.run(run_training, Layout(), words)
+    assert "nats a token, up to 1e-07 is rounding" in message
+    loose = flags(tmp_path, *RUN, "--rollout-dtype=fp32", "--rollout-check-tolerance=100")
+    assert ranks.run(run_broken, Layout(), loose, PackedHead, 0) == [None]
+
+
+def run_counted(words, blind):
+    """(error, collectives by kind) of a run whose batches are compared, or not: ``blind``."""
+    from megatron_rc.launch.training.checks.batch_check import BatchCheck
+
+    counts = collections.Counter()
+
+    def counted(name):
+        right = getattr(torch.distributed, name)
+
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return right(*args, **kwargs)
+
+        return mock.patch.object(torch.distributed, name, call)
+
+    def begin(self, *args):
+        right(self, *args)
+        self._is_pending, self.is_open = self._is_pending and not blind, self.is_open and not blind
+
+    right = BatchCheck.begin
+    with mock.patch.object(BatchCheck, "begin", begin), counted("all_reduce"), counted("broadcast"):
+        error = run_training(words)
+    return error, dict(counts)
+
+
+@pytest.mark.parametrize(("layout", "more"), [(Layout(cp=2, pp=2), []), (Layout(cp=2), ["--bypass-mode"])], ids=str)
+def test_the_check_of_a_batch_makes_no_collective(ranks, tmp_path, layout, more):
+    words = flags(tmp_path, *RUN, *layout.flags(), *more, "--train-iters=2")
+    seeing, blind = (ranks.run(run_counted, layout, words, blind) for blind in (False, True))
+    assert seeing == blind
+    assert seeing[0][0] is None
+    assert min(seeing[0][1].values()) > 0
+
+
+def run_probed(words, restarts=()):
+    """(error, syncs that a probe followed); the engine is started again before these syncs."""
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.checks.sync_check import SyncCheck
+
+    synced, probed, sync, check = [], [], RolloutCollector.sync_weights, SyncCheck.__call__
+
+    def counted(self, chunks, version):
+        if self.engine is not None and self.replica == 1 and len(synced) in restarts:
+            self.engine.restarts = getattr(self.engine, "restarts", 0) + 1
+        synced.append(version)
+        return sync(self, chunks, version)
+
+    def probe(self, step):
+        probed.append(len(synced) - 1)
+        return check(self, step)
+
+    with mock.patch.object(RolloutCollector, "sync_weights", counted), mock.patch.object(SyncCheck, "__call__", probe):
+        return run_training(words), probed
+
+
+@pytest.mark.parametrize(
+    ("more", "restarts", "expected"),
+    [
+        ([], (), [0]),
+        ([], (2,), [0, 2]),
+        (["--sync-probe-interval=3"], (), [0, 3]),
+        (["--rollout-staleness=1", "--train-iters=3"], (), [0, 1]),
+        # The last sync of a run serves an evaluation alone.
+        ([*HELD_OUT, "--eval-interval=2", "--eval-problems=2", "--train-iters=2"], (), [0, 2]),
+    ],
+    ids=["default", "restart", "interval", "staleness", "evaluation"],
+)
+def test_a_probe_follows_the_syncs_that_no_batch_can_tell_of(ranks, tmp_path, more, restarts, expected):
+    layout = Layout(dp=2 if restarts else 1)
+    words = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=4", *more)
+    assert ranks.run(run_probed, layout, words, restarts) == [(None, expected)] * layout.dp

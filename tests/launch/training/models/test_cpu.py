@@ -1,0 +1,75 @@
+"""The switch that runs Megatron-Core on a CPU: what it answers, that it leaves nothing behind, who loads it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from tests.support.recorded_training import GPT2, flags, run_config
+
+
+def switch():
+    """What the CPU switch answers inside, and that nothing of it is left outside."""
+    from megatron_rc.launch.training.models.cpu import cpu_backend
+
+    names = ("current_device", "synchronize", "Stream", "get_rng_state", "manual_seed", "current_stream", "empty_cache")
+    before = {name: getattr(torch.cuda, name) for name in names}
+    with cpu_backend():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert (
+            torch.ones(2, device=torch.cuda.current_device(), pin_memory=True).cuda().type() == "torch.cuda.FloatTensor"
+        )
+        assert torch.ones(2).to("cuda").device.type == torch.ones(2).to(device="cuda").device.type == "cpu"
+        with pytest.raises(RuntimeError, match="already active"), cpu_backend():
+            pass
+        generator = torch.get_rng_state()
+        torch.cuda.manual_seed(1)
+        assert torch.equal(torch.get_rng_state(), generator), "the CPU's own generator stays apart"
+    assert {name: getattr(torch.cuda, name) for name in names} == before
+    assert torch.ones(2).type() == "torch.FloatTensor"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU answers where the switch is off")
+def test_the_cpu_switch_is_reversible(caplog):
+    switch()
+    assert [record.message for record in caplog.records if "runs on the CPU" in record.message]
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+@pytest.mark.processes
+def test_a_rank_on_the_cpu_starts_without_a_compiler():
+    """Loaded with everything that Megatron-Core compiles where it stands; ``torch.compile`` itself is back after."""
+    program = """
+import sys
+from megatron_rc.launch.train_ppo import cpu_backend
+import torch
+right = torch.compile
+with cpu_backend():
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+    assert torch.equal(swiglu(torch.ones(2, device="cuda")), torch.ones(1).sigmoid())
+assert torch.compile is right
+assert "megatron_rc.launch.training.trainer" in sys.modules
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_without_apex_has_the_norms_of_the_cpu(monkeypatch, tmp_path):
+    """apex, which brings LayerNorms of its own, need not be there."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+    from megatron_rc.launch.training.models import build
+    from megatron_rc.launch.training.models.local_layers import LocalNorm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = flags(tmp_path, "--normalization=LayerNorm", "--transformer-impl=local", model=GPT2)
+    config = run_config([word for word in words if word != "--cpu"], engine=False)
+    assert not config.launch.on_cpu
+    monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *_, **__: 1)  # as if this were one rank
+    monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *_, **__: 0)
+    assert build._layer_spec(config, build_transformer_config(config), None).layer_norm is LocalNorm

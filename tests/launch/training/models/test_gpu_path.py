@@ -1,0 +1,46 @@
+"""The launcher's GPU path without a GPU: nothing mixes tensors of the host with those of the device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+WHOLE_RUN = """--config=count_up --tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel
+--train-iters=2 --grpo-prompts-per-step=2 --global-batch-size=16 --micro-batch-size=4 --bf16
+--use-distributed-optimizer --optimizer-offload --rl-use-sequence-packing --grpo-kl-beta=0.1""".split()
+
+
+def train(words):
+    """A process: operations that a GPU refuses, then a run on it."""
+    import torch
+
+    from megatron_rc.launch import train_ppo
+    from tests.gpu.training import free_port
+    from tests.support.tagged_gpu import GPU, tagged_gpu
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    with tagged_gpu():
+        there = torch.ones(3, device=GPU)
+        assert there.sum().device == GPU
+        with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
+            there + torch.ones(3)
+        there[torch.tensor([0, 1])] = torch.ones(2, device=GPU)
+        with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
+            there[torch.tensor([0, 1])] = torch.ones(2)
+        train_ppo.main(words)
+        assert torch.optim.AdamW([there]).param_groups[0]["params"][0].is_cuda
+
+
+@pytest.mark.processes
+def test_a_run(tmp_path):
+    words = [*WHOLE_RUN, f"--runs-dir={tmp_path}", "--run-name=run", f"--save={tmp_path / 'checkpoints'}"]
+    code = f"from tests.launch.training.models.test_gpu_path import train; train({words!r})"
+    done = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["perf/peak_memory_gib"] for row in rows if "perf/peak_memory_gib" in row][-1] == 1

@@ -1,0 +1,89 @@
+"""--fp16 takes float32's steps to float16's precision; a step whose scaled gradients overflow is left out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.bad_steps import BadSteps
+from megatron_rc.launch.training.checks.left_out import LeftOut
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
+
+# Its products with the gradients here are no float16 numbers.
+TOO_HIGH = 2**24
+
+
+def prepared_batch(trainer, index):
+    batch = recorded_batch(index, trainer.groups.dp.rank(), trainer.config.data_parallel_size)
+    return trainer.prepare(batch)
+
+
+def steps(words, number):
+    """The metrics of this many steps on a recorded batch."""
+    trainer = make_trainer(words)
+    prepared = prepared_batch(trainer, 0)
+    return [trainer.update(prepared, 0) for _ in range(number)]
+
+
+def settle(words):
+    """The metrics of steps until one is made, whether the others changed a weight, and the scale after a restart."""
+    trainer = make_trainer(words)
+    weights = [weight.detach().clone() for weight in trainer.chunks[0].parameters()]
+    prepared, rows = prepared_batch(trainer, 0), []
+    while not rows or "grad_norm" not in rows[-1]:
+        same = all(map(torch.equal, trainer.chunks[0].parameters(), weights))
+        rows.append(trainer.update(prepared, 0) | {"same": same})
+    trainer.save()
+    again = make_trainer([*words, f"--load={trainer.config.checkpoints.save}"])
+    return rows, float(again.optimizer.get_loss_scale())
+
+
+def test_it_takes_the_steps_of_float32(ranks, tmp_path):
+    layout = Layout(tp=2, sp=True)
+    words = flags(tmp_path, *layout.flags(), "--lr=1e-3", "--adam-eps=1e-2")
+    plain = ranks.run(steps, layout, words, 2)[0]
+    half = ranks.run(steps, layout, [*words, "--fp16", "--initial-loss-scale=1024"], 2)[0]
+    for step, want in zip(half, plain, strict=True):
+        assert step.pop("loss_scale") == 1024
+        assert step == pytest.approx(want, rel=4e-3, abs=2e-3)
+    assert half[1]["grad_norm"] != plain[1]["grad_norm"]
+
+
+def test_an_overflow_is_no_bad_step(ranks, tmp_path):
+    """Each halves the scale, until a step is the one that float32 makes; a checkpoint keeps the scale."""
+    words = flags(tmp_path, f"--save={tmp_path}/saved", "--lr=1e-3", "--use-distributed-optimizer")
+    words += ["--overlap-param-gather"]
+    ((plain,), _) = ranks.run(steps, Layout(dp=2), words, 1)
+    scale = [f"--initial-loss-scale={TOO_HIGH}", "--hysteresis=1"]
+    rows, kept = ranks.run(settle, Layout(dp=2), [*words, "--fp16", *scale])[0]
+    *overflows, made = rows
+    assert overflows
+    assert all(row["same"] for row in rows)
+    assert [row["loss_scale"] for row in overflows] == [TOO_HIGH / 2**number for number in range(1, len(rows))]
+    assert [row["skipped_steps"] for row in rows] == [*range(1, len(rows)), len(overflows)]
+    assert {row["bad_steps"] for row in rows} == {0}
+    assert {row["policy/noise_floor"] for row in rows} == {0}
+    assert made["grad_norm"] == pytest.approx(plain["grad_norm"], rel=4e-3)
+    assert kept == made["loss_scale"] == overflows[-1]["loss_scale"]
+
+
+FALLING = [128.0, 64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("more", "scales"), [("", FALLING), ("--min-loss-scale=512", [512.0] * 3), ("--loss-scale=4", [4.0] * 3)]
+)
+def test_steps_in_a_row_end_a_run_whose_scale_cannot_fall(tmp_path, more, scales):
+    config = run_config(flags(tmp_path, "--fp16", "--max-skipped-steps=3", *more.split()))
+    trainer = SimpleNamespace(config=config, iteration=0, left_out=LeftOut())
+    judge, complaints = BadSteps(config, trainer, None), []
+    for scale in scales:
+        trainer.update = lambda *_, scale=scale: {"loss_scale": scale}
+        row = judge.update(None, object(), 0, 0)
+        trainer.iteration, trainer.left_out.steps = trainer.iteration + 1, trainer.left_out.steps + 1
+        complaints.append(judge.complaint(row))
+    *before, last = complaints
+    assert set(before) == {None}
+    name = "loss-scale" if "--loss-scale" in more else "initial-loss-scale"
+    assert f"scaled gradients were out of float16's range: give --{name} below {scales[-1]:g}" in last

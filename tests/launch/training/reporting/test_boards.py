@@ -1,0 +1,212 @@
+"""What TensorBoard and Weights & Biases get: sections, histograms, the settings; and what becomes of their failures."""
+
+import glob
+import importlib
+import json
+import os
+import re
+import struct
+from unittest import mock
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from megatron_rc.launch.training.reporting.boards import WandB, in_section
+from megatron_rc.launch.training.reporting.reporter import Reporter
+from megatron_rc.measures.histogram import Distribution
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, run_training
+
+METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01, "rollout_corr/log_ratio_p50": 0.0, "grad_norm": 0.5}
+LOG_RATIO = {"rollout_corr/log_ratio": Distribution([-1.0, 0.0, 2.0], [3.0, 1.0])}
+
+
+def events_of(folder):
+    (board,) = (folder / "run" / "tensorboard").iterdir()
+    return EventAccumulator(str(board), size_guidance={"histograms": 0}).Reload()
+
+
+def text_of(events, name):
+    (found,) = events.Tensors(name)
+    return found.tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("more", [(), ("--bypass-mode", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2.5")])
+def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path, more):
+    timers = ("--log-timers-to-tensorboard", "--timing-log-level=1")
+    words = flags(tmp_path, *LIVE, "--train-iters=2", *timers, *more)
+    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
+    events = events_of(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    row, names = rows[-1], {name for row in rows for name in row} - {"step"}
+    # Names with a section are as they were.
+    shown = ("reward/mean", "optimizer/grad_norm", "optimizer/lr", "timers/iteration-time")
+    shown += ("timers/forward-backward-share",)
+    named = ("reward/mean", "grad_norm", "lr", "iteration-time", "forward-backward-share")
+    assert tuple(map(in_section, named)) == shown
+    for name in shown:
+        assert [event.step for event in events.Scalars(name)] == [1, 2]
+    sections = {name.partition("/")[0] for name in events.Tags()["scalars"]}
+    assert sections == {"reward", "rollout", "rollout_corr", "policy", "loss", "optimizer", "perf", "timers"}
+    assert set(events.Tags()["scalars"]) == {in_section(name) for name in names if not re.search(r"_p\d\d$", name)}
+    tokens, sequences = (row[f"rollout_corr/num_{name}"] for name in ("tokens", "sequences"))
+    counted = {
+        "rollout_corr/log_ratio": tokens,
+        "rollout_corr/rollout_is": tokens,
+        "rollout_corr/rollout_is_seq": sequences,
+        "reward/rewards": 16,
+        "rollout/response_lengths": 16,
+    }
+    assert set(events.Tags()["histograms"]) == set(counted)
+    for name, number in counted.items():
+        assert [event.step for event in events.Histograms(name)] == [1, 2]
+        value = events.Histograms(name)[-1].histogram_value
+        assert value.num == pytest.approx(number)
+        assert sum(value.bucket) == pytest.approx(number)
+        assert value.min < value.max
+    edges = events.Histograms("rollout_corr/log_ratio")[-1].histogram_value
+    assert edges.min <= row["rollout_corr/log_ratio_p01"] <= row["rollout_corr/log_ratio_p99"] <= edges.max
+    assert b"rollout-is: token" in text_of(events, "config/text_summary")
+    layout = layout_pb2.Layout.FromString(text_of(events, "custom_scalars__config__"))
+    charts = {chart.title: chart.multiline.tag for category in layout.category for chart in category.chart}
+    # As TensorBoard looks for them: from the first letter of a name on.
+    lines = {
+        title: any(re.match(tag, in_section(name)) for tag in tags for name in names) for title, tags in charts.items()
+    }
+    assert lines == dict.fromkeys(lines, True)
+    assert len(lines) == 9
+
+
+@pytest.mark.parametrize("more", [(), ("--bypass-mode",)])
+def test_a_step_that_is_left_out_has_the_histograms_of_its_correction(ranks, tmp_path, more):
+    words = flags(tmp_path, *LIVE, "--train-iters=1", "--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", *more)
+    (message,) = ranks.run(run_training, Layout(), words)
+    assert "no token was accepted" in message
+    events = events_of(tmp_path)
+    assert {"rollout_corr/log_ratio", "rollout_corr/rollout_is", "reward/rewards"} <= set(events.Tags()["histograms"])
+    assert "rollout_corr/log_ratio_p50" not in events.Tags()["scalars"]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """The real package without a network; its settings and its cache are its own."""
+    folder = tmp_path_factory.mktemp("wandb")
+    names = {"WANDB_MODE": "offline", "WANDB_CONFIG_DIR": str(folder), "WANDB_CACHE_DIR": str(folder)}
+    with mock.patch.dict(os.environ, names):
+        yield
+
+
+def records_of(folder):
+    """[(kind, record)] of each run of Weights & Biases in a folder: files of LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    for path in sorted(glob.glob(f"{folder}/wandb/offline-run-*/*.wandb")):
+        with open(path, "rb") as file:
+            data, whole, at, found = file.read(), b"", 7, []
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, length, kind = struct.unpack_from("<IHB", data, at)
+            whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):
+                record, whole = wandb_internal_pb2.Record.FromString(whole), b""
+                kind = record.WhichOneof("record_type")
+                found.append((kind, getattr(record, kind)))
+        yield found
+
+
+@pytest.fixture(scope="module")
+def logged(offline, tmp_path_factory):
+    """A run that fails after two steps, and goes on until Weights & Biases fails.
+
+    Returns:
+        (records of both, what was said of it, the reporter, the run's folder).
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    words = flags(folder, "--run-name=run", "--wandb-project=sums", "--wandb-entity=us", "--log-interval=2")
+    first = Reporter(run_config(words), 0)
+    first.step(1, METRICS, LOG_RATIO)
+    first.step(2, METRICS, LOG_RATIO)
+    first.__exit__(ValueError)
+    then = Reporter(run_config(words), 2)
+    then.step(4, METRICS)
+    # What a lost service does: the library raises at each call.
+    then.wandb.finish(0)
+    with mock.patch.object(Reporter, "say") as say:
+        then.step(6, METRICS)
+        then.step(8, METRICS)
+    said = [call.args[0] for call in say.call_args_list]
+    then.close("finished")
+    return list(records_of(folder / "run")), said, then, folder / "run"
+
+
+def of_kind(records, kind):
+    return [record for one, record in records if one == kind]
+
+
+def history(record):
+    """The values by name; what has parts, by name and part."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.item}
+
+
+@pytest.mark.processes
+def test_weights_and_biases_get_flags_and_versions_sections_and_histograms(logged):
+    (first, _), *_ = logged
+    run = of_kind(first, "run")[0]
+    assert (run.project, run.entity, run.display_name) == ("sums", "us", "run")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert (config["lr"], config["seed"], config["rollout_is"], config["grpo_iterations"]) == (0.02, 1234, "token", 2)
+    assert config["versions"]["torch"]
+    assert {"commit", "has_changes", "folder"} == config["repositories"][0].keys()
+    (row,) = of_kind(first, "history")
+    assert row.step.num == 2, "by --log-interval"
+    values = history(row)
+    assert {values[in_section(name)] for name in METRICS} == set(METRICS.values())
+    parts = {"_type": "histogram", "values": [3, 1], "bins": [-1, 0, 2]}
+    whole = values.get("rollout_corr/log_ratio")
+    assert parts == (whole or {part: values[f"rollout_corr/log_ratio/{part}"] for part in parts})
+
+
+@pytest.mark.processes
+def test_a_run_that_goes_on_goes_on_in_weights_and_biases_whose_failure_costs_a_line(logged):
+    (first, then), said, reporter, folder = logged
+    assert [record.exit_code for record in of_kind(first, "exit")] == [1], "it failed"
+    begun, resumed = of_kind(first, "run")[0].run_id, of_kind(then, "run")[0].run_id
+    assert begun == resumed == (folder / "wandb-id.txt").read_text().strip()
+    assert [record.step.num for record in of_kind(then, "history")] == [4]
+    (line,) = said
+    assert re.match(r"--wandb-project sums failed \(\w+: .+\): the run goes on .* metrics\.jsonl ", line)
+    assert reporter.error is None
+    steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 4, 6, 8]
+
+
+@pytest.mark.processes
+def test_weights_and_biases_that_are_disabled_are_told(offline, tmp_path):
+    forget = importlib.import_module("wandb").teardown
+    forget()  # it reads the mode once a process
+    with mock.patch.dict(os.environ, WANDB_MODE="disabled"):
+        disabled = WandB(run_config(flags(tmp_path, "--wandb-project=sums")), tmp_path, 0)
+    disabled.log(1, METRICS, LOG_RATIO)
+    disabled.finish(0)
+    forget()
+    assert "WANDB_MODE" in disabled.place
+
+
+def run_without_a_key(words, folder):
+    """A run that would ask a server that it has no key for."""
+    nowhere = {"WANDB_MODE": "online", "WANDB_CONFIG_DIR": folder, "NETRC": f"{folder}/netrc", "HOME": folder}
+    known = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    with mock.patch.dict(os.environ, known | nowhere, clear=True):
+        return run_training(words)
+
+
+def test_weights_and_biases_that_cannot_begin_are_one_error_on_all_ranks(offline, ranks, tmp_path):
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--wandb-project=sums", "--train-iters=2")
+    first, second = ranks.run(run_without_a_key, layout, words, str(tmp_path))
+    assert first == second
+    assert re.match(r"AgreedError: --wandb-project sums failed \(UsageError: .*API key.*\): ", first)

@@ -1,0 +1,213 @@
+"""metrics.jsonl: whenever a run is killed, no row is lost and none is there twice; none stays in memory."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training.reporting import metrics_file, picture
+from megatron_rc.launch.training.reporting.metrics_file import (
+    MetricsFile,
+    last_evaluation,
+    read_rows,
+    read_rows_backwards,
+)
+from megatron_rc.launch.training.reporting.reporter import Reporter
+from megatron_rc.launch.training.reporting.series import collect
+from megatron_rc.launch.training.reporting.terminal import IN_TABLE, table
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags
+from tests.support.training_runs import LIVE, run_training
+
+ROWS = [{"step": step, "reward/mean": step / 10} for step in range(1, 8)]
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def write(path, iteration, *rows):
+    file = MetricsFile(path, iteration)
+    for row in rows:
+        file.write(row)
+    file.close()
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, *ROWS)
+    return path
+
+
+def test_steps_that_are_made_again_take_their_place_with_the_first_row(written):
+    file = MetricsFile(written, 5)
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7], "a run that is killed now has lost nothing"
+    file.write({"step": 6, "again": 1})
+    assert [row.get("again") for row in read_rows(written)] == [None] * 5 + [1]
+    file.write({"step": 7})
+    file.close()
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7]
+    assert os.listdir(written.parent) == ["metrics.jsonl"]
+
+
+def bytes_read():
+    """By this process, from files and caches alike."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def test_of_a_long_file_only_the_tail_is_read_and_written(tmp_path):
+    """Half a minute for 10^5 rows of 6 KB, if it were written anew."""
+    path, behind = tmp_path / "metrics.jsonl", 64 << 20
+    with path.open("wb") as file:
+        file.truncate(behind)
+        file.seek(behind)
+        file.write("".join(["\n", *(json.dumps(row) + "\n" for row in ROWS)]).encode())
+    inode, before = path.stat().st_ino, bytes_read()
+    write(path, 5, {"step": 6, "again": 1})
+    assert bytes_read() - before < behind / 4
+    assert last_evaluation(path, 5) == -1
+    assert path.stat().st_ino == inode
+    with path.open("rb") as file:
+        file.seek(behind + 1)
+        assert [json.loads(line) for line in file] == [*ROWS[:5], {"step": 6, "again": 1}]
+
+
+def test_a_run_that_is_killed_before_the_tail_is_cut_off_loses_nothing(written):
+    """The new row lies over the old one, of which a part is left, and the later ones are as they were."""
+    text = written.read_text()
+    begin = text.index('{"step": 6')
+    new = '{"step": 6}\n'
+    written.write_text(text[:begin] + new + text[begin + len(new) :])
+    assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
+    write(written, 6, {"step": 7, "again": 1})
+    assert [json.loads(line) for line in written.read_text().splitlines()][5:] == [{"step": 6}, {"step": 7, "again": 1}]
+
+
+def test_rows_backwards_are_the_rows(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, *({"step": step, "eval/reward" if step % 10 == 0 else "x": step} for step in range(1, 99)))
+    for block in (7, 64, 1 << 20):
+        monkeypatch.setattr(metrics_file, "_BLOCK", block)
+        assert list(read_rows_backwards(path)) == list(read_rows(path))[::-1]
+        assert last_evaluation(path, 98) == 90
+        assert last_evaluation(path, 89) == 80
+        assert last_evaluation(path, 9) == -1
+
+
+CUT_OFF = '{"step": 8, "rew'
+BROKEN = ["", "null", "[1]", '{"step": "8"}', '{"reward/mean": 1}', "\ufffd", "[" * 99999, CUT_OFF]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
+def test_lines_that_are_no_rows_are_left_out(written, line):
+    with written.open("a") as file:
+        file.write(line if line == CUT_OFF else f"{line}\n")
+    assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
+    write(written, 8, {"step": 9})
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_rows_are_appended_and_what_is_no_number_is_left_out_of_one(written):
+    before, times = written.stat().st_ino, written.stat().st_mtime
+    write(written, 7, {"step": 8})
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert written.stat().st_ino == before, "nothing had to go, so the file was not written anew"
+    with written.open("a") as file:
+        file.write('{"step": 9, "reward/mean": null, "note": "by hand", "grad_norm": 0.5}\n')
+    assert list(read_rows(written))[-1] == {"step": 9, "grad_norm": 0.5}
+    # Older files are kept side by side.
+    for _ in range(3):
+        write(written, 0, {"step": 1})
+        os.utime(written, (times, times))
+    kept = sorted(path.name for path in written.parent.iterdir())
+    assert len(kept) == 4
+    assert sum("-2.jsonl" in name for name in kept) == 1
+
+
+def test_a_file_that_cannot_be_read_ends_a_resumed_run_on_all_ranks(ranks, tmp_path):
+    """One that can be opened. Rank 0 alone reads it, such as for a guard."""
+    layout, folder = Layout(tp=2), tmp_path / "run"
+    words = flags(tmp_path, *LIVE, *layout.flags(), f"--save={tmp_path}/save", f"--load={tmp_path}/save")
+    words += ["--stop-if", "lr > 0 for 3"]
+    assert ranks.run(run_training, layout, [*words, "--train-iters=1"]) == [None, None]
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to("/proc/self/mem")
+    first, second = ranks.run(run_training, layout, [*words, "--train-iters=2"])
+    assert first == second
+    assert first.startswith(f"AgreedError: {folder}/metrics.jsonl, ")
+    assert "cannot be read (Input/output error): " in first
+    assert "--run-name" in first
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    """A pipe that nobody reads, and a folder: a new run puts them aside, a resumed one says so."""
+    path = tmp_path / "metrics.jsonl"
+    for make in (os.mkfifo, os.mkdir):
+        make(path)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, which .*, is no regular file: move it away, or choose"):
+            MetricsFile(path, 5)
+        write(path, 0, {"step": 1})
+        assert steps_in(path) == [1]
+        path.unlink()
+
+
+KILLED = """
+import os, signal, sys
+from megatron_rc.launch.training.reporting import picture
+from megatron_rc.launch.training.reporting.metrics_file import MetricsFile
+file = MetricsFile(__import__("pathlib").Path(sys.argv[1]), 5)
+for step in range(6, 6 + int(sys.argv[2])):
+    file.write({"step": step})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("made", [0, 1, 4])
+def test_a_killed_process_leaves_whole_rows(written, made):
+    command = [sys.executable, "-c", KILLED, str(written), str(made)]
+    done = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    assert steps_in(written) == [1, 2, 3, 4, 5, *(range(6, 6 + made) if made else (6, 7))]
+
+
+def test_the_table_has_first_values_and_means_of_the_last_ones():
+    rows = [
+        {"step": step, "reward/mean": step, "perf/save_share": step / 2000, "perf/peak_memory_gib": step}
+        | {"perf/peak_memory_rank": 3, "eval/exact_match": step / 1000}
+        for step in range(1, 1001)
+    ]
+    _, reward, right, gap, machine = table(collect(rows, IN_TABLE)).splitlines()
+    assert reward.split() == ["reward/mean", "1", "995.5"]
+    assert right.split() == ["eval/exact_match", "0.001", "1"]
+    assert gap == ""
+    assert machine == "save 50%; peak memory 1e+03 GiB, of rank 3"
+
+
+def test_what_the_reporter_keeps_does_not_grow(tmp_path, capsys):
+    """200 metrics a step, as a run with many criteria has."""
+    config, _ = configure(flags(tmp_path, "--run-name=run", "--log-interval=1000000", "--train-iters=1000"), 1)
+    reporter = Reporter(config, 0)
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(1, 101):
+            reporter.step(step, {f"metric/{number}": step + number / 7 for number in range(200)})
+            if step in (20, 100):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert (sizes[1] - sizes[0]) / 80 < 100, "bytes a step"
+    # The picture, whose library takes seconds to load, is none of it.
+    with mock.patch.object(picture, "draw_run"):
+        reporter.close("finished")
+    assert "finished after" in capsys.readouterr().err
