@@ -4,6 +4,7 @@ Every expectation is a finite sum (``tests/support/enumerated.py``), so "unbiase
 compared with the number that it bounds. Weights, masks, losses and metrics are the library's.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -467,6 +468,71 @@ def test_leave_one_out_is_unbiased_and_the_whole_mean_shrinks_the_gradient(size,
     found = toy.gradient((advantages * chosen).mean())
     scale = 1 if estimator == "rloo" else 1 - 1 / size
     torch.testing.assert_close(found, scale * toy.wanted(), rtol=0, atol=1e-12)
+
+
+def learned(length=4):
+    """A trainer that has learned to say the third token, an engine that has not; the reward is that token's share."""
+    toy = enumerated(length, by_prefix=False, trainer=(0.2, 0.1, 0.7))
+    return dataclasses.replace(toy, rewards=(toy.tokens == 2).double().mean(1))
+
+
+BASELINES = {"the group's mean": 1, "weighted, ratios up to 2": 2, "weighted, ratios up to 10": 10, "π's mean": 1e9}
+
+
+def ascent(toy, upper, bound):
+    """(the baseline of a large group, the part of the wanted gradient that the estimate has along it)."""
+    weights = toy.ratio.clamp(max=bound) if bound > 1 else None
+    one = torch.zeros(len(toy.tokens), dtype=torch.int64)
+    advantages = group_advantages(toy.rewards, one, estimator="grpo-no-std", weights=weights)
+    found, wanted = estimate(toy, weights_of(toy, "sequence", upper), advantages=advantages), toy.wanted()
+    return float((toy.rewards - advantages)[0]), float((found * wanted).sum() / wanted.square().sum())
+
+
+def test_the_mean_of_the_engines_rewards_turns_a_truncated_gradient_around():
+    toy = learned()
+    assert float(toy.rewards.mean()) == pytest.approx(0.25)
+    assert float((toy.ratio * toy.rewards).mean()) == pytest.approx(0.7)
+    for name, bound in BASELINES.items():
+        cells = [ascent(toy, upper, bound) for upper in (2.0, 10.0, UNTRUNCATED)]
+        assert f"| {name} | {cells[0][0]:.2f} | {' | '.join(f'{along:.2f}' for _, along in cells)} |" in PAGE
+        assert cells[2][1] == pytest.approx(1)
+    assert ascent(toy, 2.0, 1)[1] < 0 < ascent(toy, 2.0, 2)[1] < ascent(toy, 2.0, 10)[1]
+
+
+@pytest.mark.parametrize("upper", [2.0, 10.0])
+def test_the_bias_of_a_baseline_is_that_of_the_truncated_part(upper):
+    toy = learned()
+    lost = (toy.ratio - upper).clamp(min=0)
+    bounds = {}
+    for baseline in torch.linspace(0, 1, 41).tolist():
+        advantages = toy.rewards - baseline
+        found = estimate(toy, weights_of(toy, "sequence", upper), advantages=advantages) - toy.wanted()
+        of_lost = toy.gradient((lost * advantages * toy.train.sum(1)).mean())
+        torch.testing.assert_close(found, -of_lost, rtol=0, atol=1e-12)
+        bounds[baseline] = float((lost * advantages.abs()).mean())
+        assert found.norm() <= 4 * SCORE * bounds[baseline] + 1e-12
+    best = min(bounds, key=bounds.get)
+    below, above = (float(lost[side].sum()) for side in (toy.rewards < best, toy.rewards > best))
+    assert max(below, above) <= float(lost.sum()) / 2, "a median of the rewards that are lost"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_leave_one_out_with_importance_weights_is_unbiased(size):
+    """Every group of so many responses of two tokens, each with its probability under the engine."""
+    toy = enumerated(2, distance=0.5, seed=1)
+    rows = torch.tensor(list(itertools.product(range(16), repeat=size)))
+    prompts = torch.arange(len(rows)).repeat_interleave(size)
+    rewards, ratio, score = (value[rows].flatten() for value in (toy.rewards, toy.ratio, toy.train.sum(1)))
+    found = {}
+    for estimator in ("rloo", "grpo-no-std"):
+        advantages = group_advantages(rewards, prompts, estimator=estimator, weights=ratio)
+        found[estimator] = toy.gradient((ratio * advantages * score).mean())
+    torch.testing.assert_close(found["rloo"], toy.wanted(), rtol=0, atol=1e-12)
+    # With the response itself the mean takes more of a heavy response: no factor for all of them.
+    shrunk = found["grpo-no-std"]
+    along = float((shrunk * toy.wanted()).sum() / toy.wanted().square().sum())
+    assert 0 < along < 1 - 1 / size
+    assert (shrunk - along * toy.wanted()).norm() > 1e-3
 
 
 ON_POLICY = {"distance": 0}  # the engine is the trainer

@@ -81,6 +81,24 @@ class AdvantageSection:
         default="all",
         needs="!advantage_estimator=remax",
     )
+    advantage_baseline: Literal["group", "weighted"] = option(
+        "each response counts alike in the baseline of its prompt, or by its importance weight: the mean reward of the "
+        "engine's policy, or an estimate of the trainer's",
+        default="group",
+        needs="!advantage_estimator=remax|gae|reinforce-pp",
+    )
+    advantage_baseline_weights: Literal["ratio", "correction"] = option(
+        "importance weight of a response in its prompt's baseline: the ratio of the whole response, or the mean of the "
+        "correction's weights over its tokens",
+        default="ratio",
+        needs="advantage_baseline=weighted",
+    )
+    advantage_baseline_bound: float = option(
+        "upper bound of a response's ratio in its prompt's baseline",
+        default=10.0,
+        needs="advantage_baseline_weights=ratio advantage_baseline=weighted",
+        positive=True,
+    )
     kl_in_reward: float = option(
         "coefficient of the KL to the reference policy that is subtracted from the reward of each token",
         default=0.0,
@@ -96,6 +114,12 @@ class AdvantageSection:
     reward_clip: float | None = option(
         "clip rewards to ± this number, after any scaling; default: no clipping", positive=True
     )
+
+    @property
+    def needs_the_correction(self) -> bool:
+        """Whether advantages are estimated again when the correction of the rollout batch is known."""
+        by_correction = self.advantage_baseline == "weighted" and self.advantage_baseline_weights == "correction"
+        return self.advantage_scope == "accepted" or by_correction
 
     @property
     def whitens(self) -> bool:

@@ -200,8 +200,10 @@ class Trainer(TrainedModel):
         plan = self._plan(batch, cut, old)
         local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
         cut = dataclasses.replace(cut, local=_corrected(local, plan))
-        if scores is not None and self.config.advantages.advantage_scope == "accepted":
-            estimated = self.advantages.of(scores, accepted=cut.local.mask)
+        wanted = self.config.advantages
+        if scores is not None and wanted.needs_the_correction:
+            accepted = cut.local.mask if wanted.advantage_scope == "accepted" else None
+            estimated = self.advantages.of(scores, accepted, cut.local.weights)
             cut = cut.with_advantages(estimated.advantages)
         returns = estimated.returns if estimated else None
         to_learn = self.critic.prepare(cut, values, returns) if self.critic else None

@@ -69,7 +69,14 @@ class Enumerated:
         return float((self.train.detach().sum(1).exp() - self.rollout.sum(1).exp())[self.first].abs().sum() / 2)
 
 
-def enumerated(length: int = 3, *, distance: float = 1.0, seed: int = 0, by_prefix: bool = True) -> Enumerated:
+def enumerated(
+    length: int = 3,
+    *,
+    distance: float = 1.0,
+    seed: int = 0,
+    by_prefix: bool = True,
+    trainer: tuple[float, ...] | None = None,
+) -> Enumerated:
     """The toy policies.
 
     Args:
@@ -77,6 +84,7 @@ def enumerated(length: int = 3, *, distance: float = 1.0, seed: int = 0, by_pref
         distance: factor of log π - log μ before it is normalised; 0: equal policies.
         seed: seed of the trainer's logits and of the rewards.
         by_prefix: the probabilities depend on the tokens before; False: on nothing.
+        trainer: the trainer's probabilities after every prefix, instead of random ones.
     """
     generator = torch.Generator().manual_seed(seed)
     index: dict[tuple[int, ...], int] = {}
@@ -86,7 +94,10 @@ def enumerated(length: int = 3, *, distance: float = 1.0, seed: int = 0, by_pref
     engine = torch.tensor([QUARTERS[sum(prefix) % 3 if by_prefix else 0] for prefix in index], dtype=torch.float64) / 4
     # More rows than needed: the values depend on the number of rows that are drawn at once.
     noise = torch.randn(100, VOCABULARY, generator=generator, dtype=torch.float64)[: len(index)]
-    logits = (engine.log() + distance * (noise if by_prefix else noise[:1])).requires_grad_()
+    logits = engine.log() + distance * (noise if by_prefix else noise[:1])
+    if trainer is not None:
+        logits = torch.tensor(trainer, dtype=torch.float64).log().repeat(len(index), 1)
+    logits.requires_grad_()
     responses = list(itertools.product(range(VOCABULARY), repeat=length))
     copies = [round(4**length * _probability(response, engine, index)) for response in responses]
     different = torch.tensor(responses)

@@ -28,15 +28,31 @@ def check_advantages(config: RunConfig) -> None:
             f"--dynamic-sampling {rollouts.dynamic_sampling} would replace every prompt, because with "
             "--grpo-group-size 1 no two rewards differ: raise that, or drop it"
         )
+    in_loss = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
     if wanted.advantage_scope == "accepted" and correction.corrects_in_loss:
-        mode = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
         raise ConfigurationError(
-            f"--advantage-scope accepted needs a rejection before the loss, but {mode} rejects in the loss: use all, "
-            "or drop that"
+            f"--advantage-scope accepted needs a rejection before the loss, but {in_loss} rejects in the loss: use "
+            "all, or drop that"
         )
     if wanted.advantage_scope == "accepted" and not correction.rejects and correction.bad_log_probs == "error":
         raise ConfigurationError("--advantage-scope accepted does nothing without a rejection: give --rollout-rs")
     _check_scaling(config)
+    if wanted.advantage_baseline == "group":
+        return
+    if correction.corrects_in_loss:
+        raise ConfigurationError(
+            f"--advantage-baseline weighted needs log π_old before the loss, which {in_loss} does without: use group, "
+            "or drop that"
+        )
+    if rollouts.grpo_group_size == 1:
+        raise ConfigurationError(
+            "--advantage-baseline weighted does nothing with --grpo-group-size 1, where no response has a baseline: "
+            "raise that, or drop it"
+        )
+    if wanted.advantage_baseline_weights == "correction" and not correction.applies_weights:
+        raise ConfigurationError(
+            "--advantage-baseline-weights correction needs importance weights: use ratio, or give --rollout-is"
+        )
 
 
 def _check_scaling(config: RunConfig) -> None:

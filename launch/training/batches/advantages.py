@@ -15,7 +15,7 @@ from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch
 from megatron_rc.loss.policy import kl_penalty
-from megatron_rc.numerics import is_log_prob
+from megatron_rc.numerics import exp_ratio, is_log_prob
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import group_device, group_rank, group_size
@@ -52,19 +52,26 @@ class Advantages:
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.wanted, self.groups = config.advantages, groups
 
-    def of(self, scores: Scores, accepted: Tensor | None = None) -> Estimated:
-        """Estimate the advantages; responses without an ``accepted`` token (None: all are) are in no baseline.
+    def of(self, scores: Scores, accepted: Tensor | None = None, weights: Tensor | None = None) -> Estimated:
+        """Estimate the advantages.
 
-        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to three SUMs of [n]
-        over ``cp``: for estimators per token, for ``accepted``, and for a KL in the rewards.
+        Args:
+            scores: the inputs of the estimator.
+            accepted: bool, like the tokens; responses without an accepted token are in no baseline. Default: all are.
+            weights: the correction's weights, like the tokens, for ``--advantage-baseline-weights correction``; without
+                them all responses count alike in a baseline.
+
+        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to five SUMs of [n]
+        over ``cp``: for estimators per token, for ``accepted``, for a KL in the rewards, and two for the weights of
+        responses.
         """
         mask = scores.cut.local.response_mask
         kl = self._kl(scores) if self.wanted.kl_in_reward else None
         name = self.wanted.advantage_estimator
         if name in GROUP_ESTIMATORS:
-            per_row = self._of_responses(scores, name, kl, accepted)
+            per_row = self._of_responses(scores, name, kl, accepted, weights)
             return Estimated(scores.cut.sides(per_row.float()), per_row != 0, kl=kl)
-        found = self._of_tokens(scores, kl, accepted)
+        found = self._of_tokens(scores, kl, accepted, weights)
         advantages = found.advantages
         if self.wanted.whitens:
             counted = mask if accepted is None else mask & accepted
@@ -72,7 +79,9 @@ class Advantages:
         decided = self._by_row(scores, advantages != 0) > 0
         return Estimated(advantages.float(), decided, found.returns.float() if name == "gae" else None, kl)
 
-    def _of_responses(self, scores: Scores, name: str, kl: Tensor | None, accepted: Tensor | None) -> Tensor:
+    def _of_responses(
+        self, scores: Scores, name: str, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
         """Advantages of responses, [rows], float64."""
         rewards, kept = scores.rewards, ~dropped(scores.batch)
         if kl is not None:
@@ -85,18 +94,33 @@ class Advantages:
             scores.batch.group_ids,
             estimator=name,
             lengths=lengths,
+            weights=self._weights(scores, weights) if self.wanted.advantage_baseline == "weighted" else None,
             kept=kept,
             f_norm=self.wanted.gpg_f_norm,
             groups=self.groups if name == "gpg" else None,  # all responses to a prompt are on one rank
         )
 
-    def _of_tokens(self, scores: Scores, kl: Tensor | None, accepted: Tensor | None) -> TokenAdvantages:
+    def _weights(self, scores: Scores, corrected: Tensor | None) -> Tensor | None:
+        """The weight of each response in the baseline of its prompt, [rows], float64; None: all count alike."""
+        local = scores.cut.local
+        if self.wanted.advantage_baseline_weights == "correction":
+            if corrected is None:
+                return None
+            return self._by_row(scores, corrected) / self._by_row(scores, local.response_mask).clamp(min=1)
+        old, rollout = _given(scores.old, "a forward-only pass"), local.rollout_log_probs
+        usable = local.response_mask & is_log_prob(old) & is_log_prob(rollout)
+        log_ratio = self._by_row(scores, torch.where(usable, old.double() - rollout.double(), 0))
+        return exp_ratio(log_ratio).clamp(max=self.wanted.advantage_baseline_bound)
+
+    def _of_tokens(
+        self, scores: Scores, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
+    ) -> TokenAdvantages:
         """Advantages of tokens, like the tokens, not whitened."""
         local, sides = scores.cut.local, scores.cut.sides
         mask, layout, name = local.response_mask, local.layout, self.wanted.advantage_estimator
         where: dict[str, Any] = {"layout": layout, "groups": self.groups}
         if name == "reinforce-pp-baseline":
-            of_groups = sides(self._of_responses(scores, "grpo-no-std", kl, accepted))
+            of_groups = sides(self._of_responses(scores, "grpo-no-std", kl, accepted, weights))
             each = torch.where(mask, layout.expand(of_groups), 0)
             return TokenAdvantages(each, each)
         rewards = outcome_rewards(sides(scores.rewards.double()), mask, **where)

@@ -54,7 +54,8 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Stand-in for ``Tensor.to``."""
     if _is_cuda(kwargs.get("device")):
         kwargs["device"] = torch.device("cpu")
-    return torch._C.TensorBase.to(tensor, *(torch.device("cpu") if _is_cuda(one) else one for one in args), **kwargs)
+    on_cpu: list[Any] = [torch.device("cpu") if _is_cuda(one) else one for one in args]
+    return torch._C.TensorBase.to(tensor, *on_cpu, **kwargs)
 
 
 def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

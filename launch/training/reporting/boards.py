@@ -66,7 +66,7 @@ class TensorBoard:
             if _QUANTILE.sub("", name) not in distributions
         ]
         # One event for all of them: with add_scalar, each has an event and waits for the writer's lock.
-        self.writer.file_writer.add_summary(Summary(value=values), step)
+        self.writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]
         for name, (edges, counts) in distributions.items():
             centres = [(low + high) / 2 for low, high in pairwise(edges)]
             self.writer.add_histogram_raw(

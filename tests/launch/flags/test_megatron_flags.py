@@ -94,7 +94,7 @@ reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-p
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if doctor-interval
 skip-steps-without-signal always-score
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda gpg-f-norm advantage-scope kl-in-reward
-kl-in-reward-estimator
+kl-in-reward-estimator advantage-baseline advantage-baseline-weights advantage-baseline-bound
 reward-scaling reward-clip critic-lr critic-min-lr critic-lr-decay-style critic-lr-warmup-iters num-critic-only-steps
 value-clip critic-load-hf critic-offload optimizer-offload correct-values dynamic-sampling ref-load ref-load-hf
 ref-update-interval""".split()

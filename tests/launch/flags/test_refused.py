@@ -18,6 +18,7 @@ SIZES = "--q-lora-rank=12 --kv-lora-rank=8 --qk-head-dim=6 --qk-pos-emb-head-dim
 SHORT = {
     "PP": "--pipeline-model-parallel-size=2",
     "ALONE": "--grpo-group-size=1 --grpo-prompts-per-step=16",
+    "WEIGHTED": "--advantage-baseline=weighted --advantage-baseline-weights=correction",
     "SERVERS=": "--rollout-weights-dir=w --rollout-url=http://a:1,http://b:1 --rollout-engine=",
 }
 # Model, words in front, whether the run samples, and rows: [@RANKS] WORDS [:: FRAGMENT | FRAGMENT]. The sentence has
@@ -127,6 +128,9 @@ TABLES = {
         --gamma=1.5 --advantage-estimator=gae :: --gamma 1.5
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo
+        --advantage-baseline=weighted --bypass-mode :: --advantage-baseline weighted | --bypass-mode
+        --advantage-baseline=weighted ALONE :: --advantage-baseline weighted | --grpo-group-size 1
+        --advantage-baseline=weighted --advantage-baseline-bound=0 :: --advantage-baseline-bound 0
         """,
     ),
     "idle": (
@@ -179,6 +183,11 @@ TABLES = {
         --advantage-estimator=grpo-passk --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo-passk
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
         --advantage-estimator=remax --advantage-scope=accepted :: --advantage-scope accepted | remax
+        --advantage-estimator=remax --advantage-baseline=weighted :: --advantage-baseline weighted | remax
+        --advantage-baseline-bound=2 :: --advantage-baseline-bound 2 | --advantage-baseline
+        --advantage-baseline-weights=correction :: --advantage-baseline-weights correction | --advantage-baseline
+        WEIGHTED --advantage-baseline-bound=2 :: --advantage-baseline-bound
+        WEIGHTED --no-rollout-is-apply :: correction | --rollout-is
         --kl-in-reward-estimator=k2 :: --kl-in-reward-estimator k2 | --kl-in-reward
         --save-log-probs :: --save-log-probs | --save-rollouts
         --bad-sample-attempts=2 :: --bad-sample-attempts 2 | --bad-samples stop | resample

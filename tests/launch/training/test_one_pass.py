@@ -309,6 +309,7 @@ NEEDED = {
     "--num-experts=4 --moe-aux-loss-coeff=0.1": "auxiliary losses",
     "--kl-in-reward=0.1 --grpo-kl-beta=0": "--kl-in-reward 0.1",
     "--advantage-scope=accepted": "--advantage-scope accepted",
+    "--advantage-baseline=weighted": "--advantage-baseline weighted",
     "--advantage-estimator=gae": "--correct-values mask",
     "--advantage-estimator=gae --correct-values=none --num-critic-only-steps=1": "--num-critic-only-steps 1",
     "--save-rollouts=records --save-log-probs": "--save-log-probs",

@@ -27,7 +27,7 @@ from tests.support.recorded_training import (
     train_recorded,
 )
 
-GAMMA, LAMBDA, COEFFICIENT, F_NORM = 0.9, 0.8, 0.3, 2.0
+GAMMA, LAMBDA, COEFFICIENT, F_NORM, BOUND = 0.9, 0.8, 0.3, 2.0, 1.5
 ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
 
 
@@ -35,6 +35,7 @@ def section(estimator, **changed):
     """Settings of advantages in which nothing but this is changed."""
     plain = {"gamma": 1.0, "gae_lambda": 1.0, "gpg_f_norm": 1.0, "advantage_scope": "all", "kl_in_reward": 0.0}
     plain |= {"kl_in_reward_estimator": "k1", "reward_scaling": "none", "reward_clip": None}
+    plain |= {"advantage_baseline": "group", "advantage_baseline_weights": "ratio", "advantage_baseline_bound": BOUND}
     return AdvantageSection(advantage_estimator=estimator, **plain | changed)
 
 
@@ -44,7 +45,7 @@ def test_the_flag_takes_every_estimator():
 
 
 def tables():
-    """Whole rows, label-aligned, that stand for what the models say: log π_old, log π_ref, values; accepted tokens."""
+    """Whole rows, label-aligned: log π_old, log π_ref, values, accepted tokens, weights; and greedy rewards."""
     generator = torch.Generator().manual_seed(7)
     batch = recorded_batch(0)
     shape = batch.tokens.shape
@@ -54,7 +55,8 @@ def tables():
     accepted = batch.label_aligned()[1] & (torch.rand(shape, generator=generator) < 0.8)
     accepted[::5] = False
     baselines = torch.rand(SEQUENCES, generator=generator)
-    return old, ref, values, accepted, baselines
+    weights = torch.where(batch.label_aligned()[1], 2 * torch.rand(shape, generator=generator), 0)
+    return old, ref, values, accepted, weights, baselines
 
 
 def given_rewards():
@@ -62,10 +64,13 @@ def given_rewards():
     return torch.where(torch.arange(SEQUENCES) < 3, 0, recorded_batch(0).rewards)
 
 
-def reference(estimator, kl, scope):
+def reference(estimator, kl, scope, baseline="group"):
     """[rows, length] float64."""
-    batch, (old, ref, values, accepted, baselines) = recorded_batch(0), tables()
-    mask = batch.label_aligned()[1]
+    batch, (old, ref, values, accepted, weights, baselines) = recorded_batch(0), tables()
+    _, mask, rollout = batch.label_aligned()
+    ratios = torch.where(mask, old.double() - rollout.double(), 0).sum(1).exp().clamp(max=BOUND)
+    means = weights.double().sum(1) / mask.sum(1)
+    of_responses = {"group": torch.ones(SEQUENCES), "ratio": ratios, "correction": means}[baseline].tolist()
     difference = torch.where(mask, old.double() - ref.double(), 0)
     penalty = {"k1": difference, "k2": difference.square() / 2, "k3": torch.exp(-difference) - 1 + difference}.get(kl)
     off = torch.zeros_like(difference) if penalty is None else COEFFICIENT * torch.where(mask, penalty, 0)
@@ -76,7 +81,7 @@ def reference(estimator, kl, scope):
         name = "grpo-no-std" if estimator == "reinforce-pp-baseline" else estimator
         lengths = batch.response_mask.sum(1).tolist()
         taken_off = (rewards - off.sum(1)).tolist()
-        each = torch.tensor(oracle.group(name, taken_off, ids, kept.tolist(), lengths, F_NORM))
+        each = torch.tensor(oracle.group(name, taken_off, ids, kept.tolist(), lengths, F_NORM, of_responses))
         whole = each.double().unsqueeze(1).expand(mask.shape)
         return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
     tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
@@ -92,6 +97,9 @@ CASES = [
     *((estimator, kl, "all") for estimator, kl in zip(ESTIMATORS, itertools.cycle(["none", "k1"]))),
     *((estimator, kl, "accepted") for estimator, kl in zip(ESTIMATORS[:-1], itertools.cycle(["k3", "none"]))),
     *((("grpo", "k2", "all"), ("reinforce-pp", "k2", "all"), ("gae", "k3", "all"), ("remax", "none", "all"))),
+    *((estimator, "none", "all", "ratio") for estimator in (*GROUP_ESTIMATORS, "reinforce-pp-baseline")),
+    *((("rloo", "k1", "accepted", "ratio"), ("grpo", "none", "all", "correction"))),
+    *((("rloo", "none", "accepted", "correction"), ("reinforce-pp-baseline", "none", "all", "correction"))),
 ]
 
 
@@ -105,22 +113,25 @@ def local_advantages(folder, packed):
     world = group_size(groups.dp_cp)
     base = run_config(flags(folder, *more), world, engine=False)
     cut = cut_batch(batch, base, groups)
-    for estimator, kl, scope in CASES:
+    for case in CASES:
+        estimator, kl, scope, *baseline = case
         wanted = {"gamma": GAMMA, "gae_lambda": LAMBDA, "gpg_f_norm": F_NORM, "advantage_scope": scope}
         if kl != "none":
             wanted |= {"kl_in_reward": COEFFICIENT, "kl_in_reward_estimator": kl}
+        if baseline:
+            wanted |= {"advantage_baseline": "weighted", "advantage_baseline_weights": baseline[0]}
         config = dataclasses.replace(base, advantages=section(estimator, **wanted))
-        taken = [_cut(cut, value[rows]) for value in (*tables()[:4], reference(estimator, kl, scope))]
-        old, ref, values, accepted, want = taken
-        more_scores = {"old": old, "ref": ref, "values": values, "baselines": tables()[4][rows]}
+        taken = [_cut(cut, value[rows]) for value in (*tables()[:5], reference(*case))]
+        old, ref, values, accepted, weights, want = taken
+        more_scores = {"old": old, "ref": ref, "values": values, "baselines": tables()[5][rows]}
         scores = Scores(batch=batch, rewards=given_rewards()[rows], cut=cut, **more_scores)
-        estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None)
+        estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None, weights)
         got = estimated.advantages
         got = got if got.shape == cut.local.layout.shape else cut.local.layout.expand(got)
         here = cut.local.response_mask & (accepted if scope == "accepted" else True)
-        worst[estimator, kl, scope] = float((got - want)[here].abs().max()) if here.any() else 0.0
+        worst[case] = float((got - want)[here].abs().max()) if here.any() else 0.0
         summary = summarize(scores, estimated, 1, groups)
-        summaries.append((estimator, kl, scope, round(summary.nonzero[0], 9), sorted(summary.metrics)))
+        summaries.append((kl, round(summary.nonzero[0], 9), sorted(summary.metrics)))
     return worst, summaries
 
 
@@ -150,7 +161,7 @@ def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
             assert {case: value for case, value in worst.items() if value > 2e-6} == {}
             assert summaries == found[0][1]
             assert [share for *_, share, _ in summaries] == shares
-            assert all(bool(metrics) == (kl != "none") for _, kl, _, _, metrics in summaries)
+            assert all(bool(metrics) == (kl != "none") for kl, _, metrics in summaries)
 
 
 def test_the_engine_stands_for_the_old_policy_where_nothing_scored_it(tmp_path):
@@ -194,11 +205,19 @@ def test_a_rejected_response_shifts_no_sibling(tmp_path):
     assert not torch.equal(all_of_one[~rejected], all_of_other[~rejected])
 
 
-def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path):
-    """Advantages of tokens, a KL in the reward, what is accepted: through plan, loss and two steps a batch."""
-    more = """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
-    --kl-in-reward-estimator=k3 --optimizer=sgd --lr=0.5 --reward-scaling=mean-std --reward-clip=1.2
-    --grpo-kl-beta=0""".split()
+TRAINED = {
+    "tokens": """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
+    --kl-in-reward-estimator=k3 --reward-scaling=mean-std --reward-clip=1.2""",
+    "ratios": "--advantage-estimator=rloo --advantage-baseline=weighted --advantage-baseline-bound=3",
+    "weights": """--advantage-estimator=grpo --advantage-baseline=weighted --advantage-baseline-weights=correction
+    --advantage-scope=accepted""",
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path, name):
+    """Advantages of tokens, a KL in the reward, accepted responses, weighted baselines: two steps a batch."""
+    more = [*TRAINED[name].split(), "--optimizer=sgd", "--lr=0.5", "--grpo-kl-beta=0"]
     start = [*flags(tmp_path), f"--save={tmp_path}/start"]
     ranks.run(save_initial, Layout(), start)
     load = [f"--load={tmp_path}/start", "--finetune"]
@@ -210,6 +229,10 @@ def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path):
             assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
             assert step["loss/total"] == pytest.approx(want["loss/total"], abs=1e-5)
     assert single[0]["grad_norm"] > 0
+    if name != "tokens":
+        plain = [word for word in more if not word.startswith("--advantage-baseline")]
+        (counted_alike,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *plain, *load), 2)
+        assert abs(counted_alike[0]["grad_norm"] / single[0]["grad_norm"] - 1) > 1e-3
 
 
 def test_reward_statistics_go_on_after_a_checkpoint(ranks, tmp_path):
