@@ -5,6 +5,7 @@
 
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax
+from megatron_rc.advantages.token_baseline import optimal_token_baseline
 from megatron_rc.advantages.whitening import whiten
 from megatron_rc.batch.api import correct_rollouts
 from megatron_rc.batch.result import CorrectionResult
@@ -66,6 +67,7 @@ __all__ = [
     "kl_penalty",
     "load_rollouts",
     "masked_loss",
+    "optimal_token_baseline",
     "outcome_rewards",
     "policy_loss",
     "policy_loss_config_from_args",

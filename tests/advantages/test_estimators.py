@@ -13,6 +13,7 @@ from megatron_rc import (
     correct_rollouts,
     gae,
     group_advantages,
+    optimal_token_baseline,
     outcome_rewards,
     reinforce_plus_plus,
     remax,
@@ -564,3 +565,75 @@ def group(rewards=ONES, ids=IDS, **more):
 def test_wrong_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@functools.cache
+def scored(seed=0):
+    """Random rows with log-probs, Σπ² and weights of their tokens; the prompts of rows 0, 4, 8 and so on are one."""
+    arrays = {name: batch(seed)[name] for name in ("rewards", "response_mask")}
+    mask, generator = arrays["response_mask"], torch.Generator().manual_seed(seed)
+    random = functools.partial(torch.rand, mask.shape, generator=generator, dtype=torch.float64)
+    probability = random()
+    fields = {"log_probs": probability.log(), "weights": 2 * random()}
+    # Between the least possible value, with one other token, and the largest.
+    fields["sum_pi_squared"] = probability.square() + (1 - probability).square() * random()
+    arrays |= {name: torch.where(mask, value, torch.nan) for name, value in fields.items()}
+    return arrays | {"group_ids": torch.arange(len(mask)) % 4, "kept": torch.arange(len(mask)) != 4}
+
+
+def wanted_tokens(fields):
+    order = ("rewards", "log_probs", "sum_pi_squared", "response_mask", "group_ids", "weights", "kept")
+    values = [fields[name].nan_to_num().tolist() if name in fields else None for name in order]
+    return torch.tensor(oracle.token_baseline(*values), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("without", [(), ("weights",), ("weights", "kept")], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_optimal_token_baseline(seed, without):
+    fields = {name: value for name, value in scored(seed).items() if name not in without}
+    found = optimal_token_baseline(**fields)
+    torch.testing.assert_close(found.advantages, wanted_tokens(fields), rtol=1e-12, atol=1e-12)
+    mask = fields["response_mask"]
+    assert torch.equal(found.returns, gae(fields["rewards"], torch.zeros_like(fields["rewards"]), mask).returns)
+
+
+def token_baselines_on_ranks():
+    """The largest difference on this rank."""
+    groups, worst = ParallelGroups.from_megatron(), 0.0
+    for form, split in CUTS:
+        shard = Shard(scored(), form, split, groups)
+        local = shard.take(scored())
+        found = optimal_token_baseline(**local, layout=shard.layout, groups=groups).advantages
+        worst = max(worst, float((found - shard.cut(wanted_tokens(scored()))).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=4), Layout(cp=2, dp=2)], ids=str)
+def test_optimal_token_baseline_on_shards(ranks, layout):
+    assert max(ranks.run(token_baselines_on_ranks, layout)) < 1e-12
+
+
+def test_a_token_that_no_other_response_has_gets_no_baseline():
+    mask = torch.arange(4) < torch.tensor([[4], [2], [3]])
+    rewards = outcome_rewards(torch.tensor([1.0, 0.0, 3.0]), mask)
+    ones = torch.full(mask.shape, 0.5)
+    found = optimal_token_baseline(rewards, ones.log(), ones, mask, torch.tensor([7, 7, 9])).advantages
+    assert found.tolist() == [[0.5, 0.5, 1.0, 1.0], [-0.5, -0.5, 0, 0], [3, 3, 3, 0]]
+    alone = optimal_token_baseline(rewards, ones.log(), ones, mask, torch.tensor([7, 7, 9]), kept=mask[:, 2])
+    assert alone.advantages.tolist() == [[1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0], [3, 3, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sum_pi_squared": torch.zeros(3, 1)}, r"sum_pi_squared is torch\.float32 \(3, 1\)"),
+        ({"weights": torch.zeros(3)}, r"weights is torch\.float32 \(3,\)"),
+        ({"group_ids": torch.zeros(3)}, r"group_ids is torch\.float32 \(3,\): expected torch\.int64 \(3,\)"),
+        ({"kept": torch.ones(2, dtype=torch.bool)}, r"kept is torch\.bool \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_a_token_baseline_is_refused(changed, message):
+    values = torch.zeros(3, 4)
+    given = {"rewards": values, "log_probs": values, "sum_pi_squared": values, "response_mask": values == 0}
+    with pytest.raises(ValueError, match=message):
+        optimal_token_baseline(**given | {"group_ids": torch.arange(3)} | changed)

@@ -81,6 +81,37 @@ def gae(
     return advantages, returns
 
 
+def token_baseline(
+    rewards: Rows,
+    log_probs: Rows,
+    squares: Rows,
+    mask: Rows,
+    ids: Sequence[int],
+    weights: Rows | None = None,
+    kept: Sequence[bool] | None = None,
+) -> list[list[float]]:
+    """Rewards to come less a mean by the energy so far, over the prompt's responses that have a t-th counted token."""
+    rows = range(len(ids))
+    tokens = [[t for t, one in enumerate(mask[row]) if one and (kept is None or kept[row])] for row in rows]
+    later = [[math.fsum(rewards[row][u] for u in tokens[row][n:]) for n in range(len(tokens[row]))] for row in rows]
+    energies = [
+        [
+            (1 - 2 * math.exp(log_probs[row][t]) + squares[row][t]) * (1 if weights is None else weights[row][t] ** 2)
+            for t in tokens[row]
+        ]
+        for row in rows
+    ]
+    so_far = [[math.fsum(energy[: n + 1]) for n in range(len(energy))] for energy in energies]
+    found = [[0.0] * len(row) for row in mask]
+    for row in rows:
+        for n, t in enumerate(tokens[row]):
+            others = [other for other in rows if ids[other] == ids[row] and len(tokens[other]) > n]
+            total = math.fsum(so_far[other][n] for other in others)
+            weighted = math.fsum(so_far[other][n] * later[other][n] for other in others)
+            found[row][t] = later[row][n] - (weighted / total if len(others) > 1 and total else 0)
+    return found
+
+
 def whiten(values: Rows, mask: Rows) -> list[list[float]]:
     counted = [x for row, counts in zip(values, mask, strict=True) for x, one in zip(row, counts, strict=True) if one]
     mean = math.fsum(counted) / max(len(counted), 1)

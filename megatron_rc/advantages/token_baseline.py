@@ -1,0 +1,117 @@
+"""A baseline for each token of a prompt's responses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns
+from megatron_rc.advantages.shards import check_floats, layout_of
+from megatron_rc.parallel.arguments import check_tensors
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.recurrence import following_values
+
+
+def optimal_token_baseline(
+    rewards: Tensor,
+    log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    *,
+    weights: Tensor | None = None,
+    kept: Tensor | None = None,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> TokenAdvantages:
+    """The rewards that follow a token, less a mean over the prompt's responses at their t-th token.
+
+    With G_t = r_t + r_{t+1} + … and W_t = Σ_{j ≤ t} w_j² (1 - 2 π_j + Σ_v π_v²), the advantage is G_t - B_t. The
+    baseline B_t = Σ G_t W_t / Σ W_t is over the responses that have a t-th counted token; 0 if no other one has.
+    1 - 2 π + Σ π² is the squared length of the gradient of log π with respect to the logits.
+    (Li et al. 2026, optimal token baseline, arXiv 2602.07078)
+
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        log_probs: like ``rewards``: log π of the trained policy before the step, nats.
+        sum_pi_squared: like ``rewards``: Σ_v π_v² of the same distributions, the third result of
+            ``vocab_parallel_log_probs_and_entropy(..., sum_squares=True)``.
+        response_mask: bool, like ``rewards``, True if the token counts; others change no bit.
+        group_ids: [n] int64, equal for the responses to one prompt, which all lie on this data-parallel rank.
+        weights: like ``rewards``: the importance weights that multiply the loss. Default: 1.
+        kept: [n] bool; the others count in no baseline, and have 0. Default: all are.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
+
+    Returns:
+        In the dtype of ``rewards``, at least float32; computed in float64. If a counted value is NaN or infinite, so
+        are advantages of its prompt; the correction's ``check()`` reports it.
+
+    Collectives over ``cp``: three SUMs of [n, chunks of a sequence, 2] doubles, one SUM of [n, 2] doubles, and one of
+    [prompts, longest sequence, 3] doubles. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong.
+    """
+    groups = ParallelGroups.given(groups)
+    layout = layout_of(response_mask, layout, groups)
+    values = {"rewards": rewards, "log_probs": log_probs, "sum_pi_squared": sum_pi_squared}
+    for name, tensor in (values if weights is None else {**values, "weights": weights}).items():
+        check_floats(name, tensor, response_mask.shape, "tokens")
+    counted = response_mask & layout.expand(_kept(group_ids, kept, layout))
+    returns = discounted_returns(rewards, response_mask, layout=layout, groups=groups)
+    energy = 1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()
+    if weights is not None:
+        energy = energy * weights.detach().double().square()
+    energy, step = _sums_so_far(torch.where(counted, energy, 0), counted, layout, groups)
+    baseline = _means(returns.double(), energy, step.long() - 1, counted, group_ids, layout, groups)
+    return TokenAdvantages(torch.where(counted, returns.double() - baseline, 0).to(returns.dtype), returns)
+
+
+def _kept(group_ids: Tensor, kept: Tensor | None, layout: SequenceLayout) -> Tensor:
+    """The responses that count, [n] bool, of arguments that are checked."""
+    check_tensors({"kept": kept}, group_ids=group_ids)
+    shape = (layout.num_sequences,)
+    kept = torch.ones_like(group_ids, dtype=torch.bool) if kept is None else kept
+    for name, tensor, dtype in (("group_ids", group_ids, torch.int64), ("kept", kept, torch.bool)):
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shape}, one a sequence"
+            )
+    return kept
+
+
+def _sums_so_far(
+    energy: Tensor, counted: Tensor, layout: SequenceLayout, groups: ParallelGroups
+) -> tuple[Tensor, Tensor]:
+    """(W_t, t) of each token, like the tokens, float64: sums over the counted tokens of its sequence up to this one."""
+    parts = (energy, counted.double())
+    totals = all_reduce_sum(torch.stack([layout.sum_sequences(part) for part in parts], dim=1), groups.cp)
+    found = []
+    for part, total in zip(parts, totals.unbind(1), strict=True):
+        later = following_values(torch.ones_like(part), part, layout, groups.cp)
+        found.append(layout.expand(total) - later)
+    return found[0], found[1]
+
+
+def _means(
+    returns: Tensor,
+    energy: Tensor,
+    step: Tensor,
+    counted: Tensor,
+    group_ids: Tensor,
+    layout: SequenceLayout,
+    groups: ParallelGroups,
+) -> Tensor:
+    """B_t of each counted token, like the tokens; other tokens have any value."""
+    known, prompt = group_ids.unique(return_inverse=True)
+    longest = max(layout.full_lengths, default=0)
+    place = torch.where(counted, layout.expand(prompt) * longest + step, 0).flatten()
+    columns = torch.stack([counted.double(), energy, energy * returns], dim=-1).view(-1, 3)
+    columns = torch.where(counted.view(-1, 1), columns, 0)
+    sums = columns.new_zeros(max(len(known) * longest, 1), 3).index_add_(0, place, columns)
+    number, weight, total = all_reduce_sum(sums, groups.cp).unbind(1)
+    mean = torch.where(number > 1, total / torch.where(weight == 0, 1, weight), 0)
+    return mean[place].view(counted.shape)
