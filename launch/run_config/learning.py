@@ -57,7 +57,7 @@ class AdvantageSection:
     advantage_estimator: str = option(
         "estimator of advantages from rewards; see docs/advantages.md",
         default="grpo",
-        choices=(*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"),
+        choices=(*GROUP_ESTIMATORS, "optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"),
     )
     gamma: float = option(
         "discount of later rewards, 0 to 1",
@@ -85,7 +85,7 @@ class AdvantageSection:
         "each response counts alike in the baseline of its prompt, or by its importance weight: the mean reward of the "
         "engine's policy, or an estimate of the trainer's",
         default="group",
-        needs="!advantage_estimator=remax|gae|reinforce-pp",
+        needs="!advantage_estimator=remax|gae|reinforce-pp|optimal-token-baseline",
     )
     advantage_baseline_weights: Literal["ratio", "correction"] = option(
         "importance weight of a response in its prompt's baseline: the ratio of the whole response, or the mean of the "
@@ -119,7 +119,12 @@ class AdvantageSection:
     def needs_the_correction(self) -> bool:
         """Whether advantages are estimated again when the correction of the rollout batch is known."""
         by_correction = self.advantage_baseline == "weighted" and self.advantage_baseline_weights == "correction"
-        return self.advantage_scope == "accepted" or by_correction
+        return self.advantage_scope == "accepted" or by_correction or self.needs_squares
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether the estimator needs Σπ² of every token's distribution."""
+        return self.advantage_estimator == "optimal-token-baseline"
 
     @property
     def whitens(self) -> bool:

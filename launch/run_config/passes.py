@@ -44,6 +44,8 @@ def why_scored(config: RunConfig) -> str | None:
         return f"--kl-in-reward {wanted.kl_in_reward} needs log π_old before the update"
     if wanted.advantage_scope == "accepted":
         return "--advantage-scope accepted needs the rejected responses before the update"
+    if wanted.needs_squares:
+        return f"--advantage-estimator {wanted.advantage_estimator} needs π_old before the update"
     if wanted.advantage_baseline == "weighted":
         return "--advantage-baseline weighted needs log π_old before the update"
     if critic is not None and critic.correct_values != "none":

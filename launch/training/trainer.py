@@ -166,7 +166,8 @@ class Trainer(TrainedModel):
         ``temperature``: temperature of the distribution; default: the rollouts' temperature.
         """
         self.gather_weights()
-        return self.passes.score(self.model, batch, temperature)
+        scored = self.passes.score(self.model, batch, temperature)
+        return None if scored is None else scored.log_probs
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
         """Prepare a whole rollout batch: advantages, micro-batches and the plan of the correction.
@@ -186,7 +187,10 @@ class Trainer(TrainedModel):
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
-        old = None if self.correction.corrects_in_loss else self.score(cut)
+        wanted, old, squares = self.config.advantages, None, None
+        if not self.correction.corrects_in_loss:
+            self.gather_weights()
+            old, squares = self.passes.score(self.model, cut, squares=wanted.needs_squares) or (None, None)
         self.batch_check.begin(self.iteration, old, cut.local)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
@@ -194,13 +198,13 @@ class Trainer(TrainedModel):
         baselines = None if baselines is None else self.rewards.scaled(baselines)
         scores = estimated = None
         if self.groups.is_last_stage:
-            scores = Scores(batch=batch, rewards=rewards, cut=cut, old=old, ref=ref, values=values, baselines=baselines)
+            known = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": baselines}
+            scores = Scores(batch=batch, rewards=rewards, cut=cut, **known)
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
         plan = self._plan(batch, cut, old)
         local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
         cut = dataclasses.replace(cut, local=_corrected(local, plan))
-        wanted = self.config.advantages
         if scores is not None and wanted.needs_the_correction:
             accepted = cut.local.mask if wanted.advantage_scope == "accepted" else None
             estimated = self.advantages.of(scores, accepted, cut.local.weights)
@@ -216,7 +220,8 @@ class Trainer(TrainedModel):
         chunks = self.chunks
         self.reference.refresh(chunks, self.iteration)
         with self.reference.in_place_of(chunks):
-            return self.passes.score(self.model, batch)
+            scored = self.passes.score(self.model, batch)
+            return None if scored is None else scored.log_probs
 
     def _plan(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> Plan:
         """Checked plan of the correction."""
@@ -362,7 +367,7 @@ class Trainer(TrainedModel):
         self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch on the last stage; local arithmetic, because ``scale`` has all global factors."""
-        log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
+        log_probs, entropy, *_ = self.passes.log_probs_and_entropy(model, output, local)
         if self.keeps_log_probs:
             self.kept_log_probs.append(log_probs.detach())
         if self.batch_check.is_open and self._steps == self._scored_at:

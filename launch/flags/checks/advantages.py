@@ -28,23 +28,21 @@ def check_advantages(config: RunConfig) -> None:
             f"--dynamic-sampling {rollouts.dynamic_sampling} would replace every prompt, because with "
             "--grpo-group-size 1 no two rewards differ: raise that, or drop it"
         )
-    in_loss = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
-    if wanted.advantage_scope == "accepted" and correction.corrects_in_loss:
-        raise ConfigurationError(
-            f"--advantage-scope accepted needs a rejection before the loss, but {in_loss} rejects in the loss: use "
-            "all, or drop that"
-        )
+    known_before = {
+        "--advantage-scope accepted": wanted.advantage_scope == "accepted",
+        "--advantage-baseline weighted": wanted.advantage_baseline == "weighted",
+        estimator: wanted.needs_squares,
+    }
+    for flag, is_given in known_before.items():
+        if is_given and correction.corrects_in_loss:
+            mode = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
+            raise ConfigurationError(
+                f"{flag} needs log π_old and the correction before the loss, but {mode} finds both in the loss: drop "
+                "one of the two"
+            )
     if wanted.advantage_scope == "accepted" and not correction.rejects and correction.bad_log_probs == "error":
         raise ConfigurationError("--advantage-scope accepted does nothing without a rejection: give --rollout-rs")
-    _check_scaling(config)
-    if wanted.advantage_baseline == "group":
-        return
-    if correction.corrects_in_loss:
-        raise ConfigurationError(
-            f"--advantage-baseline weighted needs log π_old before the loss, which {in_loss} does without: use group, "
-            "or drop that"
-        )
-    if rollouts.grpo_group_size == 1:
+    if wanted.advantage_baseline == "weighted" and rollouts.grpo_group_size == 1:
         raise ConfigurationError(
             "--advantage-baseline weighted does nothing with --grpo-group-size 1, where no response has a baseline: "
             "raise that, or drop it"
@@ -53,6 +51,7 @@ def check_advantages(config: RunConfig) -> None:
         raise ConfigurationError(
             "--advantage-baseline-weights correction needs importance weights: use ratio, or give --rollout-is"
         )
+    _check_scaling(config)
 
 
 def _check_scaling(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax
+from megatron_rc.advantages.token_baseline import optimal_token_baseline
 from megatron_rc.advantages.whitening import whiten
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
@@ -30,6 +31,7 @@ class Scores:
     rewards: Tensor  # [rows of the batch], scaled and clipped
     cut: LocalBatch  # this rank's tokens
     old: Tensor | None = None  # log π_old, like the tokens; None: the engine's log-probs are used
+    squares: Tensor | None = None  # Σ π_old², like the tokens; needed by ``optimal-token-baseline``
     ref: Tensor | None = None  # log π_ref, like the tokens; needed if the rewards have a KL penalty
     values: Tensor | None = None  # a critic's values, like the tokens; needed by ``gae``
     # [rows], scaled and clipped reward of each prompt's greedy response; needed by ``remax``.
@@ -58,8 +60,8 @@ class Advantages:
         Args:
             scores: the inputs of the estimator.
             accepted: bool, like the tokens; responses without an accepted token are in no baseline. Default: all are.
-            weights: the correction's weights, like the tokens, for ``--advantage-baseline-weights correction``; without
-                them all responses count alike in a baseline.
+            weights: the correction's weights, like the tokens, for ``--advantage-baseline-weights correction`` and
+                ``optimal-token-baseline``; without them all responses count alike in a baseline.
 
         Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to five SUMs of [n]
         over ``cp``: for estimators per token, for ``accepted``, for a KL in the rewards, and two for the weights of
@@ -83,11 +85,9 @@ class Advantages:
         self, scores: Scores, name: str, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
     ) -> Tensor:
         """Advantages of responses, [rows], float64."""
-        rewards, kept = scores.rewards, ~dropped(scores.batch)
+        rewards, kept = scores.rewards, self._kept(scores, accepted)
         if kl is not None:
             rewards = rewards.double() - self.wanted.kl_in_reward * self._by_row(scores, kl)
-        if accepted is not None:
-            kept &= self._by_row(scores, accepted) > 0
         lengths = scores.batch.response_mask.sum(1)
         return group_advantages(
             rewards,
@@ -99,6 +99,11 @@ class Advantages:
             f_norm=self.wanted.gpg_f_norm,
             groups=self.groups if name == "gpg" else None,  # all responses to a prompt are on one rank
         )
+
+    def _kept(self, scores: Scores, accepted: Tensor | None) -> Tensor:
+        """The responses in the baselines, [rows] bool."""
+        kept = ~dropped(scores.batch)
+        return kept if accepted is None else kept & (self._by_row(scores, accepted) > 0)
 
     def _weights(self, scores: Scores, corrected: Tensor | None) -> Tensor | None:
         """The weight of each response in the baseline of its prompt, [rows], float64; None: all count alike."""
@@ -131,6 +136,10 @@ class Advantages:
             return TokenAdvantages(returns, returns)
         if name == "remax":
             return remax(rewards, sides(_given(scores.baselines, "a greedy response to each prompt")), mask, **where)
+        if name == "optimal-token-baseline":
+            old, squares = (_given(one, "a forward-only pass") for one in (scores.old, scores.squares))
+            ids, kept = sides(scores.batch.group_ids), sides(self._kept(scores, accepted))
+            return optimal_token_baseline(rewards, old, squares, mask, ids, weights=weights, kept=kept, **where)
         values = _given(scores.values, "a critic").double()
         return gae(rewards, values, mask, gamma=self.wanted.gamma, lam=self.wanted.gae_lambda, **where)
 

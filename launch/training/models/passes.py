@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -26,6 +26,13 @@ from megatron_rc.parallel import (
 Chunks = Sequence[torch.nn.Module]
 # Called on the last stage with (chunk, micro-batch, output).
 OutputFunction = Callable[..., Any]
+
+
+class Scored(NamedTuple):
+    """Results of a forward-only pass, like the tokens."""
+
+    log_probs: Tensor  # log-probs of the labels, nats
+    squares: Tensor | None = None  # Σπ² over the vocabulary; None unless asked for
 
 
 class ModelPasses:
@@ -75,46 +82,58 @@ class ModelPasses:
         )
         return list(collected) if self.groups.is_last_stage else []
 
-    def score(self, model: Chunks, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
-        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+    def score(
+        self, model: Chunks, batch: LocalBatch, temperature: float | None = None, *, squares: bool = False
+    ) -> Scored | None:
+        """The labels' log-probs, and Σπ² if asked for, by a forward-only pass; None on stages before the last."""
 
-        def function(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
-            return self.log_probs_and_entropy(chunk, output, local, temperature)[0]
+        def function(
+            chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True
+        ) -> tuple[Tensor, ...]:
+            log_probs, _, *more = self.log_probs_and_entropy(chunk, output, local, temperature, squares=squares)
+            return log_probs, *more
 
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
         with torch.no_grad():
             outputs = self.run(model, batch, cuts, function, forward_only=True)
-        return torch.cat(outputs) if outputs else None
+        return Scored(*map(torch.cat, zip(*outputs, strict=True))) if outputs else None
 
     def log_probs_and_entropy(
-        self, chunk: torch.nn.Module, output: Tensor, local: LocalTokens, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs of the labels, entropies), like the tokens, from a chunk's output: logits or hidden states.
+        self,
+        chunk: torch.nn.Module,
+        output: Tensor,
+        local: LocalTokens,
+        temperature: float | None = None,
+        *,
+        squares: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """(log-probs of the labels, entropies, and Σπ² if asked for), like the tokens, from logits or hidden states.
 
         ``temperature``: temperature of the distribution; default: the rollouts' temperature.
         """
         labels, mask = _rows(local.labels), _rows(local.response_mask)
         temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
         if self.config.training.fused_linear_log_probs:
-            log_probs, entropy = self._from_hidden(unwrap(chunk), output, labels, mask, temperature)
+            found = self._from_hidden(unwrap(chunk), output, labels, mask, temperature, squares)
         else:
-            log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+            found = vocab_parallel_log_probs_and_entropy(
                 output,
                 labels,
                 self.groups.tp,
                 mask=mask,
                 vocab_size=self.config.model.vocab_size,
                 temperature=temperature,
+                sum_squares=squares,
             )
-        return log_probs.reshape(local.layout.shape), entropy.reshape(local.layout.shape)
+        return tuple(values.reshape(local.layout.shape) for values in found)
 
     def _from_hidden(
-        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs of the labels, entropies), [b, s/cp] each, from hidden states, without making the logits."""
+        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float, squares: bool
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`log_probs_and_entropy`, [b, s/cp] each, from hidden states, without making the logits."""
         tied = chunk.share_embeddings_and_output_weights
         weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-        log_probs, entropy = linear_log_probs_and_entropy(
+        found = linear_log_probs_and_entropy(
             hidden.transpose(0, 1),
             weight,
             labels.t(),
@@ -124,8 +143,9 @@ class ModelPasses:
             mask=mask.t(),
             vocab_size=self.config.model.vocab_size,
             temperature=temperature,
+            sum_squares=squares,
         )
-        return log_probs.t(), entropy.t()
+        return tuple(values.t() for values in found)
 
 
 def _rows(values: Tensor) -> Tensor:

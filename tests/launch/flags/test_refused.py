@@ -129,6 +129,7 @@ TABLES = {
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo
         --advantage-baseline=weighted --bypass-mode :: --advantage-baseline weighted | --bypass-mode
+        --advantage-estimator=optimal-token-baseline --bypass-mode :: optimal-token-baseline | --bypass-mode
         --advantage-baseline=weighted ALONE :: --advantage-baseline weighted | --grpo-group-size 1
         --advantage-baseline=weighted --advantage-baseline-bound=0 :: --advantage-baseline-bound 0
         """,

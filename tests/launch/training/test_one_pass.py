@@ -310,6 +310,7 @@ NEEDED = {
     "--kl-in-reward=0.1 --grpo-kl-beta=0": "--kl-in-reward 0.1",
     "--advantage-scope=accepted": "--advantage-scope accepted",
     "--advantage-baseline=weighted": "--advantage-baseline weighted",
+    "--advantage-estimator=optimal-token-baseline": "optimal-token-baseline needs π_old",
     "--advantage-estimator=gae": "--correct-values mask",
     "--advantage-estimator=gae --correct-values=none --num-critic-only-steps=1": "--num-critic-only-steps 1",
     "--save-rollouts=records --save-log-probs": "--save-log-probs",

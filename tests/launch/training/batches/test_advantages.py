@@ -28,7 +28,7 @@ from tests.support.recorded_training import (
 )
 
 GAMMA, LAMBDA, COEFFICIENT, F_NORM, BOUND = 0.9, 0.8, 0.3, 2.0, 1.5
-ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+ESTIMATORS = (*GROUP_ESTIMATORS, "optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
 
 
 def section(estimator, **changed):
@@ -45,7 +45,7 @@ def test_the_flag_takes_every_estimator():
 
 
 def tables():
-    """Whole rows, label-aligned: log π_old, log π_ref, values, accepted tokens, weights; and greedy rewards."""
+    """Whole rows, label-aligned: log π_old, log π_ref, values, accepted tokens, weights, Σπ²; and greedy rewards."""
     generator = torch.Generator().manual_seed(7)
     batch = recorded_batch(0)
     shape = batch.tokens.shape
@@ -56,7 +56,8 @@ def tables():
     accepted[::5] = False
     baselines = torch.rand(SEQUENCES, generator=generator)
     weights = torch.where(batch.label_aligned()[1], 2 * torch.rand(shape, generator=generator), 0)
-    return old, ref, values, accepted, weights, baselines
+    squares = old.exp().square() + (1 - old.exp()).square() * torch.rand(shape, generator=generator)
+    return old, ref, values, accepted, weights, squares, baselines
 
 
 def given_rewards():
@@ -66,7 +67,7 @@ def given_rewards():
 
 def reference(estimator, kl, scope, baseline="group"):
     """[rows, length] float64."""
-    batch, (old, ref, values, accepted, weights, baselines) = recorded_batch(0), tables()
+    batch, (old, ref, values, accepted, weights, squares, baselines) = recorded_batch(0), tables()
     _, mask, rollout = batch.label_aligned()
     ratios = torch.where(mask, old.double() - rollout.double(), 0).sum(1).exp().clamp(max=BOUND)
     means = weights.double().sum(1) / mask.sum(1)
@@ -85,6 +86,10 @@ def reference(estimator, kl, scope, baseline="group"):
         whole = each.double().unsqueeze(1).expand(mask.shape)
         return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
     tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
+    if estimator == "optimal-token-baseline":
+        scores = (old.double().tolist(), squares.double().tolist(), mask.tolist())
+        found = oracle.token_baseline(tokens.tolist(), *scores, ids, weights.double().tolist(), kept.tolist())
+        return torch.tensor(found, dtype=torch.float64)
     critic = values if estimator == "gae" else torch.zeros_like(values)
     gamma, lam = {"gae": (GAMMA, LAMBDA), "remax": (1.0, 1.0), "reinforce-pp": (GAMMA, 1.0)}[estimator]
     found = torch.tensor(oracle.gae(tokens.tolist(), critic.double().tolist(), mask.tolist(), gamma, lam)[0])
@@ -121,9 +126,9 @@ def local_advantages(folder, packed):
         if baseline:
             wanted |= {"advantage_baseline": "weighted", "advantage_baseline_weights": baseline[0]}
         config = dataclasses.replace(base, advantages=section(estimator, **wanted))
-        taken = [_cut(cut, value[rows]) for value in (*tables()[:5], reference(*case))]
-        old, ref, values, accepted, weights, want = taken
-        more_scores = {"old": old, "ref": ref, "values": values, "baselines": tables()[5][rows]}
+        taken = [_cut(cut, value[rows]) for value in (*tables()[:6], reference(*case))]
+        old, ref, values, accepted, weights, squares, want = taken
+        more_scores = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": tables()[6][rows]}
         scores = Scores(batch=batch, rewards=given_rewards()[rows], cut=cut, **more_scores)
         estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None, weights)
         got = estimated.advantages
@@ -209,6 +214,7 @@ TRAINED = {
     "tokens": """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
     --kl-in-reward-estimator=k3 --reward-scaling=mean-std --reward-clip=1.2""",
     "ratios": "--advantage-estimator=rloo --advantage-baseline=weighted --advantage-baseline-bound=3",
+    "optimal": "--advantage-estimator=optimal-token-baseline",
     "weights": """--advantage-estimator=grpo --advantage-baseline=weighted --advantage-baseline-weights=correction
     --advantage-scope=accepted""",
 }
@@ -230,7 +236,7 @@ def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path, name)
             assert step["loss/total"] == pytest.approx(want["loss/total"], abs=1e-5)
     assert single[0]["grad_norm"] > 0
     if name != "tokens":
-        plain = [word for word in more if not word.startswith("--advantage-baseline")]
+        plain = [word for word in more if not word.startswith("--advantage-")]
         (counted_alike,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *plain, *load), 2)
         assert abs(counted_alike[0]["grad_norm"] / single[0]["grad_norm"] - 1) > 1e-3
 
