@@ -183,9 +183,9 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 FAILURES = {
     "folder": (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
-    "index": (("reading", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
+    "index": (("reader", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
     "weights": (
-        *[("kept", "load_model", RuntimeError("size mismatch"), 1)],
+        *[("contents", "load_model", RuntimeError("size mismatch"), 1)],
         "does not fit this model and its flags (size mis",
     ),
 }
