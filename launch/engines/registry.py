@@ -17,7 +17,7 @@ from megatron_rc.launch.engines.requests import API_KEY, Retries
 from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
-from megatron_rc.launch.weights.families import find_family
+from megatron_rc.launch.weights.families import family_of
 
 _PREFIX = "rollout-weights-"
 _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
@@ -59,12 +59,9 @@ class EngineKind:
 
 def make_engine(config: RunConfig, eos_token_id: int, pad_token_id: int, replica: int) -> RolloutEngine:
     """Make the engine of one data-parallel replica, on its first rank."""
-    family = find_family(config)
-    if family is None:
-        raise RuntimeError("an engine needs a model of a Hugging Face architecture")
+    model = family_of(config).hugging_face_config(config)
     # Killed runs leave a whole model each in memory, whichever engine this run uses.
     remove_left_behind(_memory(), _PREFIX)
-    model = family.hugging_face_config(config)
     return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, eos_token_id, pad_token_id, replica))
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import reprlib
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,15 +34,10 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rewards:
-    """The scores of some responses.
+    """The scores of some responses."""
 
-    Attributes:
-        values: numbers to train on, one for each response; a failed response has ``--reward-on-error``.
-        outcomes: of the rule, one for each response.
-    """
-
-    values: list[float]
-    outcomes: list[Outcome]
+    values: list[float]  # numbers to train on, one for each response; a failed response has ``--reward-on-error``
+    outcomes: list[Outcome]  # results of the rule, one for each response
 
     @property
     def errors(self) -> int:
@@ -50,39 +46,36 @@ class Rewards:
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """Sum of each component, and the number of responses that have it, by name."""
-        names = dict.fromkeys(name for one in self.outcomes for name in one.components)
-        found = {name: [one.components[name] for one in self.outcomes if name in one.components] for name in names}
+        found = defaultdict[str, list[float]](list)
+        for one in self.outcomes:
+            for name, value in one.components.items():
+                found[name].append(value)
         return {name: (sum(values), len(values)) for name, values in found.items()}
 
 
 class Rewarder:
-    """The rule of a run on the first rank of one replica. Nothing here is a collective.
-
-    Args:
-        config: of the run.
-        replica: data-parallel rank.
-    """
+    """The rule of a run on the first rank of one replica. Makes no collective."""
 
     def __init__(self, config: RunConfig, replica: int) -> None:
         self.settings, self.replica = config.rewards, replica
         self.source = source_of(config)
         self.file = errors_file(config)
-        workers, timeout = self.settings.reward_workers or _default_workers(), self.settings.reward_timeout
-        is_harmless = self.source.is_harmless
-        self._scorer = InProcess(self.source) if is_harmless else RewardPool(self.source, workers, timeout)
+        self._scorer: InProcess | RewardPool
+        if self.source.is_harmless:
+            self._scorer = InProcess(self.source)
+        else:
+            workers = self.settings.reward_workers or _default_workers()
+            self._scorer = RewardPool(self.source, workers, self.settings.reward_timeout)
         self._names: set[str] = set()
         self._has_said = False
 
     def score(
         self, problems: Sequence[Problem], responses: Sequence[str], *, step: int, held_out: bool = False
     ) -> Rewards:
-        """Score responses to problems.
+        """Score one response to each problem, a text without the end-of-text token.
 
-        Args:
-            problems: one for each response.
-            responses: texts of the answers, without the end-of-text token.
-            step: optimizer steps made so far, for the file of errors.
-            held_out: the responses belong to an evaluation.
+        ``step``, the optimizer steps made so far, and ``held_out``, whether this is an evaluation, go into the file of
+        errors.
 
         Raises:
             RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.
@@ -142,21 +135,18 @@ def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Re
     """Subtract the penalty of long responses, which becomes a component; without ``--overlong penalise`` do nothing.
 
     Yu et al. 2025, "DAPO", Eq. 13 (verl's ``overlong_buffer``): L tokens at most, the last B of them the buffer, n
-    tokens of a response. The penalty is factor · max(0, n - (L - B)) / B: the whole factor at n = L.
-
-    Args:
-        rewards: of some responses.
-        lengths: tokens of each, its end included.
-        config: of the run.
+    tokens of a response, its end included. The penalty is factor · max(0, n - (L - B)) / B: the whole factor at n = L.
     """
     buffer = config.rewards.overlong_buffer
     if config.rewards.overlong != "penalise" or buffer is None:
         return rewards
     free, factor = config.rollouts.max_response_length - buffer, config.rewards.overlong_penalty_factor
-    taken = [factor * max(0, length - free) / buffer for length in lengths]
-    pairs = list(zip(rewards.outcomes, taken, strict=True))
-    outcomes = [replace(one, components={**one.components, PENALTY: off}) for one, off in pairs]
-    return Rewards([value - off for value, off in zip(rewards.values, taken, strict=True)], outcomes)
+    penalties = [factor * max(0, length - free) / buffer for length in lengths]
+    outcomes = [
+        replace(one, components={**one.components, PENALTY: off})
+        for one, off in zip(rewards.outcomes, penalties, strict=True)
+    ]
+    return Rewards([value - off for value, off in zip(rewards.values, penalties, strict=True)], outcomes)
 
 
 class InProcess:

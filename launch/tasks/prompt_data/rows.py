@@ -70,10 +70,9 @@ class RowFormat:
         """Messages of the conversation; empty if the prompt is plain text."""
         if isinstance(prompt, str):
             return ({"role": "user", "content": prompt},) if self.chat else ()
-        if not isinstance(prompt, list):
-            raise ValueError(f"has {_kind(prompt)} under {self.input_key!r}, not a string or a list of messages")
-        if not prompt:
-            raise ValueError(f"has no message under {self.input_key!r}")
+        if not isinstance(prompt, list) or not prompt:
+            found = "no message" if prompt == [] else _kind(prompt)
+            raise ValueError(f"has {found} under {self.input_key!r}, not a string or a list of messages")
         for number, message in enumerate(prompt):
             place = f"{self.input_key}[{number}]"
             if not isinstance(message, dict):

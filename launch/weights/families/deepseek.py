@@ -11,14 +11,8 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
 from megatron_rc.launch.weights.entries import Entry, File, Flags, Only, Row, UnknownFeatureError, always
 from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD
-from megatron_rc.launch.weights.families.sigmoid_experts import (
-    EXPERT,
-    EXPERT_LAYER,
-    EXPERT_NAMES,
-    DenseFirst,
-    sigmoid_experts,
-)
-from megatron_rc.launch.weights.family import Family, Rule
+from megatron_rc.launch.weights.families.sigmoid_experts import EXPERT_LAYER, DenseFirst, sigmoid_experts
+from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
 from megatron_rc.launch.weights.rotary import LatentRotary
 
 
@@ -26,18 +20,15 @@ class _HeadsOfTheirOwn(Row):
     """Row for the number of key and value heads, which equals the number of attention heads."""
 
     def read(self, file: File) -> Flags:
-        """See ``Row``."""
         heads, groups = file["num_attention_heads"], file.get("num_key_value_heads")
         if groups not in (None, heads):
             raise UnknownFeatureError(f"num_key_value_heads is {groups!r}, not the {heads} of num_attention_heads")
         return {}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
         return {"num_key_value_heads": config.transformer.num_attention_heads}
 
     def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
         return config.transformer.num_query_groups == config.transformer.num_attention_heads
 
 
@@ -106,8 +97,7 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
         layer=_LATENT_ATTENTION,
         dense_layer=GATED_MLP,
         expert_layer=EXPERT_LAYER,
-        expert=EXPERT,
-        expert_names=EXPERT_NAMES,
+        expert_names=ExpertNames(),
         head=HEAD,
         untied_head=UNTIED_HEAD,
     )

@@ -9,13 +9,12 @@ from megatron_rc.launch.weights.entries import Entry
 from megatron_rc.launch.weights.families.deepseek import latent_family
 from megatron_rc.launch.weights.families.llama import ANY_LENGTH, gated_family
 from megatron_rc.launch.weights.families.sigmoid_experts import (
-    EXPERT,
     EXPERT_LAYER,
-    EXPERT_NAMES,
     DenseFirst,
     DenseFirstByLayer,
     sigmoid_experts,
 )
+from megatron_rc.launch.weights.family import ExpertNames
 from megatron_rc.launch.weights.rotary import Rotary
 
 GLM4_MOE = gated_family(
@@ -30,8 +29,7 @@ GLM4_MOE = gated_family(
     ),
     default_groups=8,
     expert_layer=EXPERT_LAYER,
-    expert=EXPERT,
-    expert_names=EXPERT_NAMES,
+    expert_names=ExpertNames(),
 )
 GLM4_MOE_LITE = latent_family(
     "glm4_moe_lite",

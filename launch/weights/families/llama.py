@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, QUERY_KEY_VALUE, VOCABULARY, WHOLE
+from megatron_rc.launch.weights.conversions import COLUMNS, QUERY_KEY_VALUE, VOCABULARY, WHOLE
 from megatron_rc.launch.weights.entries import (
     Entry,
     File,
@@ -16,7 +16,7 @@ from megatron_rc.launch.weights.entries import (
     always,
     lacks,
 )
-from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
+from megatron_rc.launch.weights.family import ExpertNames, Family, Rule, gated_mlp
 from megatron_rc.launch.weights.rotary import Rotary
 
 
@@ -24,7 +24,6 @@ class _FullAttention(Only):
     """Row for the layers' kinds of attention, which must all be full attention."""
 
     def read(self, file: File) -> Flags:
-        """See ``Row``."""
         others = [kind for kind in file.get(self.name) or [] if kind != self.value]
         if others:
             raise UnknownFeatureError(f"{self.name} has {others[0]!r}, not {self.value!r} alone")
@@ -115,16 +114,7 @@ _GATED_ATTENTION = (
 )
 
 
-def gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Rules of a gated MLP: two Megatron parameters, three Hugging Face tensors."""
-    return (
-        Rule((f"{megatron}linear_fc1.weight",), (f"{hugging_face}{gate}", f"{hugging_face}{up}"), GATE_AND_UP),
-        Rule((f"{megatron}linear_fc2.weight",), (f"{hugging_face}{down}",), COLUMNS),
-    )
-
-
-GATED_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.", *GATED_NAMES)
+GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.")
 EMBEDDING = (Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),)
 HEAD = (Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),)
 UNTIED_HEAD = (Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),)
@@ -213,8 +203,7 @@ _QWEN3_MOE = gated_family(
     default_groups=4,
     attention=_WITH_NORMS,
     expert_layer=router("mlp"),
-    expert=gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *GATED_NAMES),
-    expert_names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    expert_names=ExpertNames(),
 )
 _MIXTRAL = gated_family(
     "mixtral",
@@ -231,9 +220,6 @@ _MIXTRAL = gated_family(
     rotary=Rotary(1000000.0),
     default_groups=8,
     expert_layer=router("block_sparse_moe"),
-    expert=gated_mlp(
-        "", "model.layers.{layer}.block_sparse_moe.experts.{expert}.", "w1.weight", "w3.weight", "w2.weight"
-    ),
     expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
 )
 

@@ -8,8 +8,8 @@ from typing import Any
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import WHOLE
 from megatron_rc.launch.weights.entries import Entry, File, Flags, Only, Row, UnknownFeatureError, Written, always
-from megatron_rc.launch.weights.families.llama import GATED_NAMES, gated_mlp, router
-from megatron_rc.launch.weights.family import ExpertNames, Rule, experts_of
+from megatron_rc.launch.weights.families.llama import router
+from megatron_rc.launch.weights.family import Rule, experts_of, gated_mlp
 
 # Experts whose scores rank a group: 2 in transformers, in Megatron the chosen experts divided by the chosen groups.
 _SUMMED = 2
@@ -77,19 +77,16 @@ class _Shared(Row):
     """Row for shared experts, which Megatron computes as one expert of their summed width."""
 
     def read(self, file: File) -> Flags:
-        """See ``Row``."""
         number = _whole(file, "n_shared_experts", 1)
         if number < 1:
             raise UnknownFeatureError(f"n_shared_experts is {number!r}, not a number of experts")
         return {"moe-shared-expert-intermediate-size": str(number * file["moe_intermediate_size"])}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
         experts = experts_of(config)
         return {"n_shared_experts": (experts.moe_shared_expert_intermediate_size or 0) // experts.moe_ffn_hidden_size}
 
     def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
         experts = config.experts
         shared = experts.moe_shared_expert_intermediate_size if experts else None
         return bool(experts and shared and shared % experts.moe_ffn_hidden_size == 0)
@@ -99,7 +96,6 @@ class _Scaling(Entry):
     """Row for the factor on the weights of a token's experts; 1 if the run sets none."""
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
         return {self.name: config.value_of(self.flag) or 1.0}
 
 
@@ -111,7 +107,6 @@ class _Groups(Row):
     chosen: int
 
     def read(self, file: File) -> Flags:
-        """See ``Row``."""
         groups, chosen = _whole(file, "n_group", self.groups), _whole(file, "topk_group", self.chosen)
         if chosen >= groups:
             return {}
@@ -122,12 +117,10 @@ class _Groups(Row):
         return {"moe-router-num-groups": str(groups), "moe-router-group-topk": str(chosen)}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
         experts = experts_of(config)
         return {"n_group": experts.moe_router_num_groups or 1, "topk_group": experts.moe_router_group_topk or 1}
 
     def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
         experts = config.experts
         chosen = experts.moe_router_group_topk if experts else None
         return bool(experts) and (chosen is None or experts_of(config).moe_router_topk == _SUMMED * chosen)
@@ -157,6 +150,4 @@ def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: in
 
 _MLP = "model.layers.{layer}.mlp."
 _BIAS = Rule(("mlp.router.expert_bias",), (f"{_MLP}gate.e_score_correction_bias",), WHOLE, is_float32=True)
-EXPERT_LAYER = (*router("mlp"), _BIAS, *gated_mlp("mlp.shared_experts.", f"{_MLP}shared_experts.", *GATED_NAMES))
-EXPERT = gated_mlp("", f"{_MLP}experts.{{expert}}.", *GATED_NAMES)
-EXPERT_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_LAYER = (*router("mlp"), _BIAS, *gated_mlp("mlp.shared_experts.", f"{_MLP}shared_experts."))

@@ -280,7 +280,7 @@ ENTRY = {"question": "2 + 2 = ?", "answer": "4", "metadata": {}}
 # A rule, the responses, and their rewards with the other entries of its dict. Tokens and lengths of Bare come by flags.
 RULES = [
     (source("parts"), ["4", "4, please"], [(1.0, {"length": 1.0}), (0.0, {"length": 9.0, "polite": 1.0})]),
-    (Source(f"{USER}:Bare", 1), ["4", "44"], [(1.0, {}), (0.0, {})]),
+    (Source(f"{USER}:Bare", 1), ["4", "44"], [(1.0, {"ended": 1.0}), (0.0, {"ended": 0.0})]),
     (Source(f"{USER}:Doubles", 1), ["4", "44"], [(1.0, {"ended": 1.0}), (0.0, {"ended": 0.0})]),
     (Source("reasoning_gym:chain_sum", 1), ["4"], [(1.0, {})]),
 ]
