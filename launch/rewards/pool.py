@@ -174,20 +174,16 @@ class _Worker:
 
 
 def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
-    """Start a worker with these two open files.
+    """Start a worker with these two open files, the trainer's module path, and the mark of this run.
 
     It has a session of its own: Ctrl-C does not reach it, and its group has all processes that the rule starts.
     """
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection)],
         stdin=subprocess.DEVNULL,
         pass_fds=(connection, stacks),
-        env=_environment(),
+        env={**os.environ, **own},
         start_new_session=True,
     )
-
-
-def _environment() -> dict[str, str]:
-    """Return a worker's environment: the trainer's module path, unbuffered output, and the mark of this run."""
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}

@@ -81,13 +81,17 @@ class Rewarder:
             RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.
             ConfigurationError: the rule cannot be loaded.
         """
-        requests = [_request(problem, text) for problem, text in zip(problems, responses, strict=True)]
+        requests = [
+            {"prompt": problem.prompt, "response": text, "label": problem.label, "record": dict(problem.record)}
+            for problem, text in zip(problems, responses, strict=True)
+        ]
         outcomes = [self._known(outcome) for outcome in self._scorer.score(requests)]
         failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
         for index, outcome in failed:
             self._write(requests[index], outcome, {"step": step, "held_out": held_out, "sample": index})
         if failed:
-            self._report(*failed[0], requests)
+            index, outcome = failed[0]
+            self._report(outcome, responses[index])
         on_error = self.settings.reward_on_error
         return Rewards([on_error if one.failure else one.reward for one in outcomes], outcomes)
 
@@ -105,9 +109,12 @@ class Rewarder:
 
     def _write(self, request: Mapping[str, Any], outcome: Outcome, where: Mapping[str, Any]) -> None:
         """Add a line to the run's file of errors."""
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
-        line |= {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
-        line |= {name: as_json(value) for name, value in request.items()}
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **{**where, "replica": self.replica, "rule": self.source.name},
+            **{"error": outcome.failure, "traceback": outcome.traceback},
+            **{name: as_json(value) for name, value in request.items()},
+        }
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:
@@ -117,9 +124,9 @@ class Rewarder:
                 f"{self.file} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
             ) from error
 
-    def _report(self, index: int, outcome: Outcome, requests: Sequence[Mapping[str, Any]]) -> None:
+    def _report(self, outcome: Outcome, response: str) -> None:
         """End the run, or say once that the run goes on."""
-        where = f"{self.source.name} {outcome.failure}, on response {requests[index]['response'][:80]!r}"
+        where = f"{self.source.name} {outcome.failure}, on response {response[:80]!r}"
         if self.settings.reward_errors == "stop":
             shown = f"its traceback:\n{outcome.traceback[-_SHOWN:]}\n" if outcome.traceback else ""
             raise RewardError(
@@ -189,7 +196,3 @@ def _default_workers() -> int:
     """Return this process's share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_DEFAULT_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _request(problem: Problem, response: str) -> dict[str, Any]:
-    return {"prompt": problem.prompt, "response": response, "label": problem.label, "record": dict(problem.record)}

@@ -11,10 +11,10 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, Conversion
-from megatron_rc.launch.weights.entries import File, Flags, Only, Row
+from megatron_rc.launch.weights.entries import File, Flags, Row, only
 
 # Quantized weights (FP8 with scales, GPTQ, …) would be misread.
-_OF_EVERY_FAMILY: tuple[Row, ...] = (Only("quantization_config", None),)
+_OF_EVERY_FAMILY: tuple[Row, ...] = (only("quantization_config", None),)
 
 
 @dataclass(frozen=True)

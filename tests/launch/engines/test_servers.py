@@ -20,6 +20,7 @@ from tests.support.rollout_servers import (
     TOKENS,
     draw,
     generate_path,
+    given,
     make_engine,
     running,
     sample,
@@ -59,8 +60,7 @@ def test_every_sampling_parameter_is_named(engine, server):
 def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog):
     """It was killed within a batch, and starts with weights of its own, which are not those of the trainer."""
     with running() as server:
-        engine = make_engine(kind, server, tmp_path, concurrency=2)
-        engine.load_weights(weights().items(), 5)
+        engine = given(kind, server, tmp_path, 5, concurrency=2)
         sample(engine)
         server.hold = 0.05
         whole = []
@@ -81,13 +81,6 @@ def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog)
         after = server.paths()[server.paths().index(swapped) :]
         assert after.count(GENERATE[kind]) == 12, "what the server sampled before it had the weights is not used"
     assert "lost the weights of step 5" in caplog.text
-
-
-def given(kind, server, tmp_path, version=0, **options):
-    """An engine that has its weights."""
-    engine = make_engine(kind, server, tmp_path, **options)
-    engine.load_weights(weights().items(), version)
-    return engine
 
 
 def in_choice(**fields):

@@ -90,7 +90,7 @@ OTHERWISE = [
     ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is None"),
     ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0"),
     ("deepseek_v3", {"n_group": "8"}, "n_group is '8'"),
-    ("deepseek_v3", {"topk_group": 1}, "topk_group is 1 where num_experts_per_tok is 4"),
+    ("deepseek_v3", {"topk_group": 1}, "topk_group is 1, not half of num_experts_per_tok 4"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', not 'sigmoid'"),
     ("deepseek_v3", {"rope_parameters": LLAMA3}, "rotary embeddings of type 'llama3'"),
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "have mscale_all_dim without mscale"),
@@ -104,7 +104,7 @@ OTHERWISE = [
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, r"mlp_layer_types is \['dense', 'sparse'\], not"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 3 + ["dense"]}, "not 'dense' and then 'sparse' for 4 layers"),
     ("glm4_moe_lite", {"mlp_layer_types": 4}, "has an entry of the wrong type"),
-    ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2 where mlp_layer_types has 1"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2, but mlp_layer_types has 1"),
 ]
 
 
