@@ -55,7 +55,6 @@ class RolloutEngine(Protocol):
         Raises:
             ValueError: a tensor is unknown, comes twice, has another shape, or is missing.
         """
-        ...
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
@@ -65,4 +64,3 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: the engine failed as a whole, not in a single response.
         """
-        ...

@@ -18,28 +18,33 @@ LOWEST = -9000.0  # vLLM's server writes -9999 for minus infinity
 
 @dataclass(frozen=True)
 class Ask:
-    """Request for one response.
+    """Request for one response."""
 
-    Attributes:
-        index: position of the prompt in the batch.
-        prompt: token ids.
-        params: parameters of the distribution.
-        max_new_tokens: largest number of tokens in the response.
-        eos_token_id: token that ends the response.
-        seed: seed of this request alone.
-    """
-
-    index: int
-    prompt: list[int]
+    index: int  # position of the prompt in the batch
+    prompt: list[int]  # token ids
     params: SamplingParams
     max_new_tokens: int
     eos_token_id: int
-    seed: int
+    seed: int  # of this request alone
 
     @property
     def most_bytes(self) -> int:
         """Upper bound of the size of an answer: no engine writes a kilobyte about one token."""
         return MOST_BYTES + 1024 * (len(self.prompt) + self.max_new_tokens)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters with the names that vLLM and SGLang share; a server takes others from its model."""
+        return {
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": [self.eos_token_id],
+            "skip_special_tokens": False,
+        }
 
 
 def make_asks(
@@ -66,17 +71,10 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: str) -> Sample:
-    """Make a sample of an answer, after checks.
+    """Make a sample of an answer's token ids, log-probs and finish reason; ``source`` names the engine in errors.
 
     An unusable log-prob becomes NaN and is described in ``Sample.fault``, because it concerns one response. The errors
     below concern every answer of the engine.
-
-    Args:
-        ask: the request.
-        token_ids: token ids as the engine sent them.
-        log_probs: log-probs as the engine sent them.
-        reason: finish reason as the engine sent it.
-        source: name of the engine in errors.
 
     Raises:
         EngineError: a field is absent or has a wrong type or length, or the response ended too early.
@@ -116,26 +114,24 @@ def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
 
 def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
     """Check that the response ends with its only end-of-text token, or at the requested length."""
+    end, last = ask.eos_token_id, token_ids[-1]
+    problem = None
     if reason not in ("stop", "length"):
-        raise EngineError(
-            f"{where} the response ended with {_short(reason)}, expected 'stop' or 'length': see the engine's log"
+        problem = f"the response ended with {_short(reason)}, expected 'stop' or 'length': see the engine's log"
+    elif end in token_ids[:-1]:
+        problem = (
+            f"the response goes on after end-of-text token {end}: do the engine and the trainer use the same tokenizer?"
         )
-    if ask.eos_token_id in token_ids[:-1]:
-        raise EngineError(
-            f"{where} the response goes on after end-of-text token {ask.eos_token_id}: do the engine and the trainer "
-            "use the same tokenizer?"
+    elif last != end and len(token_ids) < ask.max_new_tokens:
+        problem = (
+            f"the response was cut after {len(token_ids)} of {ask.max_new_tokens} tokens: raise the engine's longest "
+            "sequence (vLLM: --max-model-len, SGLang: --context-length)"
+            if reason == "length"
+            else f"the response stopped at token {last}, which is not end-of-text token {end}: remove other stop "
+            "tokens from the engine's model directory"
         )
-    if token_ids[-1] == ask.eos_token_id or len(token_ids) == ask.max_new_tokens:
-        return
-    if reason == "length":
-        raise EngineError(
-            f"{where} the response was cut after {len(token_ids)} of {ask.max_new_tokens} tokens: raise the engine's "
-            "longest sequence (vLLM: --max-model-len, SGLang: --context-length)"
-        )
-    raise EngineError(
-        f"{where} the response stopped at token {token_ids[-1]}, which is not end-of-text token {ask.eos_token_id}: "
-        "remove other stop tokens from the engine's model directory"
-    )
+    if problem:
+        raise EngineError(f"{where} {problem}")
 
 
 def _is_log_prob(value: Any) -> bool:

@@ -34,19 +34,12 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 @dataclass(frozen=True)
 class _Failure:
-    """A failed attempt that may be retried.
-
-    Attributes:
-        problem: description.
-        is_away: no server answered.
-        is_busy: the server answered 429.
-        asked: seconds that the server asks to wait.
-    """
+    """A failed attempt that may be retried."""
 
     problem: str
-    is_away: bool
-    is_busy: bool = False
-    asked: float = 0.0
+    is_away: bool  # no server answered
+    is_busy: bool = False  # the server answered 429
+    asked: float = 0.0  # seconds that the server asks to wait
 
 
 @functools.cache
@@ -97,12 +90,8 @@ class HttpClient:
             HttpStatusError: the server refused the request.
             EngineError: the answer is late or too large, or all attempts failed.
         """
-
-        async def alone() -> bytes:
-            async with self._connections(1) as connections:
-                return await self._insist(connections, Request(method, path, body))
-
-        return anyio.run(alone)
+        (answer,) = self._send([Request(method, path, body)], lambda _, data: data, 1)
+        return answer
 
     def read_all(
         self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int
@@ -117,28 +106,8 @@ class HttpClient:
         Raises:
             EngineError: see :meth:`json`; or an error of ``read``.
         """
-        results: dict[int, Result] = {}
-        errors: list[Exception] = []
-
-        async def one(index: int, connections: httpx2.AsyncClient, group: TaskGroup, turns: CapacityLimiter) -> None:
-            async with turns:
-                try:
-                    data = await self._insist(connections, requests[index])
-                    results[index] = read(index, self._parsed(requests[index].path, data))
-                except Exception as error:
-                    errors.append(error)
-                    group.cancel_scope.cancel()
-
-        async def together() -> None:
-            turns = CapacityLimiter(concurrency)
-            async with self._connections(concurrency) as connections, anyio.create_task_group() as group:
-                for index in range(len(requests)):
-                    group.start_soon(one, index, connections, group, turns)
-
-        anyio.run(together)
-        if errors:
-            raise errors[0]
-        return [results[index] for index in range(len(requests))]
+        paths = [request.path for request in requests]
+        return self._send(requests, lambda index, data: read(index, self._parsed(paths[index], data)), concurrency)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
         """Request ``path`` until the server answers 2xx; it may still be loading its model.
@@ -146,34 +115,58 @@ class HttpClient:
         Raises:
             EngineError: the server is not ready after ``seconds``.
         """
-        deadline = time.monotonic() + seconds
+        problems: list[str] = []
 
-        async def attempt(connections: httpx2.AsyncClient) -> str:
-            try:
-                answer = await self._attempt(connections, Request("GET", path))
-            except HttpStatusError as error:
-                return str(error)
-            return "" if isinstance(answer, bytes) else answer.problem
-
-        async def wait() -> str:
-            problem = ""
+        async def wait() -> None:
             async with self._connections(1) as connections:
                 while True:
+                    problems.append("silence")
                     try:
-                        with anyio.fail_after(max(self.retries.first_wait, deadline - time.monotonic())):
-                            problem = await attempt(connections)
-                    except TimeoutError:
-                        return f"{problem}, then silence" if problem else "silence"
-                    if not problem or time.monotonic() >= deadline:
-                        return problem
+                        answer = await self._attempt(connections, Request("GET", path))
+                    except HttpStatusError as error:
+                        problems[-1] = str(error)
+                    else:
+                        if isinstance(answer, bytes):
+                            return
+                        problems[-1] = answer.problem
                     await anyio.sleep(min(1.0, self.retries.first_wait))
 
-        problem = anyio.run(wait)
-        if problem:
+        async def wait_in_time() -> None:
+            with anyio.fail_after(max(seconds, self.retries.first_wait)):
+                await wait()
+
+        try:
+            anyio.run(wait_in_time)
+        except TimeoutError as error:
+            last = ", then ".join(dict.fromkeys(problems[-2:]))
             raise EngineError(
-                f"there is no rollout server at {self.url} ({path}, tried for {seconds:g} s: {problem}): start it, or "
+                f"there is no rollout server at {self.url} ({path}, tried for {seconds:g} s: {last}): start it, or "
                 "name its address"
-            )
+            ) from error
+
+    def _send(self, requests: Sequence[Request], read: Callable[[int, bytes], Result], number: int) -> list[Result]:
+        """Results of ``read`` over ``number`` connections; see :meth:`read_all`."""
+        results: dict[int, Result] = {}
+        errors: list[Exception] = []
+
+        async def one(index: int, connections: httpx2.AsyncClient, group: TaskGroup, turns: CapacityLimiter) -> None:
+            async with turns:
+                try:
+                    results[index] = read(index, await self._insist(connections, requests[index]))
+                except Exception as error:
+                    errors.append(error)
+                    group.cancel_scope.cancel()
+
+        async def together() -> None:
+            turns = CapacityLimiter(number)
+            async with self._connections(number) as connections, anyio.create_task_group() as group:
+                for index in range(len(requests)):
+                    group.start_soon(one, index, connections, group, turns)
+
+        anyio.run(together)
+        if errors:
+            raise errors[0]
+        return [results[index] for index in range(len(requests))]
 
     def _connections(self, number: int) -> httpx2.AsyncClient:
         """Client with up to ``number`` connections, which requests reuse."""

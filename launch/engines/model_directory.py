@@ -32,14 +32,9 @@ class ModelDirectory:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        config: Any,
-        eos_token_id: int,
-        dtype: str | None = None,
-        shard_bytes: int = SHARD_BYTES,
+        self, path: Path, config: Any, eos_token_id: int, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
     ) -> None:
-        self.path = Path(path).absolute()
+        self.path = path.absolute()
         self._shard_bytes = shard_bytes
         self._tied = bool(config.tie_word_embeddings)
         self._config = copy.deepcopy(config)
@@ -56,15 +51,9 @@ class ModelDirectory:
         self._rounded = Rounding(model, dtype) if dtype else None
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Write all weights, with one shard in memory at a time; a reader never finds an incomplete model.
+        """Write all weights, with one shard in memory at a time, and return the path of the directory.
 
         The old model stays until the new one is complete, so that the file system needs room for both.
-
-        Args:
-            weights: pairs of a Hugging Face name and a tensor, all of the model.
-
-        Returns:
-            Path of the directory.
 
         Raises:
             ValueError: a tensor is unknown, comes twice, has another shape, or is missing.

@@ -17,7 +17,7 @@ from megatron_rc.launch.engines.requests import API_KEY, Retries
 from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
-from megatron_rc.launch.weights.families import find_family
+from megatron_rc.launch.weights.families import family_of
 
 _PREFIX = "rollout-weights-"
 _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
@@ -25,42 +25,26 @@ _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Arguments of an engine's constructor, for one data-parallel replica.
-
-    Attributes:
-        config: settings of the run.
-        model: ``transformers`` config of the model.
-        eos_token_id: token that ends a response.
-        pad_token_id: token that fills batches.
-        replica: data-parallel rank; chooses the server of ``--rollout-url`` and the folder in
-            ``--rollout-weights-dir``.
-    """
+    """Arguments of an engine's constructor, for one data-parallel replica."""
 
     config: RunConfig
-    model: Any
+    model: Any  # ``transformers`` config of the model
     eos_token_id: int
     pad_token_id: int
-    replica: int
+    replica: int  # chooses the server of ``--rollout-url`` and the folder in ``--rollout-weights-dir``
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One engine of the table.
+    """One engine of the table; ValueError if a setting does not exist.
 
-    Attributes:
-        make: constructor, called on the first rank of a replica; imports the engine's packages.
-        needs: required settings of the engine section.
-        takes: optional settings of that section. A setting of another engine is refused, because it would do nothing.
-        package: required package, which the extra of the same name installs; empty: none.
-
-    Raises:
-        ValueError: a setting does not exist.
+    A setting of another engine is refused, because it would do nothing.
     """
 
-    make: Callable[[EngineInputs], RolloutEngine]
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    package: str = ""
+    make: Callable[[EngineInputs], RolloutEngine]  # called on the first rank of a replica; imports packages
+    needs: tuple[str, ...] = ()  # required settings of the engine section
+    takes: tuple[str, ...] = ()  # optional settings of that section
+    package: str = ""  # required package, which the extra of the same name installs; empty: none
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -74,28 +58,18 @@ class EngineKind:
 
 
 def make_engine(config: RunConfig, eos_token_id: int, pad_token_id: int, replica: int) -> RolloutEngine:
-    """Make the engine of one data-parallel replica, on its first rank.
-
-    Raises:
-        EngineError: vLLM cannot run in this trainer's surroundings.
-        RuntimeError: no Hugging Face architecture describes the model, which the checks of the flags refuse.
-    """
-    family = find_family(config)
-    if family is None:
-        raise RuntimeError("an engine needs a model of a Hugging Face architecture")
+    """Make the engine of one data-parallel replica, on its first rank."""
+    model = family_of(config).hugging_face_config(config)
     # Killed runs leave a whole model each in memory, whichever engine this run uses.
     remove_left_behind(_memory(), _PREFIX)
-    model = family.hugging_face_config(config)
     return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, eos_token_id, pad_token_id, replica))
 
 
 def _transformers(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 
-    config = inputs.config
-    return TransformersEngine(
-        inputs.model, config.engine.rollout_dtype, inputs.eos_token_id, inputs.pad_token_id, config.launch.device
-    )
+    dtype, device = inputs.config.engine.rollout_dtype, inputs.config.launch.device
+    return TransformersEngine(inputs.model, dtype, inputs.eos_token_id, inputs.pad_token_id, device)
 
 
 def _vllm(inputs: EngineInputs) -> RolloutEngine:
@@ -105,8 +79,7 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
     if dtype not in DTYPES:
         # vLLM would round other layers, and differently at each start; so the files hold rounded weights.
         dtype, rounded = "fp32" if inputs.config.launch.on_cpu else "bf16", dtype
-    directory = _directory(inputs, rounded)
-    return VllmEngine(directory, dtype, inputs.eos_token_id, inputs.config.training.seq_length)
+    return VllmEngine(_directory(inputs, rounded), dtype, inputs.eos_token_id, inputs.config.training.seq_length)
 
 
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:

@@ -25,17 +25,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Retries:
-    """Number of attempts of a request, and the waits between them.
+    """Number of attempts of a request, and the waits between them."""
 
-    Attributes:
-        attempts: largest number of answers with status 5xx; 502 to 504 do not count, because the server is away.
-        first_wait: seconds before the second attempt; doubles with each further attempt.
-        longest_wait: bound in seconds, also of a wait that the server asks for in ``Retry-After``.
-    """
-
-    attempts: int = 6
-    first_wait: float = 0.5
-    longest_wait: float = 8.0
+    attempts: int = 6  # largest number of answers with status 5xx; 502 to 504 do not count: the server is away
+    first_wait: float = 0.5  # seconds before the second attempt; doubles with each further attempt
+    longest_wait: float = 8.0  # bound in seconds, also of a wait that the server asks for in ``Retry-After``
 
     def wait(self, failures: int, asked: float) -> float:
         """Seconds to wait after ``failures`` attempts, cut at random by up to a half so that clients spread out."""
@@ -44,11 +38,7 @@ class Retries:
 
 
 class HttpStatusError(EngineError):
-    """The server refused a request with a status that is not retried.
-
-    Attributes:
-        status: HTTP status.
-    """
+    """The server refused a request with a status that is not retried."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

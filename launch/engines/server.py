@@ -27,12 +27,12 @@ class RestartedError(EngineError):
 class ServerEngine(ABC):
     """A :class:`RolloutEngine` behind HTTP.
 
-    Weights are written to ``directory``, which the server reads under the same path. The first write comes before the
-    wait for the server, so that a user can start the server on the directory.
+    Weights are written to ``directory``, which belongs to this engine alone, and which the server reads under the same
+    path. The first write comes before the wait for the server, so that a user can start the server on the directory.
 
     Args:
         client: client of the server.
-        directory: directory of weights, for this engine alone, on a file system that the server sees.
+        directory: directory of weights.
         eos_token_id: token that ends a response.
         concurrency: largest number of requests at a time.
         start_timeout: seconds to wait for the server's first answer.
@@ -62,7 +62,6 @@ class ServerEngine(ABC):
         """Write the weights, let the server read them, and clear its prefix cache.
 
         After a failure the engine samples nothing until a later call succeeds, because the server may hold a mixture.
-        A vLLM server then stays paused.
 
         Raises:
             ValueError: wrong weights; see :meth:`ModelDirectory.write`.
@@ -124,12 +123,7 @@ class ServerEngine(ABC):
         raise EngineError(f"{self.client.url} went away in each of {TRIES} updates of its weights: see its log")
 
     def _check_held(self, held: Any) -> None:
-        """Compare the version that the server names with the version of its last update.
-
-        Raises:
-            RestartedError: the server names no version of a trainer.
-            EngineError: the server names another version.
-        """
+        """Raise EngineError if the server names another version than its last update's, RestartedError if none."""
         if held == str(self.version):
             return
         if isinstance(held, str) and held.isdecimal():
@@ -174,17 +168,3 @@ class ServerEngine(ABC):
                     f"{self.client.url} answered without {path}: is this the right server, in a supported version?"
                 ) from error
         return value
-
-
-def sampling_fields(ask: Ask) -> dict[str, Any]:
-    """Sampling parameters with equal names in both servers; a server takes unnamed ones from its model's files."""
-    return {
-        "temperature": ask.params.temperature,
-        "top_p": ask.params.top_p,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": [ask.eos_token_id],
-        "skip_special_tokens": False,
-    }

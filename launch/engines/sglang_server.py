@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
 from megatron_rc.launch.engines.requests import Request
-from megatron_rc.launch.engines.server import ServerEngine, sampling_fields
+from megatron_rc.launch.engines.server import ServerEngine
 from megatron_rc.records.rollout import SamplingParams
 
 CERTAIN = -1e-3  # nats; a likeliest token above this shows no effect of the temperature
@@ -98,15 +98,11 @@ class SglangServerEngine(ServerEngine):
 
 
 def _body(ask: Ask) -> dict[str, Any]:
-    own = {
-        "top_k": ask.params.top_k or -1,
-        "max_new_tokens": ask.max_new_tokens,
-        "sampling_seed": ask.seed,
-        # No ignore_eos: with it SGLang would ignore stop_token_ids too.
-    }
+    # No ignore_eos: with it SGLang would ignore stop_token_ids too.
+    own = {"top_k": ask.params.top_k or -1, "max_new_tokens": ask.max_new_tokens, "sampling_seed": ask.seed}
     return {
         "input_ids": ask.prompt,
-        "sampling_params": sampling_fields(ask) | own,
+        "sampling_params": ask.sampling | own,
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,

@@ -62,11 +62,7 @@ class TransformersEngine:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`.
-
-        Raises:
-            ValueError: ``top_p`` is below 1, which this engine does not support.
-        """
+        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`. ``top_p`` must be 1."""
         if params.top_p != 1:
             raise ValueError(f"top_p is {params.top_p}: the transformers engine samples with 1")
         generator = torch.Generator(self.device).manual_seed(seed)

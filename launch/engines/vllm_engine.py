@@ -38,15 +38,12 @@ class VllmEngine:
         dtype: ``fp32`` or ``bf16``.
         eos_token_id: token that ends a response.
         max_model_len: largest number of tokens of a prompt with its response.
-        options: further arguments of ``vllm.LLM``, such as ``gpu_memory_utilization``.
 
     Raises:
         EngineError: vLLM cannot run in this trainer's surroundings.
     """
 
-    def __init__(
-        self, directory: ModelDirectory, dtype: str, eos_token_id: int, max_model_len: int, **options: Any
-    ) -> None:
+    def __init__(self, directory: ModelDirectory, dtype: str, eos_token_id: int, max_model_len: int) -> None:
         _check_surroundings()
         self.directory, self.eos, self.version = directory, eos_token_id, -1
         self._options = {
@@ -60,7 +57,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-        } | options
+        }
         self._llm: Any = None
 
     @property
@@ -69,12 +66,7 @@ class VllmEngine:
         return os.environ.get(MULTIPROCESSING, "1") != "0"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights; start vLLM with them, or let it read them in place. See :class:`RolloutEngine`.
-
-        Raises:
-            ValueError: wrong weights; see :meth:`ModelDirectory.write`.
-            EngineError: vLLM did not take them.
-        """
+        """Write the weights; start vLLM with them, or let it read them in place. See :class:`RolloutEngine`."""
         self.version = -1
         path, is_clean = str(self.directory.write(weights)), True
         try:
@@ -92,12 +84,7 @@ class VllmEngine:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """Sample one response for each prompt, in their order; see :class:`RolloutEngine`.
-
-        Raises:
-            ValueError: a prompt is empty.
-            EngineError: no weights were loaded, or an answer must not be trained on.
-        """
+        """Sample one response for each prompt, in their order; see :class:`RolloutEngine`."""
         if self.version < 0:
             raise EngineError("vLLM holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
@@ -152,16 +139,13 @@ def _check_surroundings() -> None:
 
 def _sampling_params(ask: Ask) -> Any:
     return importlib.import_module("vllm").SamplingParams(
-        n=1,
+        **ask.sampling,
         max_tokens=ask.max_new_tokens,
-        temperature=ask.params.temperature,
-        top_p=ask.params.top_p,
         top_k=ask.params.top_k,
         seed=ask.seed,
         logprobs=0,
         detokenize=False,
         ignore_eos=True,  # stop at the trainer's end-of-text token, not at the model config's
-        stop_token_ids=[ask.eos_token_id],
     )
 
 

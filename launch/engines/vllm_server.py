@@ -11,10 +11,8 @@ from typing import Any
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
-from megatron_rc.launch.engines.http_client import HttpClient
-from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import HttpStatusError, Request
-from megatron_rc.launch.engines.server import ServerEngine, sampling_fields
+from megatron_rc.launch.engines.server import ServerEngine
 
 PROCESSED = "processed_logprobs"
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --logprobs-mode processed_logprobs"
@@ -23,23 +21,11 @@ START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --logprobs-mode processed_l
 class VllmServerEngine(ServerEngine):
     """Samples from ``/v1/completions``; see :class:`ServerEngine`.
 
-    Args:
-        client: client of the server.
-        directory: directory of weights, on a file system that the server sees.
-        eos_token_id: token that ends a response.
-        model: the server's name of the model; default: the name of its only model.
-        settings: further arguments of :class:`ServerEngine`.
+    ``model`` is the server's name of the model; None: the name of its only model.
     """
 
-    def __init__(
-        self,
-        client: HttpClient,
-        directory: ModelDirectory,
-        eos_token_id: int,
-        model: str | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(client, directory, eos_token_id, **settings)
+    def __init__(self, *args: Any, model: str | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.model = model
 
     def _check_server(self) -> None:
@@ -90,7 +76,22 @@ class VllmServerEngine(ServerEngine):
         """Nothing to do: vLLM's processed log-probs follow all parameters."""
 
     def _request(self, ask: Ask) -> Request:
-        return Request("POST", "/v1/completions", {"model": self.model, **_body(ask)}, ask.most_bytes)
+        body = {
+            "model": self.model,
+            "prompt": ask.prompt,
+            **ask.sampling,
+            "n": 1,
+            "max_tokens": ask.max_new_tokens,
+            "top_k": ask.params.top_k,
+            "seed": ask.seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+            "ignore_eos": True,  # stop at the trainer's end-of-text token, not at the server's
+            "stream": False,
+        }
+        return Request("POST", "/v1/completions", body, ask.most_bytes)
 
     def _read(self, ask: Ask, answer: Any) -> Sample:
         where = f"{self.client.url}, prompt {ask.index}:"
@@ -120,22 +121,6 @@ def _development_mode() -> Iterator[None]:
         if error.status != 404:
             raise
         raise EngineError(f"{error}: start it as {START}") from error
-
-
-def _body(ask: Ask) -> dict[str, Any]:
-    return sampling_fields(ask) | {
-        "prompt": ask.prompt,
-        "n": 1,
-        "max_tokens": ask.max_new_tokens,
-        "top_k": ask.params.top_k,
-        "seed": ask.seed,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "add_special_tokens": False,
-        "ignore_eos": True,  # stop at the trainer's end-of-text token, not at the server's
-        "stream": False,
-    }
 
 
 def _length(items: Any) -> str:

@@ -28,19 +28,12 @@ _NAME = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The score of one sample.
+    """The score of one sample."""
 
-    Attributes:
-        reward: the number to train on; NaN if there is none.
-        components: the other entries of a dict, by name.
-        failure: the function's failure as a verb, ``raised ValueError: ...``; None: there is a number.
-        traceback: of the failure; may be empty.
-    """
-
-    reward: float = math.nan
-    components: Mapping[str, float] = field(default_factory=dict)
-    failure: str | None = None
-    traceback: str = ""
+    reward: float = math.nan  # the number to train on; NaN if there is none
+    components: Mapping[str, float] = field(default_factory=dict)  # the other entries of a dict, by name
+    failure: str | None = None  # the function's failure as a verb, ``raised ValueError: ...``; None: there is a number
+    traceback: str = ""  # traceback of the failure; may be empty
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:

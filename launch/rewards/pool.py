@@ -35,12 +35,9 @@ _MODULE = "megatron_rc.launch.rewards.worker"
 
 
 class RewardPool:
-    """Processes that score samples by a rule; they start at once and load the rule in the background.
+    """Processes that score samples by a rule, each within ``timeout`` seconds.
 
-    Args:
-        source: of the rule.
-        workers: processes.
-        timeout: seconds for one sample.
+    They start at once and load the rule in the background.
     """
 
     def __init__(self, source: Source, workers: int, timeout: float) -> None:
@@ -53,11 +50,7 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Return one outcome for each request, in order; a request holds the keywords of the rule.
-
-        Raises:
-            ConfigurationError: the rule cannot be loaded.
-        """
+        """Return one outcome for each request, in order; a request holds the keywords of the rule."""
         if not self._has_loaded:
             for worker in self._workers:
                 worker.make_ready()
@@ -81,11 +74,7 @@ class RewardPool:
 
 
 def check_loads(source: Source, load_timeout: float = LOAD_SECONDS) -> None:
-    """Load the rule in a process of its own, since loading may hang or crash.
-
-    Raises:
-        ConfigurationError: the rule cannot be loaded.
-    """
+    """Load the rule in a process of its own, since loading may hang or crash; ConfigurationError if it fails."""
     worker = _Worker(source, load_timeout, load_timeout)
     try:
         worker.make_ready()
@@ -124,11 +113,7 @@ class _Worker:
             return Outcome(failure=how, traceback=stacks)
 
     def make_ready(self) -> None:
-        """Start a process if there is none, and wait until its rule is loaded.
-
-        Raises:
-            ConfigurationError: the process cannot be started, or the rule cannot be loaded.
-        """
+        """Start a process if there is none, and wait until its rule is loaded; ConfigurationError if that fails."""
         if self._is_loaded and not self._has_ended:
             return
         try:
@@ -189,20 +174,16 @@ class _Worker:
 
 
 def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
-    """Start a worker with these two open files.
+    """Start a worker with these two open files, the trainer's module path, and the mark of this run.
 
     It has a session of its own: Ctrl-C does not reach it, and its group has all processes that the rule starts.
     """
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection)],
         stdin=subprocess.DEVNULL,
         pass_fds=(connection, stacks),
-        env=_environment(),
+        env={**os.environ, **own},
         start_new_session=True,
     )
-
-
-def _environment() -> dict[str, str]:
-    """Return a worker's environment: the trainer's module path, unbuffered output, and the mark of this run."""
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}

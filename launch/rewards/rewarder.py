@@ -7,6 +7,7 @@ import logging
 import os
 import reprlib
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,15 +34,10 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rewards:
-    """The scores of some responses.
+    """The scores of some responses."""
 
-    Attributes:
-        values: numbers to train on, one for each response; a failed response has ``--reward-on-error``.
-        outcomes: of the rule, one for each response.
-    """
-
-    values: list[float]
-    outcomes: list[Outcome]
+    values: list[float]  # numbers to train on, one for each response; a failed response has ``--reward-on-error``
+    outcomes: list[Outcome]  # results of the rule, one for each response
 
     @property
     def errors(self) -> int:
@@ -50,51 +46,52 @@ class Rewards:
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """Sum of each component, and the number of responses that have it, by name."""
-        names = dict.fromkeys(name for one in self.outcomes for name in one.components)
-        found = {name: [one.components[name] for one in self.outcomes if name in one.components] for name in names}
+        found = defaultdict[str, list[float]](list)
+        for one in self.outcomes:
+            for name, value in one.components.items():
+                found[name].append(value)
         return {name: (sum(values), len(values)) for name, values in found.items()}
 
 
 class Rewarder:
-    """The rule of a run on the first rank of one replica. Nothing here is a collective.
-
-    Args:
-        config: of the run.
-        replica: data-parallel rank.
-    """
+    """The rule of a run on the first rank of one replica. Makes no collective."""
 
     def __init__(self, config: RunConfig, replica: int) -> None:
         self.settings, self.replica = config.rewards, replica
         self.source = source_of(config)
         self.file = errors_file(config)
-        workers, timeout = self.settings.reward_workers or _default_workers(), self.settings.reward_timeout
-        is_harmless = self.source.is_harmless
-        self._scorer = InProcess(self.source) if is_harmless else RewardPool(self.source, workers, timeout)
+        self._scorer: InProcess | RewardPool
+        if self.source.is_harmless:
+            self._scorer = InProcess(self.source)
+        else:
+            workers = self.settings.reward_workers or _default_workers()
+            self._scorer = RewardPool(self.source, workers, self.settings.reward_timeout)
         self._names: set[str] = set()
         self._has_said = False
 
     def score(
         self, problems: Sequence[Problem], responses: Sequence[str], *, step: int, held_out: bool = False
     ) -> Rewards:
-        """Score responses to problems.
+        """Score one response to each problem, a text without the end-of-text token.
 
-        Args:
-            problems: one for each response.
-            responses: texts of the answers, without the end-of-text token.
-            step: optimizer steps made so far, for the file of errors.
-            held_out: the responses belong to an evaluation.
+        ``step``, the optimizer steps made so far, and ``held_out``, whether this is an evaluation, go into the file of
+        errors.
 
         Raises:
             RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.
             ConfigurationError: the rule cannot be loaded.
         """
-        requests = [_request(problem, text) for problem, text in zip(problems, responses, strict=True)]
+        requests = [
+            {"prompt": problem.prompt, "response": text, "label": problem.label, "record": dict(problem.record)}
+            for problem, text in zip(problems, responses, strict=True)
+        ]
         outcomes = [self._known(outcome) for outcome in self._scorer.score(requests)]
         failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
         for index, outcome in failed:
             self._write(requests[index], outcome, {"step": step, "held_out": held_out, "sample": index})
         if failed:
-            self._report(*failed[0], requests)
+            index, outcome = failed[0]
+            self._report(outcome, responses[index])
         on_error = self.settings.reward_on_error
         return Rewards([on_error if one.failure else one.reward for one in outcomes], outcomes)
 
@@ -112,9 +109,12 @@ class Rewarder:
 
     def _write(self, request: Mapping[str, Any], outcome: Outcome, where: Mapping[str, Any]) -> None:
         """Add a line to the run's file of errors."""
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
-        line |= {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
-        line |= {name: as_json(value) for name, value in request.items()}
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **{**where, "replica": self.replica, "rule": self.source.name},
+            **{"error": outcome.failure, "traceback": outcome.traceback},
+            **{name: as_json(value) for name, value in request.items()},
+        }
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:
@@ -124,9 +124,9 @@ class Rewarder:
                 f"{self.file} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
             ) from error
 
-    def _report(self, index: int, outcome: Outcome, requests: Sequence[Mapping[str, Any]]) -> None:
+    def _report(self, outcome: Outcome, response: str) -> None:
         """End the run, or say once that the run goes on."""
-        where = f"{self.source.name} {outcome.failure}, on response {requests[index]['response'][:80]!r}"
+        where = f"{self.source.name} {outcome.failure}, on response {response[:80]!r}"
         if self.settings.reward_errors == "stop":
             shown = f"its traceback:\n{outcome.traceback[-_SHOWN:]}\n" if outcome.traceback else ""
             raise RewardError(
@@ -142,21 +142,18 @@ def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Re
     """Subtract the penalty of long responses, which becomes a component; without ``--overlong penalise`` do nothing.
 
     Yu et al. 2025, "DAPO", Eq. 13 (verl's ``overlong_buffer``): L tokens at most, the last B of them the buffer, n
-    tokens of a response. The penalty is factor · max(0, n - (L - B)) / B: the whole factor at n = L.
-
-    Args:
-        rewards: of some responses.
-        lengths: tokens of each, its end included.
-        config: of the run.
+    tokens of a response, its end included. The penalty is factor · max(0, n - (L - B)) / B: the whole factor at n = L.
     """
     buffer = config.rewards.overlong_buffer
     if config.rewards.overlong != "penalise" or buffer is None:
         return rewards
     free, factor = config.rollouts.max_response_length - buffer, config.rewards.overlong_penalty_factor
-    taken = [factor * max(0, length - free) / buffer for length in lengths]
-    pairs = list(zip(rewards.outcomes, taken, strict=True))
-    outcomes = [replace(one, components={**one.components, PENALTY: off}) for one, off in pairs]
-    return Rewards([value - off for value, off in zip(rewards.values, taken, strict=True)], outcomes)
+    penalties = [factor * max(0, length - free) / buffer for length in lengths]
+    outcomes = [
+        replace(one, components={**one.components, PENALTY: off})
+        for one, off in zip(rewards.outcomes, penalties, strict=True)
+    ]
+    return Rewards([value - off for value, off in zip(rewards.values, penalties, strict=True)], outcomes)
 
 
 class InProcess:
@@ -199,7 +196,3 @@ def _default_workers() -> int:
     """Return this process's share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_DEFAULT_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _request(problem: Problem, response: str) -> dict[str, Any]:
-    return {"prompt": problem.prompt, "response": response, "label": problem.label, "record": dict(problem.record)}

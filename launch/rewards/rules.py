@@ -21,17 +21,11 @@ _HARMLESS_TASK = "count_up"
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a run's rule, from which a worker makes the rule.
+    """The source of a run's rule, from which a worker makes the rule."""
 
-    Attributes:
-        task: ``--task``; None: files of prompts, which have no rule of their own.
-        seed: of the task.
-        reward: ``--reward``; None: the task's own rule.
-    """
-
-    task: str | None
-    seed: int
-    reward: str | None = None
+    task: str | None  # ``--task``; None: files of prompts, which have no rule of their own
+    seed: int  # seed of the task
+    reward: str | None = None  # ``--reward``; None: the task's own rule
 
     @property
     def name(self) -> str:
@@ -57,14 +51,10 @@ class Source:
             require("math_verify", self.name, "math")
 
     def load(self) -> Rule:
-        """Load the rule into this process.
-
-        Raises:
-            ConfigurationError: there is no rule, or it is no function.
-        """
+        """Load the rule into this process; ConfigurationError if there is none, or if it is no function."""
         self.check()
         if self.reward is None:
-            return _called_by_keywords(_rule_of_task(self.task, self.seed), self.name)
+            return _called_by_keywords(self._rule_of_task(), self.name)
         if is_python_spec(self.reward):
             found = load_python(self.reward, "--reward")
             if not callable(found) or isinstance(found, type):
@@ -72,43 +62,36 @@ class Source:
             return _called_by_keywords(found, self.name)
         return exact if self.reward == EXACT else _math_rule()
 
+    def _rule_of_task(self) -> Rule:
+        rule: Rule | None = None
+        if self.task is not None:
+            is_own = is_python_spec(self.task)
+            rule = own_reward(self.task, self.seed) if is_own else make_task(self.task, self.seed).reward
+        if rule is None:
+            raise ConfigurationError(f"{self.name} has no reward of its own: give --reward")
+        return rule
+
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a worker.
+    """The first message to a worker."""
 
-    Attributes:
-        source: of the rule.
-        timeout: seconds for one sample.
-        load_timeout: seconds to load the rule.
-        parent: process that started the worker.
-        stacks: number of the open file for the stack of a rule that hangs or crashes.
-    """
-
-    source: Source
-    timeout: float
-    load_timeout: float
-    parent: int
-    stacks: int
+    source: Source  # source of the rule
+    timeout: float  # seconds for one sample
+    load_timeout: float  # seconds to load the rule
+    parent: int  # process that started the worker
+    stacks: int  # number of the open file for the stack of a rule that hangs or crashes
 
 
 def exact(*, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-    """Return 1 if the response equals the label, apart from white space around it; else 0.
-
-    Raises:
-        TypeError: the label is neither text nor a number.
-    """
+    """Return 1 if the response equals the label, apart from white space around it; else 0."""
     if not isinstance(label, (str, int, float)) or isinstance(label, bool):
         raise TypeError(f"--reward exact compares texts and numbers, the label is {_kind(label)}")
     return float(response.strip() == str(label).strip())
 
 
 def verify_math(library: Any, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-    """Return 1 if math-verify finds the response's last expression equal to the label's; else 0.
-
-    Raises:
-        ValueError: there is no expression in the label.
-    """
+    """Return 1 if math-verify finds the response's last expression equal to the label's; else 0."""
     text = str(label)
     # The whole label is one expression; unmarked, math-verify would take its first number.
     marked = text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
@@ -125,16 +108,6 @@ def _math_rule() -> Rule:
     # It warns at every call that its own time limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return partial(verify_math, math_verify)
-
-
-def _rule_of_task(task: str | None, seed: int) -> Rule:
-    rule: Rule | None = None
-    if task is not None:
-        rule = own_reward(task, seed) if is_python_spec(task) else make_task(task, seed).reward
-    if rule is None:
-        user = "--prompt-data" if task is None else f"--task {task}"
-        raise ConfigurationError(f"{user} has no reward of its own: give --reward")
-    return rule
 
 
 def _called_by_keywords(function: Any, name: str) -> Rule:

@@ -41,22 +41,13 @@ class WeightSync(Protocol):
     @property
     def is_wanted(self) -> bool:
         """Whether the engines need the weights although no rollout follows, because an evaluation is due."""
-        ...
 
     def __call__(self, lap: Callable[[str], None]) -> None:
         """Send the weights now; call ``lap`` with the name of each phase when it ends."""
-        ...
 
 
 class RolloutCollector:
-    """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks.
-
-    Attributes:
-        is_window_over: whether the next batches are sampled by the weights of the last batch's step.
-        baselines: [responses of the replica], reward of the greedy response to each response's prompt, for the last
-            batch; None unless the estimator of advantages needs it.
-        reward_metrics: metrics of the last batch's rewards, equal on all ranks; empty with ``--load-rollouts``.
-    """
+    """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks."""
 
     def __init__(
         self,
@@ -81,11 +72,14 @@ class RolloutCollector:
         self._rows = config.rollouts.sequences // config.data_parallel_size
         self._has_named_experts = False
         self._restarts = 0
-        steps = 0 if config.rollouts.load_rollouts else config.rollouts.rollout_staleness or 0
+        steps = 0 if is_recorded else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
+        # Whether the next batches are sampled by the weights of the last batch's step.
         self.is_window_over, self._window_end = True, -1
         elsewhere = getattr(self.engine, "is_elsewhere", False)
+        # Metrics of the last batch's rewards, equal on all ranks; empty with --load-rollouts.
         self.reward_metrics: dict[str, float] = {}
+        # [responses], see SampledBatch, on all ranks of the replica.
         self.baselines: Tensor | None = None
         self._unscored = self._asked = 0
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
@@ -165,8 +159,7 @@ class RolloutCollector:
         # The iterator's collectives need every rank, so use it up even if the engine failed.
         for _ in weights:
             pass
-        phases.enter("the weight sync", waits=True)
-        self.work.waits.meet("the weight sync")
+        self.work.meet("the weight sync")
         before, self._restarts = self._restarts, getattr(self.engine, "restarts", 0)
         _, (was_restarted,) = agree_and_share(self.config, [float(self._restarts > before)], error)
         return was_restarted > 0
@@ -184,8 +177,7 @@ class RolloutCollector:
             None if sampled is None else sampled.batch, self._rows, self.config.training.seq_length
         )
         if self.config.rollouts.load_rollouts is None:
-            may_replace = self.config.rollouts.dynamic_sampling > 0
-            self.reward_metrics = gather_reward_metrics(sampled, self.broadcast, self.groups, may_replace=may_replace)
+            self.reward_metrics = gather_reward_metrics(sampled, self.broadcast, self.groups)
             self._unscored += int(self.reward_metrics["reward/errors"])
             self._asked += self.config.rollouts.sequences
         if self.config.advantages.advantage_estimator == "remax":
@@ -212,7 +204,12 @@ class RolloutCollector:
         graded, answers = self.work.run(self._graded, "the evaluation") or ([], "")
         # groups.dp of an engine's rank consists of the engines' ranks.
         written = every_text(answers, self.groups.dp) if self.is_engine_rank else []
-        self.work.run(lambda: self._write(written, step), "the evaluation")
+
+        def write() -> None:
+            if self.replica == 0:
+                write_answers("".join(lines or "" for lines in written), self.config, step)
+
+        self.work.run(write, "the evaluation")
         samples = self.config.evaluation.eval_samples
         sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded, samples)), self.groups.dp)
         return metrics_of(sums, samples)
@@ -242,11 +239,6 @@ class RolloutCollector:
         """This replica's part of an evaluation, and its JSON lines for the file of answers."""
         graded = self._required_sampler().evaluate()
         return graded, answers_of(graded, self.config, self.replica)
-
-    def _write(self, answers: Sequence[str | None], step: int) -> None:
-        """Write the answers of all replicas, on the first one."""
-        if self.replica == 0:
-            write_answers("".join(lines or "" for lines in answers), self.config, step)
 
     def data_metrics(self, step: int) -> dict[str, float]:
         """Metrics of ``--prompt-data``'s use up to and with the batch that starts at ``step``; empty without it."""
@@ -294,7 +286,7 @@ class RolloutCollector:
                 f"the rollouts in {config.rollouts.load_rollouts} were sampled at temperature "
                 f"{batch.sampling.temperature}, --rl-default-temperature is {self.sampling.temperature}: set it alike"
             )
-        return SampledBatch(batch, rewards=None)
+        return SampledBatch(batch)
 
     def _required_sampler(self) -> RolloutSampler:
         if self.sampler is None:

@@ -1,7 +1,4 @@
-"""Work of a replica's engine, for which the ranks of all replicas wait together.
-
-They wait through the store, because engines may need longer than a collective may.
-"""
+"""Work of a replica's engine, for which the ranks of all replicas wait together."""
 
 from __future__ import annotations
 
@@ -25,16 +22,16 @@ _SHARE, _SHORTEST, _LONGEST = 0.01, 1e-3, 0.5
 _GRACE_SECONDS = 60
 
 
-class EngineWaits:
-    """Meetings of all ranks after each piece of engine work, through torch's default store.
+class EngineWork:
+    """Runs work on the rank with the replica's engine, while all other ranks wait.
 
-    Attributes:
-        meetings: number of meetings so far.
+    They wait through torch's default store, because engines may need longer than a collective may. A ``request`` to
+    stop the run interrupts the work.
     """
 
-    def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool) -> None:
-        self.config, self.replica, self.is_engine_rank = config, replica, is_engine_rank
-        self.seconds = 60 * config.launch.rollout_wait_minutes
+    def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool, request: StopRequest) -> None:
+        self.config, self.replica, self.is_engine_rank, self.request = config, replica, is_engine_rank, request
+        self.minutes = config.launch.rollout_wait_minutes
         self.meetings = 0
         self._known = list[str]()
         self._store: Any = None
@@ -46,6 +43,7 @@ class EngineWaits:
 
     def meet(self, what: str) -> None:
         """Wait until the engines of all replicas have ended their work; TimeoutError if one does not in time."""
+        phases.enter(what, waits=True)
         if self._store is None:
             return
         self.meetings += 1
@@ -53,14 +51,14 @@ class EngineWaits:
             # A growing number, because this rank may have ended the next meeting before a late rank looks.
             self._store.set(str(self.replica), str(self.meetings))
         begun = time.monotonic()
-        while (waited := time.monotonic() - begun) < self.seconds + _GRACE_SECONDS:
+        while (waited := time.monotonic() - begun) < 60 * self.minutes + _GRACE_SECONDS:
             missing = self._missing()
             if not missing:
                 return
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
         raise TimeoutError(
-            f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
-            f"data-parallel replicas {', '.join(missing)}, and could not be interrupted"
+            f"{what} did not end in {self.minutes} minutes (--rollout-wait-minutes) on the data-parallel replicas "
+            f"{', '.join(missing)}, and could not be interrupted"
         )
 
     def _missing(self) -> list[str]:
@@ -71,17 +69,6 @@ class EngineWaits:
         told = dict(zip(self._known, self._store.multi_get(self._known), strict=True)) if self._known else {}
         return [replica for replica in replicas if int(told.get(replica, 0)) < self.meetings]
 
-
-class EngineWork:
-    """Runs work on the rank with the replica's engine, while all other ranks wait in ``waits``.
-
-    A ``request`` to stop the run interrupts the work.
-    """
-
-    def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool, request: StopRequest) -> None:
-        self.config, self.replica, self.is_engine_rank, self.request = config, replica, is_engine_rank, request
-        self.waits = EngineWaits(config, replica, is_engine_rank)
-
     def run(self, work: Callable[[], T], what: str) -> T | None:
         """Return the result of ``work`` on the engine's rank, None on others.
 
@@ -90,11 +77,10 @@ class EngineWork:
         """
         result, error = None, None
         if self.is_engine_rank:
-            minutes = self.config.launch.rollout_wait_minutes
-            late = f"it did not end in {minutes:g} minutes (--rollout-wait-minutes)"
+            late = f"it did not end in {self.minutes:g} minutes (--rollout-wait-minutes)"
             phases.enter(what, engine=self._engine())
             try:
-                with self.request.interrupts(60 * minutes, late):
+                with self.request.interrupts(60 * self.minutes, late):
                     result = work()
             except Interrupted:
                 pass  # agree() below reads the request
@@ -103,8 +89,7 @@ class EngineWork:
             # Engines, tasks and rewards may raise anything, or call sys.exit(); the other ranks must know.
             except (Exception, SystemExit) as problem:
                 error = f"{what} failed: {type(problem).__name__}: {problem}"
-        phases.enter(what, waits=True)
-        self.waits.meet(what)
+        self.meet(what)
         if agree(self.config, error, stop=self.request.signal is not None):
             raise Stopped
         return result

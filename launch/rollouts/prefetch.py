@@ -27,12 +27,9 @@ T = TypeVar("T")
 class PrefetchedRollouts(Generic[T]):
     """Ordered batches that nobody took yet, by the optimizer step that they start at. Makes no collective.
 
-    All ranks keep the same orders; only a rank with an engine takes batches.
-
-    Args:
-        obtain: returns the batch of a step; called for one batch at a time, in the order of the orders.
-        in_background: call ``obtain`` on a thread as soon as a batch is ordered. Otherwise :meth:`take` calls it: with
-            an engine in this process, a thread would only take turns with the trainer.
+    All ranks keep the same orders; only a rank with an engine takes batches. ``obtain`` returns the batch of a step; it
+    is called for one batch at a time. With ``in_background`` a thread calls it as soon as a batch is ordered. Otherwise
+    :meth:`take` calls it: with an engine in this process, a thread would only take turns with the trainer.
     """
 
     def __init__(self, obtain: Callable[[int], T], *, in_background: bool) -> None:
@@ -46,9 +43,6 @@ class PrefetchedRollouts(Generic[T]):
 
     def __contains__(self, step: int) -> bool:
         return step in self._ordered
-
-    def __len__(self) -> int:
-        return len(self._ordered)
 
     def order(self, steps: Sequence[int]) -> None:
         """Order the batches of these steps; the engine's weights must stay until all of them are taken."""

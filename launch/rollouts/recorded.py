@@ -55,11 +55,6 @@ def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
     return whole
 
 
-def incomplete_steps(folder: str | Path) -> list[int]:
-    """Steps whose batch lacks a replica's file, because the run failed or was killed there."""
-    return sorted(_found(folder).keys() - find_rollouts(folder).keys())
-
-
 def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
     """Record files by step and replica, in the order of steps."""
     if not Path(folder).is_dir():
@@ -78,14 +73,13 @@ class RecordedRollouts:
     """Reads the rollout batches of a folder; the numbers of sequences and prompts are over all replicas."""
 
     def __init__(self, folder: str | Path, length: int, sequences: int, prompts: int) -> None:
-        self.files = list(find_rollouts(folder).values())
-        missing = incomplete_steps(folder)
+        whole = find_rollouts(folder)
+        self.files = list(whole.values())
+        # The run that wrote them failed or was killed at these steps.
+        missing = ", ".join(str(step) for step in _found(folder) if step not in whole)
         if missing:
-            _log.warning(
-                "--load-rollouts %s: skipped steps %s, because files of some replicas are missing",
-                folder,
-                ", ".join(map(str, missing)),
-            )
+            words = "--load-rollouts %s: skipped steps %s, because files of some replicas are missing"
+            _log.warning(words, folder, missing)
         self.length, self.sequences, self.prompts = length, sequences, prompts
 
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:

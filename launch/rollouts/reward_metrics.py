@@ -18,28 +18,17 @@ _BYTES = 8192
 
 
 def gather_reward_metrics(
-    sampled: SampledBatch | None, broadcast: ReplicaBroadcast, groups: ParallelGroups, *, may_replace: bool
+    sampled: SampledBatch | None, broadcast: ReplicaBroadcast, groups: ParallelGroups
 ) -> dict[str, float]:
-    """Mean of each component over the responses that have it, and counts of errors and bad responses; equal everywhere.
+    """Means of components over the responses that have them, and counts of errors and bad responses; equal everywhere.
 
-    ``sampled`` is None except on the first rank of each replica. With ``may_replace`` the prompts that dynamic sampling
-    replaced are counted too.
+    ``sampled`` is None except on the first rank of each replica.
 
     Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
     """
     row = torch.zeros(_BYTES, dtype=torch.uint8)
-    if sampled is not None and sampled.rewards is not None:
-        counts = {
-            "reward/errors": sampled.rewards.errors,
-            "rollout/bad_samples": sampled.bad,
-            "rollout/dropped_samples": sampled.dropped,
-        }
-        if may_replace:
-            counts |= {"rollout/replaced_prompts": sampled.replaced, "rollout/flat_prompts": sampled.flat}
-        sums = sampled.rewards.sums()
-        if sampled.baselines is not None:
-            sums["greedy"] = (float(sampled.baselines.double().sum()), len(sampled.baselines))
-        message = json.dumps({"counts": counts, "sums": sums}).encode()
+    if sampled is not None:
+        message = json.dumps({"counts": sampled.counts, "sums": sampled.sums}).encode()
         row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     row = broadcast.tensor(row)
     table = torch.zeros(group_size(groups.dp), _BYTES, dtype=torch.uint8, device=row.device)
@@ -49,11 +38,10 @@ def gather_reward_metrics(
 
 
 def _merged(replicas: Sequence[dict[str, Any]]) -> dict[str, float]:
-    sums: dict[str, tuple[float, int]] = {}
-    for replica in replicas:
-        for name, (total, count) in replica["sums"].items():
-            before = sums.get(name, (0.0, 0))
-            sums[name] = (before[0] + total, before[1] + count)
-    means = {f"reward/{name}": total / count for name, (total, count) in sorted(sums.items())}
-    names = replicas[0]["counts"]
-    return means | {name: float(sum(replica["counts"][name] for replica in replicas)) for name in names}
+    names = sorted({name for replica in replicas for name in replica["sums"]})
+    means = {}
+    for name in names:
+        totals, counts = zip(*(replica["sums"][name] for replica in replicas if name in replica["sums"]), strict=True)
+        means[f"reward/{name}"] = sum(totals) / sum(counts)
+    counted = replicas[0]["counts"]
+    return means | {name: float(sum(replica["counts"][name] for replica in replicas)) for name in counted}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed
 from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards, penalised
-from megatron_rc.launch.rollouts.answered import Answered
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.run_config import RunConfig
@@ -28,16 +27,31 @@ _REPLACED_FROM, _APART = 1 << 33, 1 << 32
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A replica's share of a rollout batch, with counts for the metrics."""
+    """A replica's share of a rollout batch, with numbers for the metrics."""
 
     batch: RolloutBatch  # the records
-    rewards: Rewards | None  # rewards with their components; None if the batch was read from records
-    bad: int = 0  # bad answers that the engine gave
-    dropped: int = 0  # responses left out because they were bad
-    replaced: int = 0  # number of times a prompt was replaced because its responses had equal rewards
-    flat: int = 0  # prompts of the batch whose responses have equal rewards
+    counts: Mapping[str, int] = field(default_factory=dict)  # metrics that add up over the replicas
+    # Sum of each component of the rewards, and the number of responses that have it.
+    sums: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     # [responses], reward of the greedy response to each response's prompt; None unless the estimator needs it.
     baselines: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A problem with its responses and their rewards; a dropped response has no token, reward 0 and no outcome."""
+
+    problem: Problem
+    prompt: list[int]  # token ids
+    samples: list[Sample]
+    values: list[float]
+    outcomes: list[Outcome | None]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the rewards are all equal, or there are none: such responses give no advantage."""
+        pairs = zip(self.values, self.outcomes, strict=True)
+        return len({value for value, outcome in pairs if outcome is not None}) <= 1
 
 
 class RolloutSampler:
@@ -50,71 +64,82 @@ class RolloutSampler:
 
     def sample(self, step: int) -> SampledBatch:
         """This replica's share of the rollout batch that starts at optimizer step ``step``, with rewards."""
-        config, replica = self.config, self.replica
+        config, replica, bad = self.config, self.replica, self.good_samples.bad
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
         first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
         seed = config.training.seed + 1_000_003 * step + replica
         answered = self._answered(self.task.problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
         replaced = self._replace_flat(answered, first, seed, step)
-        batch = self._batch(answered.encoded, answered.samples, answered.values, replica * prompts)
         greedy = self._greedy(answered, seed, step) if config.advantages.advantage_estimator == "remax" else None
-        return SampledBatch(
-            batch,
-            answered.rewards,
-            bad=answered.bad,
-            dropped=answered.dropped,
-            replaced=replaced,
-            flat=len(answered.flat()),
-            baselines=greedy,
-        )
+        samples = [sample for one in answered for sample in one.samples]
+        scored = [pair for one in answered for pair in zip(one.values, one.outcomes, strict=True)]
+        values = [value for value, _ in scored]
+        batch = self._batch([one.prompt for one in answered for _ in one.samples], samples, values, replica * prompts)
+        rewards = Rewards(values, [outcome for _, outcome in scored if outcome is not None])
+        counts = {
+            "reward/errors": rewards.errors,
+            "rollout/bad_samples": self.good_samples.bad - bad,
+            "rollout/dropped_samples": len(scored) - len(rewards.outcomes),
+        }
+        if config.rollouts.dynamic_sampling:
+            flat = sum(one.is_flat for one in answered)
+            counts |= {"rollout/replaced_prompts": replaced, "rollout/flat_prompts": flat}
+        sums = rewards.sums()
+        if greedy is not None:
+            sums["greedy"] = (float(greedy.double().sum()), len(greedy))
+        return SampledBatch(batch, counts, sums, greedy)
 
-    def _replace_flat(self, answered: Answered, first: int, seed: int, step: int) -> int:
+    def _replace_flat(self, answered: list[Answered], first: int, seed: int, step: int) -> int:
         """Replace prompts whose responses have equal rewards; return the number of replacements.
 
         A replacement depends only on the step, the place and the try. Its number lies far above the numbers of
         ordinary prompts.
         """
-        replaced, tries = 0, self.config.rollouts.dynamic_sampling
-        for number in range(tries):
-            flat = answered.flat()
+        replaced = 0
+        for number in range(self.config.rollouts.dynamic_sampling):
+            flat = [place for place, one in enumerate(answered) if one.is_flat]
             if not flat:
                 break
             begin = _REPLACED_FROM + number * _APART + first
             problems = [self.task.problems(begin + place, 1)[0] for place in flat]
             seed_of_try = derive_seed(seed, _REPLACED_FROM + number)
-            answered.replace(flat, self._answered(problems, answered.size, seed_of_try, step))
+            others = self._answered(problems, self.config.rollouts.grpo_group_size, seed_of_try, step)
+            for place, other in zip(flat, others, strict=True):
+                answered[place] = other
             replaced += len(flat)
         return replaced
 
-    def _greedy(self, answered: Answered, seed: int, step: int) -> Tensor:
+    def _greedy(self, answered: list[Answered], seed: int, step: int) -> Tensor:
         """[responses], reward of the greedy response to each response's prompt; 0 if that response was dropped."""
-        best = self._answered(answered.problems, 1, seed, step, SamplingParams(top_k=1))
-        answered.bad += best.bad
-        return torch.tensor(best.values, dtype=torch.float32).repeat_interleave(answered.size)
+        best = self._answered([one.problem for one in answered], 1, seed, step, SamplingParams(top_k=1))
+        rewards = torch.tensor([one.values[0] for one in best], dtype=torch.float32)
+        return rewards.repeat_interleave(self.config.rollouts.grpo_group_size)
 
     def _answered(
-        self, problems: list[Problem], size: int, seed: int, step: int, sampling: SamplingParams | None = None
-    ) -> Answered:
+        self, problems: Sequence[Problem], size: int, seed: int, step: int, sampling: SamplingParams | None = None
+    ) -> list[Answered]:
         """Sample and reward ``size`` responses to each problem; ``sampling`` None: as rollouts are sampled."""
-        repeated = [problem for problem in problems for _ in range(size)]
         longest = self.config.rollouts.max_response_length
-        encoded, samples = self._answers(repeated, sampling or self.sampling, longest, seed)
+        encoded, samples = self._answers(problems, size, sampling or self.sampling, longest, seed)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
-        whole = [samples[index] for index in kept]
-        texts = [self.task.text.decode(sample.token_ids) for sample in whole]
-        rewards = self.rewarder.score([repeated[index] for index in kept], texts, step=step)
-        rewards = penalised(rewards, [len(sample.token_ids) for sample in whole], self.config)
+        texts = [self.task.text.decode(samples[index].token_ids) for index in kept]
+        rewards = self.rewarder.score([problems[index // size] for index in kept], texts, step=step)
+        rewards = penalised(rewards, [len(samples[index].token_ids) for index in kept], self.config)
         values = [0.0] * len(samples)
         outcomes: list[Outcome | None] = [None] * len(samples)
         for index, value, outcome in zip(kept, rewards.values, rewards.outcomes, strict=True):
             values[index], outcomes[index] = value, outcome
-        return Answered(list(problems), encoded, samples, values, outcomes, self.good_samples.bad)
+        owns = [slice(start, start + size) for start in range(0, len(samples), size)]
+        return [
+            Answered(problem, encoded[own.start], samples[own], values[own], outcomes[own])
+            for problem, own in zip(problems, owns, strict=True)
+        ]
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Sample responses to the replica's first prompts, the same at each call, without rewards."""
         problems = self.task.problems(self.replica * rows, rows)
         seed = self.config.training.seed + self.replica
-        encoded, samples = self._answers(problems, self.sampling, longest, seed)
+        encoded, samples = self._answers(problems, 1, self.sampling, longest, seed)
         batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
         usable = batch.response_mask
         if self.config.correction.bad_log_probs != "error":
@@ -136,7 +161,7 @@ class RolloutSampler:
         tries, longest = self.config.evaluation.eval_samples, self.config.rollouts.max_response_length
         repeated = [problem for problem in problems for _ in range(tries)]
         seed = self.config.training.seed + 1_000_003 * part + self.replica
-        _, samples = self._answers(repeated, sampling_of(self.config), longest, seed)
+        _, samples = self._answers(problems, tries, sampling_of(self.config), longest, seed)
         texts = [self.task.text.decode(sample.token_ids) for sample in samples]
         rewards = self.rewarder.score(repeated, texts, step=self.engine.version, held_out=True)
         for index, problem in enumerate(problems):
@@ -148,10 +173,10 @@ class RolloutSampler:
         self.rewarder.close()
 
     def _answers(
-        self, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
+        self, problems: Sequence[Problem], size: int, sampling: SamplingParams, longest: int, seed: int
     ) -> tuple[list[list[int]], list[Sample]]:
-        """Token ids of the prompt, and one response, for each problem."""
-        encoded = [self.task.text.encode(problem) for problem in problems]
+        """``size`` responses to each problem, and the token ids of the prompt of each response."""
+        encoded = [ids for problem in problems for ids in [self.task.text.encode(problem)] * size]
         room = self.config.training.seq_length - self.config.rollouts.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")

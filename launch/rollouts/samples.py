@@ -27,15 +27,12 @@ _TRIES_FROM = 1 << 32
 
 
 class GoodSamples:
-    """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective.
-
-    Attributes:
-        bad: bad responses of the last call, retries included.
-    """
+    """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective."""
 
     def __init__(self, config: RunConfig, engine: RolloutEngine, replica: int) -> None:
         self.config, self.engine, self.replica = config, engine, replica
-        self.policy, self.bad = config.guards.bad_samples, 0
+        self.policy = config.guards.bad_samples
+        self.bad = 0  # bad responses so far, retries included
         self.file = bad_folder(config) / SAMPLES_FILE
         engines = config.engine.rollout_url
         self.name = engines.split(",")[replica] if engines else f"--rollout-engine {config.engine.rollout_engine}"
@@ -48,7 +45,7 @@ class GoodSamples:
         Raises EngineError if a response is bad, with ``--bad-samples stop``.
         """
         samples = self.engine.sample(prompts, params, longest, seed)
-        self.bad, tries = 0, self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
+        tries = self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
         for number in range(tries + 1):
             found = {index: self.fault_of(one, longest, index) for index, one in enumerate(samples)}
             faults = {index: fault for index, fault in found.items() if fault is not None}
@@ -91,12 +88,13 @@ class GoodSamples:
             return
         lines = []
         for index, fault in faults.items():
-            one = samples[index]
-            what = {"weights": self.engine.version, "prompt": list(prompts[index]), "tokens": one.token_ids}
-            log_probs = [value if math.isfinite(value) else str(value) for value in one.log_probs]
-            where = {"replica": self.replica, "index": index, "try": number + 1, "error": fault}
-            stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            lines.append(json.dumps(stamp | where | what | {"log_probs": log_probs}) + "\n")
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                **{"replica": self.replica, "index": index, "try": number + 1, "error": fault},
+                **{"weights": self.engine.version, "prompt": list(prompts[index]), "tokens": samples[index].token_ids},
+                "log_probs": [value if math.isfinite(value) else str(value) for value in samples[index].log_probs],
+            }
+            lines.append(json.dumps(line) + "\n")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -19,43 +18,26 @@ class Rule(Protocol):
     def __call__(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> Any:
         """Return a number, or a dict of numbers whose entry ``reward`` is trained on.
 
-        Args:
-            prompt: the problem's prompt; for a conversation, its last message.
-            response: text without the end-of-text token.
-            label: the problem's label.
-            record: the problem's record.
+        ``prompt``, ``label`` and ``record`` are the problem's; ``response`` is text without the end-of-text token.
         """
-        ...
 
 
 class Task(Protocol):
-    """A source of problems with verifiable answers.
+    """A source of problems with verifiable answers."""
 
-    Attributes:
-        text: the tokenizer.
-        max_response_length: maximum tokens of a response, the end-of-text token included.
-    """
-
-    text: Text
-    max_response_length: int
+    text: Text  # the tokenizer
+    max_response_length: int  # maximum tokens of a response, the end-of-text token included
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Problems ``start`` to ``start + count - 1``, equal on every rank and in every run.
 
-        Args:
-            start: number of the first problem.
-            count: number of problems.
-            held_out: take problems that are kept for evaluation and never trained on.
-
-        Raises:
-            ConfigurationError: fewer problems are held out.
+        With ``held_out`` the problems are kept for evaluation and never trained on; ConfigurationError if there are
+        fewer.
         """
-        ...
 
     @property
     def reward(self) -> Rule | None:
         """Rule with scores from 0 to 1, and 1 for the right answer only; None: ``--reward`` must name one."""
-        ...
 
 
 def make_task(
@@ -74,15 +56,13 @@ def make_task(
     from megatron_rc.launch.tasks.python_task import PythonTask
     from megatron_rc.launch.tasks.reasoning_gym_task import ReasoningGym
 
-    tasks: dict[str, Callable[[str, int, Text | None], Task]] = {
-        "count_up": CountUp,
-        "reasoning_gym": partial(ReasoningGym, seq_length=seq_length, max_response_length=max_response_length),
-    }
     if is_python_spec(name):
         return PythonTask(name, seed, text, max_response_length)
     kind, _, variant = name.partition(":")
-    if kind not in tasks:
-        raise ConfigurationError(
-            f"--task {name} is unknown: use count_up, reasoning_gym:<data set> or python:pkg.module:Class"
-        )
-    return tasks[kind](variant, seed, text)
+    if kind == "count_up":
+        return CountUp(variant, seed, text)
+    if kind == "reasoning_gym":
+        return ReasoningGym(variant, seed, text, seq_length, max_response_length)
+    raise ConfigurationError(
+        f"--task {name} is unknown: use count_up, reasoning_gym:<data set> or python:pkg.module:Class"
+    )

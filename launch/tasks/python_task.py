@@ -23,7 +23,7 @@ class PythonTask:
         self._own = _make(spec, seed)
         if not callable(_attribute(self._own, "problems", self._user)):
             raise ConfigurationError(f"{self._user} has no method problems(start, count, held_out=False): add it")
-        self.text = text or self._characters()
+        self.text = text or CharacterText(self._characters())
         longest = max_response_length or _attribute(self._own, "max_response_length", self._user)
         if not isinstance(longest, int) or longest <= 0:
             raise ConfigurationError(
@@ -55,18 +55,14 @@ class PythonTask:
         """Reason why a problem cannot be a prompt; None: it can."""
         if not isinstance(problem.record, Mapping):
             return f"has a {type(problem.record).__name__} as its record: give a dict"
-        messages = problem.messages
-        if not isinstance(messages, (tuple, list)) or not all(isinstance(one, Mapping) for one in messages):
+        messages, examples = problem.messages, problem.examples
+        if not _is_list_of(Mapping, messages):
             return f"has messages {messages!r:.40}: give dicts with 'role' and 'content'"
-        examples = problem.examples
-        pairs = isinstance(examples, (tuple, list)) and all(
-            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in examples
-        )
-        if not pairs:
+        if not _is_list_of((tuple, list), examples) or any(len(pair) != 2 for pair in examples):
             return f"has examples {examples!r:.40}: give pairs of a prompt and its answer"
         texts = [problem.prompt, *(text for pair in examples for text in pair)]
-        if not all(isinstance(text, str) for text in texts):
-            other = next(text for text in texts if not isinstance(text, str))
+        other = next((text for text in texts if not isinstance(text, str)), "")
+        if not isinstance(other, str):
             return f"has a prompt or an example of type {type(other).__name__}: give a str"
         alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
         unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
@@ -74,13 +70,17 @@ class PythonTask:
             return f"has {unknown!r}, which is not a character of the tokenizer: add it, or give --tokenizer-model"
         return None if self.text.encode(problem) else "has an empty prompt: give it a text"
 
-    def _characters(self) -> Text:
+    def _characters(self) -> str:
         characters = _attribute(self._own, "characters", self._user)
         if not isinstance(characters, str) or not characters:
             raise ConfigurationError(
                 f"{self._user} has no attribute characters, a str for the tokenizer: add it, or give --tokenizer-model"
             )
-        return CharacterText(characters)
+        return characters
+
+
+def _is_list_of(kinds: Any, found: Any) -> bool:
+    return isinstance(found, (tuple, list)) and all(isinstance(one, kinds) for one in found)
 
 
 def own_reward(spec: str, seed: int) -> Any:

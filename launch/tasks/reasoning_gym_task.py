@@ -40,7 +40,7 @@ class ReasoningGym:
         self.dataset = reasoning_gym.create_dataset(variant, seed=seed, size=SIZE)
         self.text = text or CharacterText(string.printable)
         self.max_response_length = max_response_length or RESPONSE_LENGTH
-        self._longest_prompt = None if seq_length is None else seq_length - self.max_response_length
+        self._longest_prompt = math.inf if seq_length is None else seq_length - self.max_response_length
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Entries of the data set; each depends only on the seed and its number."""
@@ -60,8 +60,8 @@ class ReasoningGym:
             entry: Any = self.dataset[(number + attempt * _STRIDE) % SIZE]
             if (zlib.crc32(entry["question"].encode()) % _HELD_OUT == 0) == held_out:
                 problem = Problem(entry["question"] + "\n", entry["answer"], record=entry)
-                length = 0 if self._longest_prompt is None else len(self.text.encode(problem))
-                if length <= (self._longest_prompt or 0):
+                length = len(self.text.encode(problem)) if self._longest_prompt < math.inf else 0
+                if length <= self._longest_prompt:
                     return problem
                 shortest = min(shortest, length)
         if shortest == math.inf:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from megatron_rc.launch.weights.export import export_weights
-from megatron_rc.launch.weights.families import find_family
+from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import load_weights, open_weights
 from megatron_rc.launch.weights.units import units_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
@@ -66,8 +66,7 @@ def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: 
 def bridge_load(chunks: Sequence[torch.nn.Module], config: RunConfig, folder: str | Path) -> None:
     """Load weights as :func:`load_weights` does; checks all shapes before mbridge's first collective."""
     bridge = _make_bridge(config)
-    family = find_family(config)
-    shapes = checkpoint_tensors(empty_model(family.hugging_face_config(config))) if family else {}
+    shapes = checkpoint_tensors(empty_model(family_of(config).hugging_face_config(config)))
     with open_weights(folder) as files:
         for name in sorted(_names(config)):
             files.check(name, tuple(shapes[name].shape))
@@ -81,9 +80,8 @@ def _names(config: RunConfig) -> set[str]:
 def _make_bridge(config: RunConfig) -> Any:
     from mbridge import AutoBridge
 
-    family = find_family(config)
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    described = family.hugging_face_config(config) if family else None
+    described = family_of(config).hugging_face_config(config)
     bridge = AutoBridge.from_config(described, dtype=config.dtype, make_vocab_size_divisible_by=multiple)
     # mbridge sets these only for models that it builds itself.
     bridge.vocab_size, bridge.padded_vocab_size = config.model.vocab_size, config.model.padded_vocab_size

@@ -1,8 +1,4 @@
-"""Rows of a family's table, each relating entries of a ``config.json`` to flags of a run.
-
-A row reads an entry into flags, writes flags as arguments of a ``transformers`` config, and tells whether a run's
-settings fit the family.
-"""
+"""Rows of a family's table, each relating entries of a ``config.json`` to flags of a run."""
 
 from __future__ import annotations
 
@@ -15,143 +11,123 @@ from megatron_rc.launch.run_config import RunConfig, flag_options
 # Names without dashes, and values as typed; ``true`` and ``false`` for switches.
 Flags = dict[str, str]
 File = Mapping[str, Any]
+_REQUIRED = object()
 
 
 class UnknownFeatureError(Exception):
     """A setting in a ``config.json`` that GPTModel cannot reproduce."""
 
 
+@dataclass(frozen=True)
 class Row:
-    """Base of all rows; it reads and writes nothing, and every run fits it."""
+    """Functions of one row; by default it reads and writes nothing, and every run fits it."""
 
-    def read(self, file: File) -> Flags:
-        """Flags from a ``config.json``; KeyError for a missing entry, UnknownFeatureError for one GPTModel lacks."""
-        return {}
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """Arguments of the ``transformers`` config from a run's settings."""
-        return {}
-
-    def fits(self, config: RunConfig) -> bool:
-        """Whether this family allows the run's settings."""
-        return True
-
-
-_REQUIRED = object()
-
-
-@dataclass(frozen=True)
-class Entry(Row):
-    """An entry with the value of a flag."""
-
-    name: str  # name in ``config.json``
-    flag: str  # name of the flag without dashes
-    default: Any = _REQUIRED  # value if the file lacks the entry or has null; may be a function of the file
-    inverted: bool = False  # whether true in the file means false for the flag
-    other_name: str = ""  # name that some files use instead
-    other_flag: str = ""  # second flag with the same value
-
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`; no flag if the value is None."""
-        value = file.get(self.name)
-        if value is None:
-            value = file.get(self.other_name)
-        if value is None:
-            if self.default is _REQUIRED:
-                raise KeyError(self.name)
-            value = self.default(file) if callable(self.default) else self.default
-        if self.inverted and isinstance(value, bool):
-            value = not value
-        return {
-            flag: as_word(self.name, flag, value) for flag in (self.flag, self.other_flag) if flag and value is not None
-        }
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        value = config.value_of(self.flag)
-        return {self.name: not value if self.inverted else value}
-
-
-@dataclass(frozen=True)
-class Follows(Row):
-    """A flag computed from the file (None: it is not given), with a test of a run's settings."""
-
-    flag: str
-    value: Callable[[File], Any]
-    holds: Callable[[RunConfig], bool]
-
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        value = self.value(file)
-        return {} if value is None else {self.flag: as_word(self.flag, self.flag, value)}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        return self.holds(config)
-
-
-def always(flag: str, value: Any) -> Follows:
-    """Row of a flag with the same value in the whole family; None: the flag is not given."""
-    return Follows(flag, lambda file: value, lambda config: bool(config.value_of(flag) == value))
-
-
-def lacks(flag: str) -> Follows:
-    """Row of a flag that no model of the family uses: it must have its default, or not apply."""
-    default = flag_options()[flag][1].default
-    return Follows(flag, lambda file: default, lambda config: config.value_of(flag) in (None, default))
-
-
-@dataclass(frozen=True)
-class Choice(Row):
-    """An entry with a few values, each mapped to a value of the flag; of equal ones the first is written."""
-
-    name: str
-    flag: str
-    values: Mapping[str, Any]
-    default: str
-
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        found = file.get(self.name, self.default)
-        if not isinstance(found, str) or found not in self.values:
-            raise UnknownFeatureError(f"{self.name} is {found!r}, not {' or '.join(map(repr, self.values))}")
-        return {self.flag: as_word(self.name, self.flag, self.values[found])}
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        value = config.value_of(self.flag)
-        return {self.name: next(name for name, meant in self.values.items() if meant == value)}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        return config.value_of(self.flag) in self.values.values()
+    # Flags from a ``config.json``; KeyError for a missing entry, UnknownFeatureError for one that GPTModel lacks.
+    read: Callable[[File], Flags] = lambda file: {}
+    # Arguments of the ``transformers`` config from a run's settings.
+    write: Callable[[RunConfig], dict[str, Any]] = lambda config: {}
+    # Whether the family allows the run's settings.
+    fits: Callable[[RunConfig], bool] = lambda config: True
 
 
 @dataclass(frozen=True)
 class Only(Row):
-    """An entry with one allowed value, its default in ``transformers``; never written."""
+    """An entry with one allowed value, its default in ``transformers``; never written. Made by :func:`only`."""
 
-    name: str
-    value: Any
+    name: str = ""
+    value: Any = None
 
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        found = file.get(self.name)
-        if found is not None and found != self.value:
-            raise UnknownFeatureError(f"{self.name} is {found!r}, not {self.value!r}")
+
+def only(name: str, value: Any) -> Only:
+    """Row of an entry with one allowed value, which is its default in ``transformers``."""
+
+    def read(file: File) -> Flags:
+        found = file.get(name)
+        if found is not None and found != value:
+            raise UnknownFeatureError(f"{name} is {found!r}, not {value!r}")
         return {}
 
+    return Only(read, name=name, value=value)
 
-@dataclass(frozen=True)
-class Written(Row):
-    """An argument that is written but not read, because it does not change GPTModel's function."""
 
-    name: str
-    value: Any
+def entry(
+    name: str,
+    flag: str,
+    default: Any = _REQUIRED,
+    *,
+    inverted: bool = False,
+    other_name: str = "",
+    other_flag: str = "",
+) -> Row:
+    """Row of an entry with the value of a flag; the flag is not given if the value is None.
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        return {self.name: self.value}
+    Args:
+        name: name in ``config.json``.
+        flag: name of the flag without dashes.
+        default: value if the file lacks the entry or has null; may be a function of the file.
+        inverted: whether true in the file means false for the flag.
+        other_name: name that some files use instead.
+        other_flag: second flag with the same value.
+    """
+
+    def read(file: File) -> Flags:
+        value = file.get(name)
+        if value is None:
+            value = file.get(other_name)
+        if value is None:
+            if default is _REQUIRED:
+                raise KeyError(name)
+            value = default(file) if callable(default) else default
+        if inverted and isinstance(value, bool):
+            value = not value
+        return {one: as_word(name, one, value) for one in (flag, other_flag) if one and value is not None}
+
+    def write(config: RunConfig) -> dict[str, Any]:
+        value = config.value_of(flag)
+        return {name: not value if inverted else value}
+
+    return Row(read, write)
+
+
+def follows(flag: str, value: Callable[[File], Any], fits: Callable[[RunConfig], bool]) -> Row:
+    """Row of a flag computed from the file (None: it is not given), with a test of a run's settings."""
+
+    def read(file: File) -> Flags:
+        found = value(file)
+        return {} if found is None else {flag: as_word(flag, flag, found)}
+
+    return Row(read, fits=fits)
+
+
+def always(flag: str, value: Any) -> Row:
+    """Row of a flag with the same value in the whole family; None: the flag is not given."""
+    return follows(flag, lambda file: value, lambda config: bool(config.value_of(flag) == value))
+
+
+def lacks(flag: str) -> Row:
+    """Row of a flag that no model of the family uses: it must have its default, or not apply."""
+    default = flag_options()[flag][1].default
+    return follows(flag, lambda file: default, lambda config: config.value_of(flag) in (None, default))
+
+
+def choice(name: str, flag: str, values: Mapping[str, Any], default: str) -> Row:
+    """Row of an entry with a few values, each mapped to a value of the flag; of equal ones the first is written."""
+
+    def read(file: File) -> Flags:
+        found = file.get(name, default)
+        if not isinstance(found, str) or found not in values:
+            raise UnknownFeatureError(f"{name} is {found!r}, not {' or '.join(map(repr, values))}")
+        return {flag: as_word(name, flag, values[found])}
+
+    def write(config: RunConfig) -> dict[str, Any]:
+        return {name: next(word for word, meant in values.items() if meant == config.value_of(flag))}
+
+    return Row(read, write, lambda config: config.value_of(flag) in values.values())
+
+
+def written(name: str, value: Any) -> Row:
+    """Row of an argument that is written but not read, because it does not change GPTModel's function."""
+    return Row(write=lambda config: {name: value})
 
 
 def as_word(name: str, flag: str, value: Any) -> str:

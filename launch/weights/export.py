@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
-from megatron_rc.launch.weights.named_weights import named_weights
-from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
+from megatron_rc.launch.weights.units import Unit, check_complete, find_parameter, own_weights, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
 
@@ -35,10 +34,8 @@ def export_weights(
 
     Raises RuntimeError on every rank, before the first tensor, if no rule names a parameter of the model.
     """
-    check_expert_group(config, ep_group)
-    parameters = [named_weights(chunk) for chunk in chunks]
     units = units_of(config)
-    check_complete(parameters, [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))])
+    parameters = own_weights(chunks, [unit for unit in units if unit.is_here(groups.pp, ep_group)], config, ep_group)
     return _stream(parameters, units, config, groups, ep_group)
 
 

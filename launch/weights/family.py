@@ -10,11 +10,11 @@ from typing import Any
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
-from megatron_rc.launch.weights.conversions import Conversion
-from megatron_rc.launch.weights.entries import File, Flags, Only, Row
+from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, Conversion
+from megatron_rc.launch.weights.entries import File, Flags, Row, only
 
 # Quantized weights (FP8 with scales, GPTQ, …) would be misread.
-_OF_EVERY_FAMILY: tuple[Row, ...] = (Only("quantization_config", None),)
+_OF_EVERY_FAMILY: tuple[Row, ...] = (only("quantization_config", None),)
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,19 @@ class Rule:
 class ExpertNames:
     """Names in files of a layer's block of experts, and of an expert's projections."""
 
-    block: str
-    gate: str
-    up: str
-    down: str
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def gated_mlp(megatron: str, hugging_face: str, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
+    """Rules of a gated MLP: two Megatron parameters, three Hugging Face tensors."""
+    gate, up, down = (f"{hugging_face}{name}.weight" for name in (names.gate, names.up, names.down))
+    return (
+        Rule((f"{megatron}linear_fc1.weight",), (gate, up), GATE_AND_UP),
+        Rule((f"{megatron}linear_fc2.weight",), (down,), COLUMNS),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +53,6 @@ class Family:
 
     Hugging Face names are the names in files, which engines read; ``{layer}`` and ``{expert}`` in them are global
     numbers from 0. Modules of transformers may hold several of these tensors in one parameter.
-
-    Raises:
-        ValueError: only one of ``expert`` and ``expert_names`` is given.
     """
 
     name: str  # ``model_type`` in ``config.json``
@@ -58,16 +64,19 @@ class Family:
     untied_head: tuple[Rule, ...]  # rules of an output layer that does not share the embedding's weights
     dense_layer: tuple[Rule, ...] = ()  # further rules of a layer without experts
     expert_layer: tuple[Rule, ...] = ()  # further rules of a layer with experts, the experts excepted
-    expert: tuple[Rule, ...] = ()  # rules of every expert
-    expert_names: ExpertNames | None = None  # names of the experts in files; needed with ``expert``
+    expert_names: ExpertNames | None = None  # names of the experts in files; None: there are no experts
     in_bridge: bool = False  # whether ``--weights-bridge`` can convert this family
 
-    def __post_init__(self) -> None:
-        if bool(self.expert) != (self.expert_names is not None):
-            raise ValueError(f"family {self.name}: expert and expert_names go together, give both or neither")
+    @property
+    def expert(self) -> tuple[Rule, ...]:
+        """Rules of every expert."""
+        names = self.expert_names
+        if names is None:
+            return ()
+        return gated_mlp("", f"model.layers.{{layer}}.{names.block}.experts.{{expert}}.", names)
 
     def read(self, file: File) -> Flags:
-        """Flags of the model that a ``config.json`` describes; raises the errors of :meth:`Row.read`."""
+        """Flags of the model that a ``config.json`` describes; errors as in :meth:`Row.read`."""
         flags: Flags = {"hf-model-type": self.name}
         for row in (*_OF_EVERY_FAMILY, *self.fields):
             flags |= row.read(file)

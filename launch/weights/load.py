@@ -13,9 +13,8 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
-from megatron_rc.launch.weights.named_weights import named_weights
 from megatron_rc.launch.weights.safetensors_files import INDEX, SINGLE
-from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
+from megatron_rc.launch.weights.units import Unit, find_parameter, own_weights, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
 
@@ -77,11 +76,9 @@ def load_weights(
     Raises ValueError if a file or a tensor is missing or has another shape (other ranks may succeed, so agree before
     going on), and RuntimeError if no rule names a parameter of the model.
     """
-    parameters = [named_weights(chunk) for chunk in chunks]
-    check_expert_group(config, ep_group)
     units = units_of(config)
-    own = [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))]
-    check_complete(parameters, own)
+    own = [unit for unit in units if unit.is_here(groups.pp, ep_group)]
+    parameters = own_weights(chunks, own, config, ep_group)
     with open_weights(folder) as files:
         for unit in own:
             for rule in unit.rules:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
@@ -23,17 +22,16 @@ _YARN = {
 _YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
-@dataclass(frozen=True)
-class Rotary(Row):
-    """Row for ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``."""
+def rotary_row(default_theta: float = 10000.0, default_part: float | None = None) -> Row:
+    """Row of ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``.
 
-    default_theta: float = 10000.0  # base if the file has none
-    # Share of a head's width that is rotated, if the file has none; None: always the whole head.
-    default_part: float | None = None
+    Args:
+        default_theta: base if the file has none.
+        default_part: share of a head's width that is rotated, if the file has none; None: always the whole head.
+    """
 
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        parameters, kind, flags = _read(file, "llama3", self.default_theta, self.default_part)
+    def read(file: File) -> Flags:
+        parameters, kind, flags = _read(file, "llama3", default_theta, default_part)
         if kind == "llama3":
             flags["use-rope-scaling"] = "true"
             for name, value in _LLAMA3.items():
@@ -44,55 +42,54 @@ class Rotary(Row):
             flags["rope-scaling-factor"] = as_word("factor", "rope-scaling-factor", parameters.get("factor"))
         return flags
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
+    def write(config: RunConfig) -> dict[str, Any]:
         model = config.model
         parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
         if model.rope_scaling:
             parameters |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
-        if self.default_part is not None:
+        if default_part is not None:
             parameters[_PART] = model.rotary_percent
         return {"rope_parameters": parameters}
 
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
+    def fits(config: RunConfig) -> bool:
         model = config.model
-        return model.position_embedding_type == "rope" and (model.rotary_percent == 1 or self.default_part is not None)
+        return model.position_embedding_type == "rope" and (model.rotary_percent == 1 or default_part is not None)
+
+    return Row(read, write, fits)
 
 
-@dataclass(frozen=True)
-class LatentRotary(Row):
-    """Row for the rotary embeddings of DeepSeek's latent attention: plain or with YaRN."""
+def _read_latent(file: File) -> Flags:
+    parameters, kind, flags = _read(file, "yarn")
+    if kind == "default":
+        return flags | {"rope-type": "rope"}
+    if parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
+        raise UnknownFeatureError("yarn's rotary embeddings have an attention_factor, or no truncate")
+    values = _YARN_DEFAULTS | {"original_max_position_embeddings": file.get("max_position_embeddings")}
+    values |= {name: parameters[name] for name in _YARN if parameters.get(name) is not None}
+    if values["mscale_all_dim"] and not parameters.get("mscale"):
+        raise UnknownFeatureError("yarn's rotary embeddings have mscale_all_dim without mscale")
+    if not values["mscale_all_dim"]:
+        values["mscale"] = 1.0  # transformers ignores mscale here
+    words = {flag: as_word(name, flag, values.get(name)) for name, flag in _YARN.items()}
+    return flags | words | {"rope-type": "yarn"}
 
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        parameters, kind, flags = _read(file, "yarn")
-        if kind == "default":
-            return flags | {"rope-type": "rope"}
-        if parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
-            raise UnknownFeatureError("yarn's rotary embeddings have an attention_factor, or no truncate")
-        values = _YARN_DEFAULTS | {"original_max_position_embeddings": file.get("max_position_embeddings")}
-        values |= {name: parameters[name] for name in _YARN if parameters.get(name) is not None}
-        if values["mscale_all_dim"] and not parameters.get("mscale"):
-            raise UnknownFeatureError("yarn's rotary embeddings have mscale_all_dim without mscale")
-        if not values["mscale_all_dim"]:
-            values["mscale"] = 1.0  # transformers ignores mscale here
-        words = {flag: as_word(name, flag, values.get(name)) for name, flag in _YARN.items()}
-        return flags | words | {"rope-type": "yarn"}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.model.rotary_base)}
-        if config.value_of("rope-type") == "yarn":
-            parameters |= {"rope_type": "yarn"} | {name: config.value_of(flag) for name, flag in _YARN.items()}
-        return {"rope_parameters": parameters}
+def _write_latent(config: RunConfig) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.model.rotary_base)}
+    if config.value_of("rope-type") == "yarn":
+        parameters |= {"rope_type": "yarn"} | {name: config.value_of(flag) for name, flag in _YARN.items()}
+    return {"rope_parameters": parameters}
 
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        latent = config.latent
-        if latent is None or config.model.position_embedding_type != "rope":
-            return False
-        return latent.mscale == 1 or (latent.mscale > 0 and latent.mscale_all_dim > 0)
+
+def _fits_latent(config: RunConfig) -> bool:
+    latent = config.latent
+    if latent is None or config.model.position_embedding_type != "rope":
+        return False
+    return latent.mscale == 1 or (latent.mscale > 0 and latent.mscale_all_dim > 0)
+
+
+# Rotary embeddings of DeepSeek's latent attention: plain or with YaRN.
+LATENT_ROTARY = Row(_read_latent, _write_latent, _fits_latent)
 
 
 def _read(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.families import find_family
+from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.family import Family, Rule, experts_of
-from megatron_rc.parallel.groups import Group, group_size
+from megatron_rc.launch.weights.named_weights import named_weights
+from megatron_rc.parallel.groups import Group, group_rank, group_size
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,14 @@ class Unit:
         """Hugging Face names of a rule."""
         return [name.format(layer=self.layer, expert=self.expert) for name in rule.hugging_face]
 
-    def is_on(self, pp_rank: int, ep_rank: int) -> bool:
-        """Whether a rank holds the unit's parameters."""
-        return self.stage == pp_rank and self.expert_rank in (None, ep_rank)
+    def is_here(self, pp_group: Group | None, ep_group: Group | None) -> bool:
+        """Whether this rank holds the unit's parameters."""
+        return self.stage == group_rank(pp_group) and self.expert_rank in (None, group_rank(ep_group))
 
 
 def units_of(config: RunConfig) -> list[Unit]:
     """Units of the whole model, in the order of the layers."""
-    family = find_family(config)
-    if family is None:
-        raise RuntimeError(
-            "no Hugging Face architecture has these settings: check them with check_architecture() first"
-        )
+    family = family_of(config)
     stages = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     units = [Unit(0, 0, "", 0, family.embedding)]
@@ -70,13 +68,22 @@ def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Uni
         yield Unit(layer.stage, layer.chunk, prefix, layer.layer, family.expert, expert, owner)
 
 
-def check_expert_group(config: RunConfig, ep_group: Group | None) -> None:
-    """Raise ValueError unless the group has ``--expert-model-parallel-size`` ranks."""
-    if group_size(ep_group) != config.parallel.expert_model_parallel_size:
+def own_weights(
+    chunks: Sequence[torch.nn.Module], units: Sequence[Unit], config: RunConfig, ep_group: Group | None
+) -> list[dict[str, Tensor]]:
+    """Weights of this rank's model chunks by name; ``units`` are the units that lie on this rank.
+
+    Raises ValueError unless ``ep_group`` has ``--expert-model-parallel-size`` ranks, and RuntimeError if no rule names
+    a parameter.
+    """
+    size = config.parallel.expert_model_parallel_size
+    if group_size(ep_group) != size:
         raise ValueError(
-            f"ep_group has {group_size(ep_group)} ranks, expected the {config.parallel.expert_model_parallel_size} of "
-            "--expert-model-parallel-size"
+            f"ep_group has {group_size(ep_group)} ranks, expected the {size} of --expert-model-parallel-size"
         )
+    parameters = [named_weights(chunk) for chunk in chunks]
+    check_complete(parameters, units)
+    return parameters
 
 
 def check_complete(parameters: Sequence[Mapping[str, Tensor]], units: Sequence[Unit]) -> None:

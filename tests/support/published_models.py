@@ -50,6 +50,7 @@ MODELS = {
     "qwen2": transformers.Qwen2Config(**GATED, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**GATED, head_dim=16, tie_word_embeddings=False),
     "gpt2": transformers.GPT2Config(**SMALL_GPT2),
+    "gpt2-untied": transformers.GPT2Config(**SMALL_GPT2, tie_word_embeddings=False),
     "gpt2-gelu": transformers.GPT2Config(**SMALL_GPT2, activation_function="gelu"),
     "qwen3_moe": transformers.Qwen3MoeConfig(
         **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True

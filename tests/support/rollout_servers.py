@@ -195,10 +195,16 @@ def make_engine(kind, server, folder, start_timeout=30.0, **more):
     return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=start_timeout, **more)
 
 
+def given(kind, server, folder, version=0, **options):
+    """An engine that has its weights."""
+    engine = make_engine(kind, server, folder, **options)
+    engine.load_weights(weights().items(), version)
+    return engine
+
+
 @pytest.fixture(params=GENERATE, ids=["vllm", "sglang"])
 def engine(request, server, tmp_path):
-    made = make_engine(request.param, server, tmp_path)
-    made.load_weights(weights().items(), 3)
+    made = given(request.param, server, tmp_path, 3)
     server.seen.clear()
     return made
 

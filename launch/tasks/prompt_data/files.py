@@ -32,8 +32,8 @@ def open_rows(name: str, path: str, visit: Visit) -> JsonLines | SavedDataset:
     # Path.exists() raises OSError for a name that is too long; open() below reports it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ConfigurationError(f"{name} {path} is no regular file, and every rank must read it: write it to one")
-    rows: JsonLines | SavedDataset
-    rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
+    kind = SavedDataset if os.path.isdir(path) else JsonLines
+    rows: JsonLines | SavedDataset = kind(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
     return rows

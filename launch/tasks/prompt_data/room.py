@@ -14,13 +14,10 @@ _MOST_CHARACTERS = 128
 
 
 class Room:
-    """Finds prompts that are too long; tokenizes only those whose characters do not decide it.
+    """Finds prompts that are too long; tokenizes only prompts whose number of characters does not decide it.
 
-    Args:
-        text: the tokenizer.
-        seq_length: maximum tokens of a prompt and a response together.
-        response: maximum tokens of a response.
-        drops: leave out prompts that are too long; otherwise they are an error.
+    ``seq_length`` bounds a prompt and its response together, ``response`` the response alone. With ``drops`` prompts
+    that are too long are left out; otherwise they are an error.
     """
 
     def __init__(self, text: Text, seq_length: int, response: int, drops: bool) -> None:

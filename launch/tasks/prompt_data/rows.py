@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,9 +22,7 @@ def parse_line(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("is empty: every line is one JSON object")
     try:
-        row = json.loads(
-            text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer, object_pairs_hook=_object
-        )
+        row = json.loads(text, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at column {error.colno}): every line is one JSON object") from error
     except RecursionError as error:
@@ -70,10 +67,9 @@ class RowFormat:
         """Messages of the conversation; empty if the prompt is plain text."""
         if isinstance(prompt, str):
             return ({"role": "user", "content": prompt},) if self.chat else ()
-        if not isinstance(prompt, list):
-            raise ValueError(f"has {_kind(prompt)} under {self.input_key!r}, not a string or a list of messages")
-        if not prompt:
-            raise ValueError(f"has no message under {self.input_key!r}")
+        if not isinstance(prompt, list) or not prompt:
+            found = "no message" if prompt == [] else _kind(prompt)
+            raise ValueError(f"has {found} under {self.input_key!r}, not a string or a list of messages")
         for number, message in enumerate(prompt):
             place = f"{self.input_key}[{number}]"
             if not isinstance(message, dict):
@@ -116,13 +112,6 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"holds {constant}, which is no JSON value")
-
-
-def _finite(word: str) -> float:
-    value = float(word)
-    if not math.isfinite(value):
-        raise ValueError(f"holds {word}, which is too large a number")
-    return value
 
 
 def _integer(word: str) -> int:

@@ -21,13 +21,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 class PromptData:
-    """Task whose problems come from files; its reward is ``--reward``.
-
-    Attributes:
-        digest: hash of all rows.
-        order_digest: hash of the order of training prompts.
-        dropped: training prompts left out because they are too long.
-    """
+    """Task whose problems come from files; its reward is ``--reward``."""
 
     reward = None
 
@@ -53,17 +47,13 @@ class PromptData:
         if any(weight is not None for _, weight in kept):
             raise ConfigurationError(f"{EVAL_DATA} {' '.join(held_out)} takes no weights: give paths only")
         self._held_out = [PromptFile(EVAL_DATA, path, row_format, room, "") for path, _ in kept]
-        self.dropped = sum(file.dropped for file in self._train)
+        self.dropped = sum(file.dropped for file in self._train)  # training prompts that are too long
+        self.num_held_out = sum(map(len, self._held_out))
         self._warn_of_same_rows()
-        files = [*self._train, *self._held_out]
-        self.digest = _number_of(file.rows.digest for file in files)
+        # Hashes of all rows, and of the order of training prompts.
+        self.digest = _number_of(file.rows.digest for file in [*self._train, *self._held_out])
         shares = [str(weight / sum(self._weights)).encode() for weight in self._weights]
         self.order_digest = _number_of([str(seed).encode(), *shares, *(file.digest for file in self._train)])
-
-    @property
-    def num_held_out(self) -> int:
-        """Number of problems for evaluations."""
-        return sum(map(len, self._held_out))
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """See :class:`Task`. Held-out problems come in the order of their files."""
@@ -78,10 +68,7 @@ class PromptData:
         return [file.problem(index) for file, index in every[start : start + count]]
 
     def metrics(self, drawn: int) -> dict[str, float]:
-        """Epochs after ``drawn`` prompts, and the number of prompts that were left out.
-
-        With several files, the file with the most epochs counts.
-        """
+        """Epochs of the most used file after ``drawn`` prompts, and the number of prompts that were left out."""
         epochs = [
             drawn * float(weight / sum(self._weights)) / len(file)
             for weight, file in zip(self._weights, self._train, strict=True)
@@ -108,14 +95,7 @@ def _number_of(parts: Iterable[bytes]) -> int:
 
 
 class PromptFile:
-    """Prompts of one file that leave room for a response.
-
-    Attributes:
-        path: path of the file.
-        rows: all rows of the file.
-        dropped: number of prompts that are too long.
-        digest: hash of all rows and of the numbers of the fitting ones.
-    """
+    """Prompts of one file that leave room for a response; ``digest`` is a hash of its rows and of the choice."""
 
     def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
         self.path, self._row_format, self._kept, shortest = path, row_format, array("Q"), 0

@@ -12,6 +12,14 @@ from megatron_rc.launch.weights.family import Family
 FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT2)}
 
 
+def family_of(config: RunConfig) -> Family:
+    """Family of a run's model; RuntimeError if there is none, which the checks of the flags refuse."""
+    family = find_family(config)
+    if family is None:
+        raise RuntimeError("no Hugging Face architecture has these settings: call check_architecture() first")
+    return family
+
+
 def find_family(config: RunConfig) -> Family | None:
     """Family of a run's model, or None: the first that fits, or only ``--hf-model-type`` if that is given."""
     named = config.model.hf_model_type

@@ -9,36 +9,26 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
-from megatron_rc.launch.weights.entries import Entry, File, Flags, Only, Row, UnknownFeatureError, always
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only
 from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD
-from megatron_rc.launch.weights.families.sigmoid_experts import (
-    EXPERT,
-    EXPERT_LAYER,
-    EXPERT_NAMES,
-    DenseFirst,
-    sigmoid_experts,
+from megatron_rc.launch.weights.families.sigmoid_experts import EXPERT_LAYER, dense_first, sigmoid_experts
+from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
+from megatron_rc.launch.weights.rotary import LATENT_ROTARY
+
+
+def _check_heads(file: File) -> Flags:
+    heads, groups = file["num_attention_heads"], file.get("num_key_value_heads")
+    if groups not in (None, heads):
+        raise UnknownFeatureError(f"num_key_value_heads is {groups!r}, not the {heads} of num_attention_heads")
+    return {}
+
+
+# Each attention head has key and value heads of its own.
+_HEADS = Row(
+    _check_heads,
+    lambda config: {"num_key_value_heads": config.transformer.num_attention_heads},
+    lambda config: config.transformer.num_query_groups == config.transformer.num_attention_heads,
 )
-from megatron_rc.launch.weights.family import Family, Rule
-from megatron_rc.launch.weights.rotary import LatentRotary
-
-
-class _HeadsOfTheirOwn(Row):
-    """Row for the number of key and value heads, which equals the number of attention heads."""
-
-    def read(self, file: File) -> Flags:
-        """See ``Row``."""
-        heads, groups = file["num_attention_heads"], file.get("num_key_value_heads")
-        if groups not in (None, heads):
-            raise UnknownFeatureError(f"num_key_value_heads is {groups!r}, not the {heads} of num_attention_heads")
-        return {}
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
-        return {"num_key_value_heads": config.transformer.num_attention_heads}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
-        return config.transformer.num_query_groups == config.transformer.num_attention_heads
 
 
 _LAYER, _ATTENTION = "model.layers.{layer}.", "model.layers.{layer}.self_attn."
@@ -83,20 +73,20 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
         fields=(
             *GATED,
             always("multi-latent-attention", True),
-            Only("attention_bias", False),
-            Only("rope_interleave", True),
-            Only("moe_layer_freq", 1),
-            _HeadsOfTheirOwn(),
-            Entry(
+            only("attention_bias", False),
+            only("rope_interleave", True),
+            only("moe_layer_freq", 1),
+            _HEADS,
+            entry(
                 "q_lora_rank",
                 "q-lora-rank",
                 default=lambda file: None if "q_lora_rank" in file else default_q_lora_rank,
             ),
-            Entry("kv_lora_rank", "kv-lora-rank"),
-            Entry("qk_nope_head_dim", "qk-head-dim"),
-            Entry("qk_rope_head_dim", "qk-pos-emb-head-dim"),
-            Entry("v_head_dim", "v-head-dim"),
-            LatentRotary(),
+            entry("kv_lora_rank", "kv-lora-rank"),
+            entry("qk_nope_head_dim", "qk-head-dim"),
+            entry("qk_rope_head_dim", "qk-pos-emb-head-dim"),
+            entry("v_head_dim", "v-head-dim"),
+            LATENT_ROTARY,
             *experts,
             always("add-qkv-bias", False),
             always("qk-layernorm", True),
@@ -106,8 +96,7 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
         layer=_LATENT_ATTENTION,
         dense_layer=GATED_MLP,
         expert_layer=EXPERT_LAYER,
-        expert=EXPERT,
-        expert_names=EXPERT_NAMES,
+        expert_names=ExpertNames(),
         head=HEAD,
         untied_head=UNTIED_HEAD,
     )
@@ -116,6 +105,6 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
 DEEPSEEK_V3 = latent_family(
     "deepseek_v3",
     "DeepseekV3Config",
-    sigmoid_experts(dense_first=DenseFirst(3), scaling=2.5, groups=8, chosen=4),
+    sigmoid_experts(dense_layers=dense_first(3), scaling=2.5, groups=8, chosen=4),
     default_q_lora_rank=1536,
 )

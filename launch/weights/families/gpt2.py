@@ -11,38 +11,38 @@ from megatron_rc.launch.weights.conversions import (
     Conversion,
     transposed,
 )
-from megatron_rc.launch.weights.entries import Choice, Entry, Follows, Only, Row, Written, always, lacks
+from megatron_rc.launch.weights.entries import Row, always, choice, entry, follows, lacks, only, written
 from megatron_rc.launch.weights.family import Family, Rule
 
 _FIELDS: tuple[Row, ...] = (
-    Choice(
+    choice(
         "activation_function",
         "openai-gelu",
         {"gelu_new": True, "gelu": False, "gelu_pytorch_tanh": True},
         default="gelu_new",
     ),
-    Only("scale_attn_weights", True),
-    Only("scale_attn_by_inverse_layer_idx", False),
-    Entry("n_layer", "num-layers"),
-    Entry("n_embd", "hidden-size"),
-    Entry("n_inner", "ffn-hidden-size", default=lambda file: 4 * file["n_embd"]),
-    Entry("n_head", "num-attention-heads"),
-    Follows(
+    only("scale_attn_weights", True),
+    only("scale_attn_by_inverse_layer_idx", False),
+    entry("n_layer", "num-layers"),
+    entry("n_embd", "hidden-size"),
+    entry("n_inner", "ffn-hidden-size", default=lambda file: 4 * file["n_embd"]),
+    entry("n_head", "num-attention-heads"),
+    follows(
         "group-query-attention",
         lambda file: False,
         lambda config: config.transformer.num_query_groups == config.transformer.num_attention_heads,
     ),
-    Follows(
+    follows(
         "kv-channels",
         lambda file: file["n_embd"] // file["n_head"],
         lambda config: (
             config.transformer.kv_channels * config.transformer.num_attention_heads == config.transformer.hidden_size
         ),
     ),
-    Entry("n_positions", "max-position-embeddings"),
-    Entry("layer_norm_epsilon", "norm-epsilon"),
-    Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=True, inverted=True),
-    Entry("vocab_size", "vocab-size"),
+    entry("n_positions", "max-position-embeddings"),
+    entry("layer_norm_epsilon", "norm-epsilon"),
+    entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=True, inverted=True),
+    entry("vocab_size", "vocab-size"),
     always("position-embedding-type", "learned_absolute"),
     always("normalization", "LayerNorm"),
     always("swiglu", False),
@@ -53,7 +53,7 @@ _FIELDS: tuple[Row, ...] = (
     always("num-experts", None),
     lacks("multi-latent-attention"),
     # Published configs have dropout, which a policy must not have.
-    *(Written(name, 0.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    *(written(name, 0.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
 )
 
 

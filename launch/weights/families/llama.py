@@ -4,43 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, QUERY_KEY_VALUE, VOCABULARY, WHOLE
+from megatron_rc.launch.weights.conversions import COLUMNS, QUERY_KEY_VALUE, VOCABULARY, WHOLE
 from megatron_rc.launch.weights.entries import (
-    Entry,
     File,
     Flags,
-    Follows,
-    Only,
     Row,
     UnknownFeatureError,
     always,
+    entry,
+    follows,
     lacks,
+    only,
 )
-from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
-from megatron_rc.launch.weights.rotary import Rotary
+from megatron_rc.launch.weights.family import ExpertNames, Family, Rule, gated_mlp
+from megatron_rc.launch.weights.rotary import rotary_row
 
 
-class _FullAttention(Only):
-    """Row for the layers' kinds of attention, which must all be full attention."""
-
-    def read(self, file: File) -> Flags:
-        """See ``Row``."""
-        others = [kind for kind in file.get(self.name) or [] if kind != self.value]
-        if others:
-            raise UnknownFeatureError(f"{self.name} has {others[0]!r}, not {self.value!r} alone")
-        return {}
+def _full_attention(file: File) -> Flags:
+    """Check the layers' kinds of attention, which must all be full attention."""
+    others = [kind for kind in file.get("layer_types") or [] if kind != "full_attention"]
+    if others:
+        raise UnknownFeatureError(f"layer_types has {others[0]!r}, not 'full_attention' alone")
+    return {}
 
 
 # Rows of decoders with a gated MLP and any attention.
 GATED: tuple[Row, ...] = (
-    Only("hidden_act", "silu"),
-    Entry("num_hidden_layers", "num-layers"),
-    Entry("hidden_size", "hidden-size"),
-    Entry("num_attention_heads", "num-attention-heads"),
-    Entry("max_position_embeddings", "max-position-embeddings"),
-    Entry("rms_norm_eps", "norm-epsilon"),
-    Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=False, inverted=True),
-    Entry("vocab_size", "vocab-size"),
+    only("hidden_act", "silu"),
+    entry("num_hidden_layers", "num-layers"),
+    entry("hidden_size", "hidden-size"),
+    entry("num_attention_heads", "num-attention-heads"),
+    entry("max_position_embeddings", "max-position-embeddings"),
+    entry("rms_norm_eps", "norm-epsilon"),
+    entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=False, inverted=True),
+    entry("vocab_size", "vocab-size"),
     always("normalization", "RMSNorm"),
     always("swiglu", True),
     always("openai-gelu", False),
@@ -48,10 +45,10 @@ GATED: tuple[Row, ...] = (
 )
 _LLAMAS: tuple[Row, ...] = (
     *GATED,
-    Only("mlp_bias", False),
-    Only("use_sliding_window", False),
-    _FullAttention("layer_types", "full_attention"),
-    Follows("group-query-attention", lambda file: True, lambda config: True),
+    only("mlp_bias", False),
+    only("use_sliding_window", False),
+    Row(_full_attention),
+    follows("group-query-attention", lambda file: True, lambda config: True),
     lacks("multi-latent-attention"),
 )
 # Rows of Qwen3-MoE and Mixtral: experts in all layers, a softmax router, no groups and no shared experts.
@@ -63,12 +60,12 @@ _PLAIN_EXPERTS: tuple[Row, ...] = (
     lacks("moe-router-group-topk"),
     lacks("moe-router-enable-expert-bias"),
 )
-_DENSE: tuple[Row, ...] = (always("num-experts", None), Entry("intermediate_size", "ffn-hidden-size"))
+_DENSE: tuple[Row, ...] = (always("num-experts", None), entry("intermediate_size", "ffn-hidden-size"))
 ANY_LENGTH: tuple[Row, ...] = (always("sliding-window", None),)
-_NULL_IS_ANY_LENGTH = Entry("sliding_window", "sliding-window", default=None)
+_NULL_IS_ANY_LENGTH = entry("sliding_window", "sliding-window", default=None)
 # Mistral's first models have a window of 4096 tokens, even if the file lacks the entry; later models have null.
-_MISTRALS = Entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
-_CHOSEN = Entry("num_experts_per_tok", "moe-router-topk")
+_MISTRALS = entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
+_CHOSEN = entry("num_experts_per_tok", "moe-router-topk")
 
 
 def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
@@ -82,13 +79,13 @@ def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
         return head_dim if head_dim and "head_dim" not in file else derived
 
     return (
-        Entry("num_key_value_heads", "num-query-groups", default=num_groups),
-        Entry("head_dim", "kv-channels", default=size),
+        entry("num_key_value_heads", "num-query-groups", default=num_groups),
+        entry("head_dim", "kv-channels", default=size),
     )
 
 
-_WHOLE_HEADS = Rotary()
-_NO_BIAS: tuple[Row, ...] = (always("add-qkv-bias", False), Only("attention_bias", False))
+_WHOLE_HEADS = rotary_row()
+_NO_BIAS: tuple[Row, ...] = (always("add-qkv-bias", False), only("attention_bias", False))
 _NO_NORMS: tuple[Row, ...] = (always("qk-layernorm", False),)
 # Qwen2 always has this bias; it ignores attention_bias.
 _WITH_BIAS: tuple[Row, ...] = (always("add-qkv-bias", True), *_NO_NORMS)
@@ -115,16 +112,7 @@ _GATED_ATTENTION = (
 )
 
 
-def gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Rules of a gated MLP: two Megatron parameters, three Hugging Face tensors."""
-    return (
-        Rule((f"{megatron}linear_fc1.weight",), (f"{hugging_face}{gate}", f"{hugging_face}{up}"), GATE_AND_UP),
-        Rule((f"{megatron}linear_fc2.weight",), (f"{hugging_face}{down}",), COLUMNS),
-    )
-
-
-GATED_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.", *GATED_NAMES)
+GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.")
 EMBEDDING = (Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),)
 HEAD = (Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),)
 UNTIED_HEAD = (Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),)
@@ -201,20 +189,19 @@ _QWEN3_MOE = gated_family(
         *ANY_LENGTH,
         *_PLAIN_EXPERTS,
         # Every layer must have experts.
-        Only("decoder_sparse_step", 1),
-        Only("mlp_only_layers", []),
-        Entry("intermediate_size", "ffn-hidden-size"),
-        Entry("moe_intermediate_size", "moe-ffn-hidden-size"),
-        Entry("num_experts", "num-experts", other_name="num_local_experts"),
+        only("decoder_sparse_step", 1),
+        only("mlp_only_layers", []),
+        entry("intermediate_size", "ffn-hidden-size"),
+        entry("moe_intermediate_size", "moe-ffn-hidden-size"),
+        entry("num_experts", "num-experts", other_name="num_local_experts"),
         _CHOSEN,
         # norm_topk_prob equals a softmax over the chosen experts alone.
-        Entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
+        entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
     ),
     default_groups=4,
     attention=_WITH_NORMS,
     expert_layer=router("mlp"),
-    expert=gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *GATED_NAMES),
-    expert_names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    expert_names=ExpertNames(),
 )
 _MIXTRAL = gated_family(
     "mixtral",
@@ -222,18 +209,15 @@ _MIXTRAL = gated_family(
     (
         _NULL_IS_ANY_LENGTH,
         *_PLAIN_EXPERTS,
-        Only("router_jitter_noise", 0.0),
-        Entry("intermediate_size", "moe-ffn-hidden-size", other_flag="ffn-hidden-size"),
-        Entry("num_local_experts", "num-experts", other_name="num_experts"),
+        only("router_jitter_noise", 0.0),
+        entry("intermediate_size", "moe-ffn-hidden-size", other_flag="ffn-hidden-size"),
+        entry("num_local_experts", "num-experts", other_name="num_experts"),
         _CHOSEN,
         always("moe-router-pre-softmax", False),
     ),
-    rotary=Rotary(1000000.0),
+    rotary=rotary_row(1000000.0),
     default_groups=8,
     expert_layer=router("block_sparse_moe"),
-    expert=gated_mlp(
-        "", "model.layers.{layer}.block_sparse_moe.experts.{expert}.", "w1.weight", "w3.weight", "w2.weight"
-    ),
     expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
 )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import WHOLE
-from megatron_rc.launch.weights.entries import Entry, File, Flags, Only, Row, UnknownFeatureError, Written, always
-from megatron_rc.launch.weights.families.llama import GATED_NAMES, gated_mlp, router
-from megatron_rc.launch.weights.family import ExpertNames, Rule, experts_of
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only, written
+from megatron_rc.launch.weights.families.llama import router
+from megatron_rc.launch.weights.family import Rule, experts_of, gated_mlp
 
 # Experts whose scores rank a group: 2 in transformers, in Megatron the chosen experts divided by the chosen groups.
 _SUMMED = 2
@@ -23,140 +22,121 @@ def _whole(file: File, name: str, default: int) -> int:
     return found
 
 
-@dataclass(frozen=True)
-class DenseFirst(Row):
-    """Row for the number of dense layers before the layers with experts."""
-
-    default: int  # number if the file lacks the entry
-
-    def read(self, file: File) -> Flags:
-        """See ``Row``."""
-        first, layers = self.number(file), file["num_hidden_layers"]
-        if not 0 <= first < layers:
-            raise UnknownFeatureError(f"first_k_dense_replace is {first!r}, not in [0, {layers - 1}]")
-        return {"moe-layer-freq": f"[0]*{first}+[1]*{layers - first}" if first else "1"}
-
-    def number(self, file: File) -> int:
-        """Number of dense layers in the file."""
-        return _whole(file, "first_k_dense_replace", self.default)
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
-        return {"first_k_dense_replace": config.layers_with_experts.index(True)}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
-        layers = config.layers_with_experts
-        return any(layers) and layers == sorted(layers)
+def _layer_freq(first: int, file: File) -> Flags:
+    """Flag of a model whose first layers are dense, and all others have experts."""
+    layers = file["num_hidden_layers"]
+    if not 0 <= first < layers:
+        raise UnknownFeatureError(f"first_k_dense_replace is {first!r}, not in [0, {layers - 1}]")
+    return {"moe-layer-freq": f"[0]*{first}+[1]*{layers - first}" if first else "1"}
 
 
-class DenseFirstByLayer(DenseFirst):
+def _dense_come_first(config: RunConfig) -> bool:
+    layers = config.layers_with_experts
+    return any(layers) and layers == sorted(layers)
+
+
+def dense_first(default: int) -> Row:
+    """Row of the number of dense layers before the layers with experts; ``default`` if a file lacks it."""
+    return Row(
+        lambda file: _layer_freq(_whole(file, "first_k_dense_replace", default), file),
+        lambda config: {"first_k_dense_replace": config.layers_with_experts.index(True)},
+        _dense_come_first,
+    )
+
+
+def dense_first_by_layer(default: int) -> Row:
     """Row for files that list the kind of each layer; the number is written too, for other programs."""
 
-    def number(self, file: File) -> int:
-        """Number of dense layers in the file."""
-        kinds, number = file.get("mlp_layer_types"), _whole(file, "first_k_dense_replace", self.default)
+    def read(file: File) -> Flags:
+        kinds, number = file.get("mlp_layer_types"), _whole(file, "first_k_dense_replace", default)
         # Without a list transformers uses its own default.
-        first = self.default if kinds is None else list(kinds).count("dense")
+        first = default if kinds is None else list(kinds).count("dense")
         layers = file["num_hidden_layers"]
         if kinds is not None and list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
             raise UnknownFeatureError(
                 f"mlp_layer_types is {kinds!r}, not 'dense' and then 'sparse' for {layers} layers"
             )
         if "first_k_dense_replace" in file and number != first:
-            raise UnknownFeatureError(f"first_k_dense_replace is {number!r} where mlp_layer_types has {first} of them")
-        return first
+            raise UnknownFeatureError(f"first_k_dense_replace is {number!r}, but mlp_layer_types has {first} of them")
+        return _layer_freq(first, file)
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
+    def write(config: RunConfig) -> dict[str, Any]:
         kinds = ["sparse" if has_experts else "dense" for has_experts in config.layers_with_experts]
-        return {"mlp_layer_types": kinds, **super().write(config)}
+        return {"mlp_layer_types": kinds, "first_k_dense_replace": kinds.count("dense")}
+
+    return Row(read, write, _dense_come_first)
 
 
-class _Shared(Row):
-    """Row for shared experts, which Megatron computes as one expert of their summed width."""
-
-    def read(self, file: File) -> Flags:
-        """See ``Row``."""
-        number = _whole(file, "n_shared_experts", 1)
-        if number < 1:
-            raise UnknownFeatureError(f"n_shared_experts is {number!r}, not a number of experts")
-        return {"moe-shared-expert-intermediate-size": str(number * file["moe_intermediate_size"])}
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
-        experts = experts_of(config)
-        return {"n_shared_experts": (experts.moe_shared_expert_intermediate_size or 0) // experts.moe_ffn_hidden_size}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
-        experts = config.experts
-        shared = experts.moe_shared_expert_intermediate_size if experts else None
-        return bool(experts and shared and shared % experts.moe_ffn_hidden_size == 0)
+def _read_shared(file: File) -> Flags:
+    number = _whole(file, "n_shared_experts", 1)
+    if number < 1:
+        raise UnknownFeatureError(f"n_shared_experts is {number!r}, not a number of experts")
+    return {"moe-shared-expert-intermediate-size": str(number * file["moe_intermediate_size"])}
 
 
-class _Scaling(Entry):
-    """Row for the factor on the weights of a token's experts; 1 if the run sets none."""
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
-        return {self.name: config.value_of(self.flag) or 1.0}
+def _write_shared(config: RunConfig) -> dict[str, Any]:
+    experts = experts_of(config)
+    return {"n_shared_experts": (experts.moe_shared_expert_intermediate_size or 0) // experts.moe_ffn_hidden_size}
 
 
-@dataclass(frozen=True)
-class _Groups(Row):
-    """Row for group-limited routing; no flag if the experts may come from all groups."""
+def _fits_shared(config: RunConfig) -> bool:
+    experts = config.experts
+    shared = experts.moe_shared_expert_intermediate_size if experts else None
+    return bool(experts and shared and shared % experts.moe_ffn_hidden_size == 0)
 
-    groups: int
-    chosen: int
 
-    def read(self, file: File) -> Flags:
-        """See ``Row``."""
-        groups, chosen = _whole(file, "n_group", self.groups), _whole(file, "topk_group", self.chosen)
+def _groups(default_groups: int, default_chosen: int) -> Row:
+    """Row of group-limited routing; no flag if the experts may come from all groups."""
+
+    def read(file: File) -> Flags:
+        groups, chosen = _whole(file, "n_group", default_groups), _whole(file, "topk_group", default_chosen)
         if chosen >= groups:
             return {}
         if file["num_experts_per_tok"] != _SUMMED * chosen:
             raise UnknownFeatureError(
-                f"topk_group is {chosen} where num_experts_per_tok is {file['num_experts_per_tok']}, not half of it"
+                f"topk_group is {chosen}, not half of num_experts_per_tok {file['num_experts_per_tok']}"
             )
         return {"moe-router-num-groups": str(groups), "moe-router-group-topk": str(chosen)}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
+    def write(config: RunConfig) -> dict[str, Any]:
         experts = experts_of(config)
         return {"n_group": experts.moe_router_num_groups or 1, "topk_group": experts.moe_router_group_topk or 1}
 
-    def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
+    def fits(config: RunConfig) -> bool:
         experts = config.experts
         chosen = experts.moe_router_group_topk if experts else None
-        return bool(experts) and (chosen is None or experts_of(config).moe_router_topk == _SUMMED * chosen)
+        return experts is not None and (chosen is None or experts.moe_router_topk == _SUMMED * chosen)
+
+    return Row(read, write, fits)
 
 
-def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: int) -> tuple[Row, ...]:
+def sigmoid_experts(*, dense_layers: Row, scaling: float, groups: int, chosen: int) -> tuple[Row, ...]:
     """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry."""
+    factor, factor_flag = "routed_scaling_factor", "moe-router-topk-scaling-factor"
     return (
-        Only("norm_topk_prob", True),
-        Only("scoring_func", "sigmoid"),
-        Only("topk_method", "noaux_tc"),
-        Entry("intermediate_size", "ffn-hidden-size"),
-        Entry("moe_intermediate_size", "moe-ffn-hidden-size"),
-        Entry("n_routed_experts", "num-experts", other_name="num_local_experts"),
-        Entry("num_experts_per_tok", "moe-router-topk"),
-        _Scaling("routed_scaling_factor", "moe-router-topk-scaling-factor", default=scaling),
-        dense_first,
-        _Shared(),
-        _Groups(groups, chosen),
+        only("norm_topk_prob", True),
+        only("scoring_func", "sigmoid"),
+        only("topk_method", "noaux_tc"),
+        entry("intermediate_size", "ffn-hidden-size"),
+        entry("moe_intermediate_size", "moe-ffn-hidden-size"),
+        entry("n_routed_experts", "num-experts", other_name="num_local_experts"),
+        entry("num_experts_per_tok", "moe-router-topk"),
+        Row(
+            entry(factor, factor_flag, default=scaling).read,
+            lambda config: {factor: config.value_of(factor_flag) or 1.0},  # 1 if the run sets none
+        ),
+        dense_layers,
+        # Megatron computes the shared experts as one expert of their summed width.
+        Row(_read_shared, _write_shared, _fits_shared),
+        _groups(groups, chosen),
         always("moe-router-score-function", "sigmoid"),
         always("moe-router-enable-expert-bias", True),
         always("moe-router-pre-softmax", False),
         # Layers for multi-token prediction are not trained here.
-        Written("num_nextn_predict_layers", 0),
+        written("num_nextn_predict_layers", 0),
     )
 
 
 _MLP = "model.layers.{layer}.mlp."
 _BIAS = Rule(("mlp.router.expert_bias",), (f"{_MLP}gate.e_score_correction_bias",), WHOLE, is_float32=True)
-EXPERT_LAYER = (*router("mlp"), _BIAS, *gated_mlp("mlp.shared_experts.", f"{_MLP}shared_experts.", *GATED_NAMES))
-EXPERT = gated_mlp("", f"{_MLP}experts.{{expert}}.", *GATED_NAMES)
-EXPERT_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_LAYER = (*router("mlp"), _BIAS, *gated_mlp("mlp.shared_experts.", f"{_MLP}shared_experts."))

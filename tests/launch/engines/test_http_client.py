@@ -1,5 +1,6 @@
 """Requests to rollout servers: what is retried, how long and how much is waited for, and the key."""
 
+import functools
 import json
 import logging
 import socket
@@ -26,18 +27,13 @@ from tests.support.rollout_servers import (
     sample,
     weights,
 )
+from tests.support.rollout_servers import given as loaded_engine
 
 
 @pytest.fixture
 def loaded(server, tmp_path):
     """Makes an engine that has its weights."""
-
-    def make(**options):
-        engine = make_engine(VllmServerEngine, server, tmp_path, **options)
-        engine.load_weights(weights().items(), 0)
-        return engine
-
-    return make
+    return functools.partial(loaded_engine, VllmServerEngine, server, tmp_path)
 
 
 def test_requests_under_way_are_bounded_and_their_connections_kept(server, loaded):
@@ -164,18 +160,12 @@ def test_an_answer_has_a_limit_of_size(server, loaded):
     assert sample(engine), "a large answer that may be one is read"
 
 
-def nowhere():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
 @pytest.mark.parametrize("kind", GENERATE)
 def test_a_server_that_is_not_there(kind, tmp_path):
-    engine = make_engine(kind, nowhere(), tmp_path, start_timeout=0.3)
-    with pytest.raises(
-        EngineError, match=r"there is no rollout server at http.*ConnectionRefused.*: start it, or name its"
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
+    engine = make_engine(kind, nowhere, tmp_path, start_timeout=0.3)
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:.*ConnectionRefused"):
         engine.load_weights(weights().items(), 0)
     assert (tmp_path / "weights" / "config.json").is_file(), "a server can be started on the directory"
     with pytest.raises(EngineError, match="holds no weights of this trainer: call load_weights first"):
@@ -190,13 +180,10 @@ def test_a_server_that_falls_silent_is_told_with_what_it_answered_before(server)
 
 def test_a_server_that_dies_is_retried_then_named(tmp_path):
     with running() as server:
-        engine = make_engine(VllmServerEngine, server, tmp_path)
-        engine.load_weights(weights().items(), 0)
+        engine = loaded_engine(VllmServerEngine, server, tmp_path)
         engine.client.timeout = 0.3
     begun = time.monotonic()
-    with pytest.raises(
-        EngineError, match=r"failed \d+ times, at last with ConnectionRefusedError.*: check that the ser"
-    ):
+    with pytest.raises(EngineError, match=r"failed \d+ times, .*ConnectionRefusedError"):
         sample(engine)
     assert 0.3 < time.monotonic() - begun < 8
 
@@ -228,6 +215,6 @@ def test_the_key_is_sent_and_never_shown(server, caplog):
         assert "secret" not in "".join(traceback.format_exception(caught.value))
     assert "secret" not in caplog.text
     for key in ("secret\n", "se cret", "sécret", "\x00secret"):
-        message = "variable ROLLOUT_API_KEY has characters other than printable ASCII without spaces"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="ROLLOUT_API_KEY") as caught:
             check_key(key)
+        assert "secret" not in str(caught.value)

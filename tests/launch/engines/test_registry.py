@@ -63,10 +63,20 @@ def test_the_servers_key_is_in_no_file_and_no_error(tmp_path, monkeypatch):
     assert "secret" not in str(caught.value)
 
 
-def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch):
-    """Whatever engine that start asks for; those of vLLM in a live run, here this one, stay."""
+@pytest.fixture
+def vllm(monkeypatch):
+    """Makes the package vllm present, or absent with None."""
     right = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "vllm" else right(name, *a))
+
+    def make(found):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: found if name == "vllm" else right(name, *a))
+
+    return make
+
+
+def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch, vllm):
+    """Whatever engine that start asks for; those of vLLM in a live run, here this one, stay."""
+    vllm(object())
     monkeypatch.setattr(registry, "_memory", lambda: str(tmp_path / "memory"))
     (tmp_path / "memory" / "rollout-weights-killed" / "replica-0").mkdir(parents=True)
     engine = make_engine(parse(tmp_path, "--rollout-engine=vllm"), 1, 0, 0)
@@ -77,27 +87,19 @@ def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeyp
     assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
 
 
-def test_vllm_is_named_where_it_is_missing(tmp_path, monkeypatch):
-    right = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else right(name, *a))
+def test_vllm_is_named_where_it_is_missing(tmp_path, vllm):
+    vllm(None)
     with pytest.raises(ConfigurationError, match=r"--rollout-engine vllm needs vllm, .*pip install .*\[vllm\]'"):
         parse(tmp_path, "--rollout-engine=vllm")
 
 
 @pytest.mark.parametrize(
     ("dtype", "computed", "read"),
-    [
-        ("fp32", "float32", None),
-        ("bf16", "bfloat16", None),
-        ("fp8-e4m3", "float32", "fp8-e4m3"),
-        ("int8", "float32", "int8"),
-    ],
+    [("fp32", "float32", None), ("bf16", "bfloat16", None), *((d, "float32", d) for d in ("fp8-e4m3", "int8"))],
 )
-def test_vllm_reads_what_it_could_not_round_itself(tmp_path, monkeypatch, dtype, computed, read):
-    right = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "vllm" else right(name, *a))
-    config = parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}")
-    engine = make_engine(config, 1, 0, 0)
+def test_vllm_reads_what_it_could_not_round_itself(tmp_path, vllm, dtype, computed, read):
+    vllm(object())
+    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}"), 1, 0, 0)
     assert engine._options["dtype"] == computed
     assert (engine.directory._rounded.dtype if engine.directory._rounded else None) == read
 

@@ -31,36 +31,24 @@ def test_an_error_has_its_reward_and_its_line(tmp_path, caplog):
     words = "--reward exact compares texts and numbers, the label is of type dict"
     assert first["error"] == f"raised TypeError: {words}"
     assert first["traceback"] == f"TypeError: {words}"
-    assert [first[name] for name in ("rule", "step", "held_out", "replica", "sample")] == [
-        "--reward exact",
-        4,
-        False,
-        3,
-        1,
-    ]
-    assert [first[name] for name in ("prompt", "response", "record")] == ["1 + 2 = ", "3", {"level": 3}]
+    known = {"rule": "--reward exact", "step": 4, "held_out": False, "replica": 3, "sample": 1}
+    known |= {"prompt": "1 + 2 = ", "response": "3", "record": {"level": 3}}
+    assert first.items() >= known.items()
     assert first["label"] == "{('a', 1): <class 'float'>}", "words where it is no JSON"
     assert (second["step"], second["held_out"]) == (6, True)
-    (said,) = caplog.records
-    assert said.getMessage().startswith(
-        f"--reward exact raised TypeError: {words}, on response '3': it gets -0.5, as all"
-    )
+    (said,) = caplog.messages
+    assert said.startswith(f"--reward exact raised TypeError: {words}, on response '3': it gets -0.5")
 
 
 def test_the_first_error_ends_it_where_that_is_asked_for(tmp_path):
     rewarder = make(tmp_path, "--reward=exact", "--reward-errors=stop")
     assert rewarder.score([GOOD], ["2"], step=0).values == [1.0]
-    with pytest.raises(
-        RewardError, match=r"\n--reward exact raised TypeError: .*, on response 'x{80}': the sample is in "
-    ):
+    with pytest.raises(RewardError, match=r"\n--reward exact raised TypeError: .* 'x{80}': .*--reward-errors"):
         rewarder.score([BAD, BAD], ["x" * 3000, "3"], step=0)
     assert len(lines(tmp_path)) == 2, "all of the batch are kept"
     (tmp_path / "run" / "reward-errors.jsonl").unlink()
     (tmp_path / "run" / "reward-errors.jsonl").symlink_to("/dev/full")
-    words = (
-        r"reward-errors\.jsonl cannot be written \(No space left on device\): make room, or choose another --runs-dir$"
-    )
-    with pytest.raises(RewardError, match=words):
+    with pytest.raises(RewardError, match=r"reward-errors\.jsonl .*No space left on device.*--runs-dir$"):
         make(tmp_path, "--reward=exact").score([BAD], ["3"], step=0)
 
 

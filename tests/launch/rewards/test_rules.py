@@ -30,10 +30,7 @@ def test_exact_compares_all_but_white_space_around(label, response, reward):
 
 @pytest.mark.parametrize("label", [None, ["42"], {"answer": 42}, True])
 def test_exact_refuses_labels_that_no_text_can_be(label):
-    outcome = score("exact", label, "42")
-    assert outcome.failure.startswith(
-        "raised TypeError: --reward exact compares texts and numbers, the label is of type"
-    )
+    assert score("exact", label, "42").failure.startswith("raised TypeError: --reward exact ")
 
 
 @pytest.mark.parametrize(
@@ -59,9 +56,7 @@ def test_math_verify_compares_expressions(label, response, reward):
 
 def test_math_verify_wants_an_expression_for_a_label(caplog):
     pytest.importorskip("math_verify")
-    assert score("math-verify", "", "42").failure == (
-        "raised ValueError: math-verify finds no expression in the label ''"
-    )
+    assert score("math-verify", "", "42").failure.startswith("raised ValueError: math-verify ")
     assert not caplog.records, "that its own time limit is off goes without saying"
 
 

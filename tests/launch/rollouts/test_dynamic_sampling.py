@@ -7,7 +7,6 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rewards.rewarder import Rewards
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
@@ -57,14 +56,14 @@ def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
     made, default = sampler(tmp_path, f"--dynamic-sampling={tries}"), sampler(tmp_path)
     sampled = default.sample(0)
     plain = sampled.batch
-    assert (len(default.engine.asked), sampled.replaced, sampled.baselines) == (1, 0, None)
-    assert sampled.flat == sum(len(values) == 1 for values in groups_of(plain)) > 0
+    assert (len(default.engine.asked), len(sampled.counts), sampled.baselines) == (1, 3, None)
+    assert any(len(values) == 1 for values in groups_of(plain))
     sampled = made.sample(0)
     batch, asked = sampled.batch, made.engine.asked
     assert 1 < len(asked) <= 1 + tries
-    assert sampled.replaced == sum(len(prompts) for prompts, *_ in asked[1:]) // GROUP
+    assert sampled.counts["rollout/replaced_prompts"] == sum(len(prompts) for prompts, *_ in asked[1:]) // GROUP
     left = [values for values in groups_of(batch) if len(values) == 1]
-    assert sampled.flat == len(left)
+    assert sampled.counts["rollout/flat_prompts"] == len(left)
     assert tries < 30 or not left
     # What had a spread is as it was, and so are ids and the shape.
     for index, values in enumerate(groups_of(plain)):
@@ -72,8 +71,6 @@ def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
         if len(values) > 1:
             assert torch.equal(batch.tokens[of_prompt], plain.tokens[of_prompt])
     assert torch.equal(batch.sample_ids, plain.sample_ids)
-    assert len(sampled.rewards.values) == len(batch.rewards)
-    assert sampled.rewards.values == pytest.approx(batch.rewards.tolist())
     # The same again, on whichever day: it follows from the step.
     again = sampler(tmp_path, f"--dynamic-sampling={tries}").sample(0).batch
     assert torch.equal(again.tokens, batch.tokens)
@@ -117,8 +114,8 @@ def counted_replaced():
     batch = recorded_batch(0)
     broadcast = ReplicaBroadcast(groups, torch.device("cpu"), batch.sampling, may_name_experts=False)
     is_first = group_rank(groups.pp) == 0
-    sampled = SampledBatch(batch, Rewards([], []), replaced=3 + group_rank(groups.dp), flat=2)
-    return gather_reward_metrics(sampled if is_first else None, broadcast, groups, may_replace=True)
+    sampled = SampledBatch(batch, {"rollout/replaced_prompts": 3 + group_rank(groups.dp), "rollout/flat_prompts": 2})
+    return gather_reward_metrics(sampled if is_first else None, broadcast, groups)
 
 
 def test_what_was_replaced_is_counted_over_all_replicas(ranks):

@@ -16,21 +16,9 @@ from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versi
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch, run_config
-from tests.support.records import identical
 from tests.support.training_runs import HELD_OUT, LIVE, rows, run_training, without_times
 
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
-
-
-def test_ordered_batches_are_taken_by_their_step():
-    prefetched = PrefetchedRollouts(recorded_batch, in_background=True)
-    prefetched.order([1, 2])
-    assert (1 in prefetched, 3 in prefetched, len(prefetched)) == (True, False, 2)
-    assert identical(prefetched.take(2), recorded_batch(2))
-    assert identical(prefetched.take(1), recorded_batch(1))
-    assert identical(prefetched.take(3), recorded_batch(3)), "not ordered: obtained at once"
-    assert len(prefetched) == 0
-    prefetched.close()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -41,15 +29,18 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
         seen.append((step, threading.get_ident() == main))
         if step == 9:
             raise TimeoutError("no answer")
+        return -step
 
     prefetched = PrefetchedRollouts(sample, in_background=in_background)
     prefetched.order([4, 6, 8, 9])
-    for step in (4, 6, 8):
-        prefetched.take(step)
+    assert (4 in prefetched, 3 in prefetched) == (True, False)
+    assert [prefetched.take(step) for step in (4, 6, 8)] == [-4, -6, -8]
     with pytest.raises(TimeoutError, match="no answer"):
         prefetched.take(9)
+    assert not any(step in prefetched for step in range(10))
+    assert prefetched.take(3) == -3, "not ordered: obtained at once"
     prefetched.close()
-    assert seen == [(step, not in_background) for step in (4, 6, 8, 9)]
+    assert seen == [*((step, not in_background) for step in (4, 6, 8, 9)), (3, True)]
 
 
 def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
@@ -186,7 +177,7 @@ def test_versions_reach_the_metrics(ranks, tmp_path, more, versions, ages):
 @pytest.mark.parametrize("more", [[], ["--proximal-interpolation", "--rollout-staleness-scale=1:1.2,2:1.5"]])
 def test_several_steps_of_a_batch_count_as_versions(ranks, tmp_path, more):
     """Two passes over each batch: one batch ahead is two steps."""
-    words = flags(tmp_path, *LIVE, "--grpo-iterations=2", "--rollout-staleness=2", "--train-iters=6", *more)
+    words = flags(tmp_path, *LIVE, "--grpo-iterations=2", *STALE, *more)
     ((error, calls, _, _),) = ranks.run(run_with, Layout(), words, CountingEngine)
     assert error is None
     assert calls == [[0, 0, 2]]

@@ -19,10 +19,7 @@ from tests.support.training_runs import LIVE, agreed, rows, run_training
 LONGEST, PROMPTS = 4, [[1], [2], [3]]
 GOOD = Sample([3, 4], [-1.0, -2.0], "stop")
 BAD = {
-    "id": (
-        Sample([3, VOCABULARY], [-1.0, -1.0], "stop"),
-        "response token 1 is 13, expected less than the vocabulary's",
-    ),
+    "id": (Sample([3, VOCABULARY], [-1.0, -1.0], "stop"), "response token 1 is 13, expected less than"),
     "negative": (Sample([-1, 3], [-1.0, -1.0], "stop"), "response token 0 is -1, expected less than"),
     "empty": (Sample([], [], "stop"), "the response is empty"),
     "long": (Sample([3] * 5, [-1.0] * 5, "length"), "5 tokens came, 4 were asked for"),
@@ -33,9 +30,6 @@ LOG_PROBS = {
     "infinite": (Sample([3], [-math.inf], "stop"), "the log-prob of response token 0 is -inf"),
     "positive": (Sample([3], [0.5], "stop"), "the log-prob of response token 0 is 0.5"),
 }
-
-
-NOT_FINITE = "the rollout log-prob of sample 8, token 3 is nan: expected a finite number of at most 0"
 
 
 class Engine:
@@ -115,9 +109,7 @@ def test_what_a_server_says_wrongly_is_a_fault_of_that_answer_alone():
     assert good == Sample([3, 9], [-1.0, -2.0], "stop")
     for value in (None, "much", -9999.0, 0.5, True, math.nan):
         sample = make_sample(ask_one, [3, 9], [-1.0, value], "stop", "http://a")
-        assert sample.fault.startswith(
-            f"http://a, prompt 0: the log-prob of response token 1 is {value}, expected a finite"
-        )
+        assert sample.fault.startswith(f"http://a, prompt 0: the log-prob of response token 1 is {value}, ")
         assert math.isnan(sample.log_probs[1])
     for tokens in ([3] * 5, []):
         assert make_sample(ask_one, tokens, [-1.0] * len(tokens), "length", "http://a").token_ids == tokens
@@ -164,25 +156,20 @@ def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
     words += ["--rl-use-sequence-packing"]
     bad = BAD["id"][0]
     error = agreed(ranks.run(train_with_bad_samples, layout, words, 0.5, bad))
-    assert error.startswith(
-        "AgreedError: the rollout of step 0 failed: EngineError: --rollout-engine transformers, prompt 0: response"
-    )
+    assert "step 0 failed: EngineError: --rollout-engine transformers, prompt 0: response" in error
     assert ranks.run(train_with_bad_samples, layout, [*words, "--bad-samples=drop"], 0.5, bad) == [None] * 4
     first, second = rows(tmp_path)
     assert (first["rollout/bad_samples"], first["rollout/dropped_samples"]) == (4, 4)
     assert second["skipped_steps"] == 0
-    batches = [
-        load_rollouts(tmp_path / "records" / f"step-0000000-replica-000{replica}.safetensors") for replica in (0, 1)
-    ]
+    path = str(tmp_path / "records" / "step-0000000-replica-000{}.safetensors")
+    batches = [load_rollouts(path.format(replica)) for replica in (0, 1)]
     assert [dropped(batch).tolist() for batch in batches] == [[False] * 8, [True] * 4 + [False] * 4]
     kept = torch.cat([batch.rewards[~dropped(batch)] for batch in batches]).double()
     assert first["reward/mean"] == pytest.approx(kept.mean().item())
     assert first["reward/min"] == kept.min()
     assert first["rollout/response_length"] == sum(int(batch.response_mask.sum()) for batch in batches) / len(kept)
-    lost = ranks.run(
-        train_with_bad_samples, layout, [*words, "--bad-samples=resample", "--grpo-iterations=2"], 1.0, bad
-    )
-    assert lost == [None] * 4, "half of the batch is enough"
+    words += ["--bad-samples=resample", "--grpo-iterations=2"]
+    assert ranks.run(train_with_bad_samples, layout, words, 1.0, bad) == [None] * 4, "half of the batch is enough"
 
 
 def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
@@ -207,10 +194,9 @@ def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     assert math.isfinite(row["grad_norm"])
     assert row["rollout/dropped_samples"] == 0
     # Recorded ones too.
-    assert (
-        ranks.run(run_training, layout, [*words[:-1], f"--load-rollouts={tmp_path}/records"])
-        == [f"AgreedError: the rollout of step 0 failed: ValueError: {NOT_FINITE}"] * 2
-    )
-    assert ranks.run(run_training, layout, [*words, f"--load-rollouts={tmp_path}/records"]) == [None] * 2
+    load = f"--load-rollouts={tmp_path}/records"
+    for error in ranks.run(run_training, layout, [*words[:-1], load]):
+        assert ": the rollout log-prob of sample 8, token 3 is nan: " in error
+    assert ranks.run(run_training, layout, [*words, load]) == [None] * 2
     (again,) = rows(tmp_path)
     assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]

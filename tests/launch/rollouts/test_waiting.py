@@ -12,7 +12,8 @@ import torch
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.engine_work import EngineWaits
+from megatron_rc.launch.rollouts.engine_work import EngineWork
+from megatron_rc.launch.stopping import StopRequest
 from megatron_rc.launch.training.checkpoints.folders import iterations
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
@@ -101,11 +102,11 @@ def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, step, error, 
 def meet_twice(words):
     """Rank 0 has the engine, and does not wait for rank 1, which is late."""
     rank = torch.distributed.get_rank()
-    waits = EngineWaits(configure(words, 2)[0], 0, is_engine_rank=rank == 0)
+    work = EngineWork(configure(words, 2)[0], 0, rank == 0, StopRequest())
     time.sleep(0.3 * rank)
-    waits.meet("the first")
-    waits.meet("the second")
-    return waits.meetings
+    work.meet("the first")
+    work.meet("the second")
+    return work.meetings
 
 
 def test_a_rank_that_looks_late_finds_what_it_waits_for(ranks, tmp_path):

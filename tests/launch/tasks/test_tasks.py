@@ -62,9 +62,7 @@ def test_questions_that_leave_no_room_are_passed_over():
     assert max(lengths[0]) > 90 >= max(lengths[1])
     short = [index for index, length in enumerate(lengths[0]) if length <= 90]
     assert [lengths[1][index] for index in short] == [lengths[0][index] for index in short], "the others stay"
-    with pytest.raises(
-        ConfigurationError, match=r"leaves 40 tokens for a prompt, and the shortest of 200 problems has \d+"
-    ):
+    with pytest.raises(ConfigurationError, match=r"leaves 40 tokens .* 200 problems has \d+"):
         make_task("reasoning_gym:chain_sum", 1, None, 50, 10).problems(0, 1)
 
 

@@ -85,8 +85,8 @@ def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
     assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).checkpoints.weights_bridge == "mbridge"
 
 
-def chosen(tmp_path, *more, model=LLAMA, world_size=1):
-    return run_config(flags(tmp_path, "--no-cpu", *more, model=model), world_size).checkpoints.weights_bridge
+def chosen(tmp_path, *more, model=LLAMA):
+    return run_config(flags(tmp_path, "--no-cpu", *more, model=model)).checkpoints.weights_bridge
 
 
 def test_it_is_the_default_where_it_can_convert(tmp_path, installed, caplog):

@@ -29,9 +29,7 @@ def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
     right = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else right(name, *a))
     monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
-    with pytest.raises(
-        ConfigurationError, match=r"a GGUF file needs .*, which is not installed: .*pip install .*\[gguf\]'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"a GGUF file needs .*pip install .*\[gguf\]'"):
         unpack(tmp_path / "a.gguf", tmp_path / "out")
     with pytest.raises(SystemExit, match=r"usage: python -m megatron_rc\.launch\.weights\.from_gguf"):
         from_gguf.main(["a.gguf"])

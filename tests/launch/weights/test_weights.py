@@ -17,7 +17,7 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import make_trainer, recorded_batch
 from tests.support.training_runs import agreed
 
-DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2")
+DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "gpt2-untied")
 SPREAD = (Layout(dp=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=2), Layout(pp=2, dp=2, ep=2))
 # Every dimension of these is in CASES too, in another company.
 MORE_CASES = [

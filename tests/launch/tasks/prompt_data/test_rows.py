@@ -35,7 +35,6 @@ def test_a_line_is_an_object():
         (b'{"prompt": "\xff"}', "UTF-8 .byte 13 is 0xff."),
         (b'{"prompt": "a", "label": NaN}', "NaN"),
         (b'{"prompt": "a", "label": -Infinity}', "-Infinity"),
-        (b'{"prompt": "a", "label": 1e999}', "1e999.* too large"),
         (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' twice"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
         (b'{"a": ' + b"1" * 5000 + b"}", "5000 digits"),
