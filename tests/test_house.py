@@ -151,7 +151,6 @@ def test_oracles_know_nothing_of_the_library():
         "advantages_oracle",
         "correction_oracle",
         "critic_oracle",
-        "golden_oracle",
         "made_faults",
         "training_oracle",
     ):

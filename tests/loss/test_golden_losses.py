@@ -56,14 +56,12 @@ LEFT_OUT = {
     "GSPO through the mean, with A per token": 1,
 }
 # Number of metrics likewise.
-METRICS_COMPARED = {"of_loss": 93, "of_correction": 299}
+METRICS_COMPARED = {"of_loss": 93, "of_correction": 318}
 METRICS_LEFT_OUT = {
     "NeMo-RL's own": 77,
     "slime's own": 3,
     "slime's mean of means": 4,
     "over the accepted tokens": 6,
-    "before truncation": 7,
-    "of gen2's rejection weights": 12,
 }
 GENERATION = {"2025-11": "gen2", "2026-08": "gen3"}
 OBJECTIVES = {"gmpo": "GMPO", "dppo_tv": "DPPO", "dppo_kl": "DPPO", "sapo": "SAPO", "gpg": "GPG", "dro": "DRO"}
@@ -303,12 +301,16 @@ def of_loss(case, name, metrics):
 
 
 def of_correction(case, name, metrics):
-    """Likewise of the correction inside the loss, by the rules of test_golden."""
+    """(why a metric of the correction inside the loss is not compared or None, our value); see test_golden."""
     arrays, config = tensors(case), correction_of(case)
-    log_ratio = (arrays["log_prob"] - arrays["rollout_log_prob"])[arrays["response_mask"]]
+    inputs = [arrays[key] for key in ("log_prob", "rollout_log_prob", "response_mask")]
     case = case | {"generation": GENERATION[case["source"]["release"]]}
-    reason = test_golden.left_out(case, name, log_ratio)
-    return reason, None if reason else test_golden.ours(case, config, metrics, name)
+    reason = test_golden.left_out(case, name, (inputs[0] - inputs[1])[inputs[2]])
+
+    def metrics_of(other):
+        return metrics if other == config else correct_rollouts(*inputs, other).metrics()
+
+    return reason, None if reason else test_golden.ours(case, config, metrics_of, name)
 
 
 def test_metrics():
