@@ -13,9 +13,10 @@ import torch
 import yaml
 
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch
 from tests.support import correction_oracle as oracle
 from tests.support import training_oracle
+from tests.support.made_rollouts import made_batch, on_device
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, make_trainer
@@ -188,17 +189,15 @@ def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, tor
         first = torch.full_like(values[:, :1], filler)
         return torch.cat([first, values[:, :-1]], 1)[rows]
 
-    mask = to_tokens(data.mask, False)
-    return RolloutBatch(
-        tokens=data.tokens[rows],
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, to_tokens(data.rollout, 0).float(), torch.nan),
-        policy_versions=(-to_tokens(data.ages, 0) if data.ages is not None else torch.zeros(mask.shape)).int(),
+    mask, ages = to_tokens(data.mask, False), data.ages
+    return made_batch(
+        data.tokens[rows],
+        mask,
+        to_tokens(data.rollout, 0).float(),
+        data.rewards[rows],
+        policy_versions=(-to_tokens(ages, 0) if ages is not None else torch.zeros(mask.shape)).int(),
         sample_ids=rows,
         group_ids=data.group_ids[rows],
-        rewards=data.rewards[rows],
-        finish_reasons=torch.zeros(len(rows), dtype=torch.int64),
-        sampling=SamplingParams(),
     ), rows
 
 
@@ -272,12 +271,6 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         step_calls=step_calls,
         sequences=[[cut.layout.num_sequences for cut in cuts] for cuts in prepared.batch.cuts],
     )
-
-
-def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
-    """The batch on the model's device, to which the rollouts' broadcast brings it."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return RolloutBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
 
 def watch(trainer: Any) -> list[Any] | None:
