@@ -76,20 +76,6 @@ def test_weights_that_are_only_measured_do_not_reach_the_loss(bypass):
     assert not torch.equal(found["applied"][1], found["none"][1])
 
 
-def test_weights_beside_a_ratio_that_holds_them_do_not_reach_the_loss():
-    """In bypass mode the ratio that PPO clips is π_θ / π_rollout already."""
-    none, measured = (
-        run_loss(
-            RolloutCorrection(
-                RolloutCorrectionConfig(rollout_is=level, bypass_mode=True, loss_type="ppo_clip"), ALONE, loss=LOSS
-            ),
-            *tensors(),
-        )
-        for level in (None, "token")
-    )
-    assert_equal(measured, none)
-
-
 def assert_equal(one, other):
     for a, b in zip(one[:3], other[:3], strict=True):
         assert a.isfinite().all()
@@ -133,19 +119,6 @@ def test_rejected_bad_tokens_do_not_reach_the_loss(mode, algorithm, bad):
     # D₀ still counts the bad token; the factor of the gradients makes up for it.
     torch.testing.assert_close(got[1] / got[1].norm(), known[1] / known[1].norm())
     assert got[3] == pytest.approx(known[3])
-
-
-def test_the_denominator_is_known_before_only_in_decoupled_mode():
-    theta, old, rollout, ref, entropy, mask = tensors()
-    correction = make_correction("bypass", "ppo_clip")
-    loss, _, _, metrics = run_loss(correction, theta, old, rollout, ref, entropy, mask)
-    accepted = float(correction.step.denominators[0, 2])
-    factor = float(correction.step.factor)
-    assert factor == pytest.approx(float(mask.sum()) / accepted)
-    assert factor > 1.05
-    assert metrics["loss/total"] == pytest.approx(float(loss) * factor)
-    assert correction.scales_gradients
-    assert not make_correction("decoupled", "ppo_clip").scales_gradients
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
@@ -268,16 +241,10 @@ def test_a_plan_takes_no_log_probs_that_it_ignores(mode):
         correction.plan(dataclasses.replace(inputs, policy_versions=versions), current_version=0)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "config"), [("reinforce", {}), (None, {"bypass_mode": True, "loss_type": "cispo"})]
-)
-def test_a_cap_that_the_objective_does_not_have_is_refused(algorithm, config):
+def test_a_cap_that_the_objective_of_bypass_mode_does_not_have_is_refused():
+    config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, loss_type="cispo")
     with pytest.raises(ValueError, match=r"dual_clip=3\.0 does nothing with"):
-        RolloutCorrection(
-            RolloutCorrectionConfig(rollout_is=None, **config),
-            ALONE,
-            loss=PolicyLossConfig(dual_clip=3.0) if algorithm is None else PolicyLossConfig(algorithm, dual_clip=3.0),
-        )
+        RolloutCorrection(config, ALONE, loss=PolicyLossConfig(dual_clip=3.0))
 
 
 TOLD = {"calculate_per_token_loss": True, "local_tokens": ROWS * WIDTH, "total_tokens": ROWS * WIDTH}

@@ -157,20 +157,6 @@ def test_a_wrong_reduction_is_noticed(ranks, variant):
     assert noticed
 
 
-def test_effective_sample_size_over_ranks(ranks):
-    for metrics in ranks.run(two_weights, Layout(dp=2)):
-        assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.9, rel=1e-12)
-
-
-def two_weights():
-    """[1] * 4 on one rank, [2] * 4 on the other."""
-    groups = ParallelGroups.from_megatron()
-    train = torch.full((1, 4), -1.0, dtype=torch.float64)
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=10)
-    rollout = train - group_rank(groups.dp) * math.log(2)
-    return correct_rollouts(train, rollout, torch.ones(1, 4, dtype=torch.bool), config, groups=groups).metrics()
-
-
 def count_collectives(names, length):
     """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
     groups, found = ParallelGroups.from_megatron(), {}
