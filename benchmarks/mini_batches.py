@@ -15,13 +15,18 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from tests.support.made_rollouts import near_rollouts
 
-SEQUENCES, LENGTH, VOCABULARY, NOISE = 256, 16, 13, 0.2
+if TYPE_CHECKING:
+    from megatron_rc.launch.training.trainer import Trainer
+    from megatron_rc.records.rollout import RolloutBatch
+
+SEQUENCES, LENGTH, NOISE = 256, 16, 0.2
 PARTS = (1, 2, 4)
 SEEDS = range(8)
 LEARNING_RATES = (0.0025, 0.005, 0.01, 0.02)
@@ -83,8 +88,8 @@ def main(folder: Path) -> None:
     _draw(found, folder / "mini_batches.png")
 
 
-def _weights(trainer: object) -> Tensor:
-    return torch.cat([one.detach().flatten() for chunk in trainer.chunks for one in chunk.parameters()])  # type: ignore[attr-defined]
+def _weights(trainer: Trainer) -> Tensor:
+    return torch.cat([one.detach().flatten() for chunk in trainer.chunks for one in chunk.parameters()])
 
 
 def _mean(mode: str, learning_rate: float) -> dict[int, float]:
@@ -92,35 +97,13 @@ def _mean(mode: str, learning_rate: float) -> dict[int, float]:
     return {parts: sum(one[parts] for one in found) / len(found) for parts in found[0]}
 
 
-def _rollouts(trainer: object, seed: int) -> RolloutBatch:
+def _rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
     """Random responses; the engine's log-probs are the trainer's with noise."""
-    from megatron_rc.launch.training.batches.micro_batches import cut_batch
-
-    generator, shape = torch.Generator().manual_seed(seed), (SEQUENCES, LENGTH)
+    generator = torch.Generator().manual_seed(seed)
     begin = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)
     end = begin + torch.randint(4, LENGTH - 4, (SEQUENCES, 1), generator=generator)
-    position = torch.arange(LENGTH).expand(shape)
-    mask = (position >= begin) & (position < end)
-    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
-    rewards, noise = torch.rand(SEQUENCES, generator=generator), NOISE * torch.randn(shape, generator=generator)
-
-    def batch(log_probs: Tensor) -> RolloutBatch:
-        return RolloutBatch(
-            tokens=tokens,
-            response_mask=mask,
-            rollout_log_probs=torch.where(mask, log_probs, torch.nan),
-            policy_versions=torch.zeros(shape, dtype=torch.int32),
-            sample_ids=torch.arange(SEQUENCES),
-            group_ids=torch.arange(SEQUENCES) // 4,
-            rewards=rewards,
-            finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
-            sampling=SamplingParams(),
-        )
-
-    cut = cut_batch(batch(torch.full(shape, -1.0)), trainer.config, trainer.groups)  # type: ignore[attr-defined]
-    of_labels = trainer.score(cut)  # type: ignore[attr-defined]
-    of_tokens = torch.cat([torch.zeros(SEQUENCES, 1), of_labels[:, :-1]], 1)
-    return batch((of_tokens + noise).clamp(max=-1e-3))
+    position = torch.arange(LENGTH)
+    return near_rollouts(trainer, (position >= begin) & (position < end), NOISE, generator)
 
 
 def _draw(found: dict[str, dict[float, dict[int, float]]], path: Path) -> None:

@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams, save_rollouts  # noqa: E402
+from megatron_rc.records.rollout import RolloutBatch, save_rollouts  # noqa: E402
+from tests.support.made_rollouts import made_batch  # noqa: E402
 
 PRESETS = ("decoupled_token_is", "decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "bypass_ppo_clip_k3_rs")
 
@@ -35,16 +36,14 @@ def make_batch(sequences: int, length: int) -> RolloutBatch:
     old = torch.randn(shape, generator=generator).mul_(0.05).add_(rollout).clamp_(max=-1e-6)
     mask = torch.ones(shape, dtype=torch.bool)
     mask[:, 0] = False
-    return RolloutBatch(
-        tokens=torch.randint(0, 50000, shape, generator=generator),
-        response_mask=mask,
-        rollout_log_probs=rollout,
-        policy_versions=torch.randint(4, (sequences, 1), generator=generator).int().expand(shape).contiguous(),
-        sample_ids=torch.arange(sequences),
+    versions = torch.randint(4, (sequences, 1), generator=generator).int().expand(shape).contiguous()
+    return made_batch(
+        torch.randint(0, 50000, shape, generator=generator),
+        mask,
+        rollout,
+        torch.randint(2, (sequences,), generator=generator).float(),
+        policy_versions=versions,
         group_ids=torch.arange(sequences) // 8,
-        rewards=torch.randint(2, (sequences,), generator=generator).float(),
-        finish_reasons=torch.zeros(sequences, dtype=torch.int64),
-        sampling=SamplingParams(),
         old_log_probs=old,
     )
 

@@ -25,9 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
     from megatron_rc.launch.training.trainer import Trainer
@@ -152,44 +154,26 @@ def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
     """A batch of random tokens, with log-probs near the trainer's."""
     import torch
 
-    from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+    from tests.support.made_rollouts import near_rollouts
 
-    generator = torch.Generator().manual_seed(seed)
-    shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
-    mask = torch.zeros(shape, dtype=torch.bool)
+    mask = torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)
     mask[:, 32:240] = True
-    blank = RolloutBatch(
-        tokens=torch.randint(0, VOCABULARY, shape, generator=generator),
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, -7.0, torch.nan),
-        policy_versions=torch.zeros(shape, dtype=torch.int32),
-        sample_ids=ids,
-        group_ids=ids // 2,
-        rewards=torch.rand(SEQUENCES, generator=generator),
-        finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
-        sampling=SamplingParams(),
-    )
-    from megatron_rc.launch.training.batches.micro_batches import cut_batch
-
-    scored = trainer.score(cut_batch(blank, trainer.config, trainer.groups))
-    noise = 0.03 * torch.randn(shape, generator=generator)
-    # Labels are the next tokens.
-    near = (scored + noise).clamp(max=-1e-3).roll(1, dims=1)
-    return RolloutBatch(**{**vars(blank), "rollout_log_probs": torch.where(mask, near, torch.nan)})
+    generator, groups = torch.Generator().manual_seed(seed), torch.arange(SEQUENCES) // 2
+    return near_rollouts(trainer, mask, 0.03, generator, group_ids=groups)
 
 
 @contextlib.contextmanager
-def timed_correction(correction: Any) -> Iterator[list[float]]:
-    """The processor's seconds of every call of the correction inside the block."""
+def timed_correction(correction: Any, clock: Callable[[], float] = time.process_time) -> Iterator[list[float]]:
+    """Seconds of every call of the correction inside the block; default: the processor's."""
     seconds: list[float] = []
 
     def timed(method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
+            start = clock()
             try:
                 return method(*args, **kwargs)
             finally:
-                seconds.append(time.process_time() - start)
+                seconds.append(clock() - start)
 
         return call
 

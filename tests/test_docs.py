@@ -28,6 +28,7 @@ from megatron_rc.settings.criteria import CRITERIA, K1
 from tests.correction.test_added_criterion import SEQ_MIN
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import correct
+from tests.support.documented import undocumented
 from tests.support.paths import LINKED, ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
@@ -101,12 +102,9 @@ def test_every_metric_is_documented_once():
 
 
 def test_metrics_of_the_loss_are_documented():
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = derive_loss_metrics(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))
     assert len(names) == 10
-    for name in names:
-        stem, _, last = name.rpartition("_")
-        assert f"`{name}`" in text or re.search(rf"`{stem}_\w+`, `_{last}`", text), name
+    assert not undocumented(names)
 
 
 def test_the_oldest_names_are_those_of_the_first_table():
@@ -473,8 +471,3 @@ def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():
     for field in dataclasses.fields(SEQ_MIN):
         if field.name != "statistic":
             assert getattr(found[0], field.name) == getattr(SEQ_MIN, field.name)
-
-
-@pytest.mark.parametrize("package", ["advantages", "settings", "correction", "measures", "batch", "training", "loss"])
-def test_packages_point_to_the_words(package):
-    assert "docs/design.md" in (ROOT / "megatron_rc" / package / "__init__.py").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron_rc import (
-    MicroBatch,
     PlanInputs,
     PolicyLossConfig,
     RolloutCorrection,
@@ -26,8 +25,9 @@ from megatron_rc import (
     policy_loss,
 )
 from megatron_rc.numerics import k3
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel import ParallelGroups
 from megatron_rc.training.schedule import masked_loss
+from tests.support import one_step
 from tests.support.enumerated import enumerated
 from tests.support.paths import ROOT
 
@@ -597,28 +597,18 @@ def test_the_kl_penalty_has_no_importance_weight():
         toy, other = enumerated(2, distance=distance), enumerated(2, **REFERENCE)
         loss = PolicyLossConfig(algorithm="reinforce", kl_coef=1.0, kl_estimator="k3+")
         config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=UNTRUNCATED)
-        correction, layout = RolloutCorrection(config, ParallelGroups(), loss=loss), SequenceLayout.padded(16, 2)
+        correction = RolloutCorrection(config, ParallelGroups(), loss=loss)
         train, ref = toy.train.detach(), other.train.detach()
-        plan = correction.plan(PlanInputs(train, toy.rollout, toy.mask, layout))
-        batch = MicroBatch(
-            train,
-            toy.rollout,
-            toy.mask,
-            layout,
-            torch.zeros_like(toy.rewards),
-            ref_log_probs=ref,
-            weights=plan.weights,
-            mask=plan.mask,
-            sequence_lengths=plan.sequence_lengths,
-        )
-        plan.check()
-        value, count, _ = masked_loss(correction, batch, toy.train, None, plan.loss_scale(num_microbatches=1))
+        inputs = PlanInputs(train, toy.rollout, toy.mask, advantages=torch.zeros_like(toy.rewards))
+        batch, scale, _end = one_step.planned(correction, inputs)
+        batch = dataclasses.replace(batch, ref_log_probs=ref)
+        value, count, _ = masked_loss(correction, batch, toy.train, None, scale)
         found = 2 * toy.gradient(value / count)  # two tokens a response
         penalty = penalized(toy, other, "k3+")
         torch.testing.assert_close(found, toy.gradient(penalty.sum(1).mean()), rtol=0, atol=1e-12)
         own = toy.logits.detach().softmax(1)
         wanted = toy.gradient((reached(own) * divergences(toy, other)["forward"]).sum())
-        weighted = toy.gradient((plan.weights * penalty).sum(1).mean())
+        weighted = toy.gradient((batch.weights * penalty).sum(1).mean())
         torch.testing.assert_close(weighted, wanted, rtol=0, atol=1e-12)
         errors.append(float((found - wanted).norm()))
     assert errors[1] == pytest.approx(2 * errors[0], rel=0.05)

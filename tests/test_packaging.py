@@ -117,15 +117,20 @@ def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     assert held == wanted
 
 
+def environment(wheel, folder):
+    """(Python, its site-packages) of a new environment with the wheel alone."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    python = folder / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    return python, Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+
+
 @pytest.mark.processes
 def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     """Torch and the launcher's libraries are lent by this environment; the package comes from the wheel alone."""
-    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"))
-    python = str(tmp_path / "venv" / "bin" / "python")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
-    (Path(site) / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python, site = environment(wheel, tmp_path)
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     code = (
         "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.configure as c\n"
         "from megatron_rc.launch.flags.launch_file import CONFIGS\n"
@@ -133,8 +138,8 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
         "c.configure(['--config', 'count_up', '--runs-dir', 'runs'], 4)\n"
         "print(megatron_rc.__file__, c.__file__)"
     )
-    output = run(python, "-I", "-c", code, cwd=tmp_path).stdout.split()
-    assert all(path.startswith(site) for path in output)
+    output = run(str(python), "-I", "-c", code, cwd=tmp_path).stdout.split()
+    assert all(path.startswith(str(site)) for path in output)
 
 
 @pytest.mark.processes
@@ -158,12 +163,7 @@ def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def base(wheel, tmp_path_factory):
     """Python with the wheel and torch's own requirements alone, lent by this environment."""
-    folder = tmp_path_factory.mktemp("base")
-    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
-    python = folder / "venv" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+    python, site = environment(wheel, tmp_path_factory.mktemp("base"))
     for name in needed_by("torch"):
         for file in metadata.files(name):
             top = file.parts[0]

@@ -11,7 +11,7 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
-from tests.support.chunk import Chunk
+from tests.support import one_step
 
 ALONE = ParallelGroups()
 ROWS, WIDTH = 3, 8
@@ -38,26 +38,17 @@ def tensors(seed=0):
     return theta, *near, theta.abs(), mask
 
 
-def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
-    """(loss, gradient, metrics) of one step of one micro-batch."""
-    layout = SequenceLayout.padded(*mask.shape)
-    bypass = correction.config.bypass_mode
-    plan = correction.plan(PlanInputs(None if bypass else old, rollout, mask if planned is None else planned, layout))
-    theta, entropy = theta.clone().requires_grad_(), entropy.clone().requires_grad_()
+def inputs_of(correction, old, rollout, mask):
     advantages = torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64)
-    batch = MicroBatch(None, rollout, mask, layout, advantages, ref_log_probs=ref)
-    if not bypass:
-        batch = dataclasses.replace(
-            batch, train_log_probs=old, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
-        )
-    end = wrap_finalize(correction, lambda model: None)
-    plan.check()
-    scale = plan.loss_scale(num_microbatches=1)
-    loss, count, log = masked_loss(correction, batch, theta, entropy, scale)
-    loss.backward()
-    assert (int(count), count.dtype, list(log)) == (1, torch.int32, ["loss"])
-    end([Chunk()])
-    return loss.detach(), theta.grad, entropy.grad, correction.loss_metrics()
+    return PlanInputs(None if correction.config.bypass_mode else old, rollout, mask, advantages=advantages)
+
+
+def run_loss(correction, theta, old, rollout, ref, entropy, mask):
+    """(loss, gradients, metrics) of one step of one micro-batch."""
+    leaves = [value.clone().requires_grad_() for value in (theta, entropy)]
+    loss, count = one_step.made(correction, inputs_of(correction, old, rollout, mask), *leaves, ref_log_probs=ref)
+    assert (int(count), count.dtype) == (1, torch.int32)
+    return loss, *(leaf.grad for leaf in leaves), correction.loss_metrics()
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -74,20 +65,6 @@ def test_weights_that_are_only_measured_do_not_reach_the_loss(bypass):
     }
     assert_equal(found["measured"], found["none"])
     assert not torch.equal(found["applied"][1], found["none"][1])
-
-
-def test_weights_beside_a_ratio_that_holds_them_do_not_reach_the_loss():
-    """In bypass mode the ratio that PPO clips is π_θ / π_rollout already."""
-    none, measured = (
-        run_loss(
-            RolloutCorrection(
-                RolloutCorrectionConfig(rollout_is=level, bypass_mode=True, loss_type="ppo_clip"), ALONE, loss=LOSS
-            ),
-            *tensors(),
-        )
-        for level in (None, "token")
-    )
-    assert_equal(measured, none)
 
 
 def assert_equal(one, other):
@@ -135,22 +112,9 @@ def test_rejected_bad_tokens_do_not_reach_the_loss(mode, algorithm, bad):
     assert got[3] == pytest.approx(known[3])
 
 
-def test_the_denominator_is_known_before_only_in_decoupled_mode():
-    theta, old, rollout, ref, entropy, mask = tensors()
-    correction = make_correction("bypass", "ppo_clip")
-    loss, _, _, metrics = run_loss(correction, theta, old, rollout, ref, entropy, mask)
-    accepted = float(correction.step.denominators[0, 2])
-    factor = float(correction.step.factor)
-    assert factor == pytest.approx(float(mask.sum()) / accepted)
-    assert factor > 1.05
-    assert metrics["loss/total"] == pytest.approx(float(loss) * factor)
-    assert correction.scales_gradients
-    assert not make_correction("decoupled", "ppo_clip").scales_gradients
-
-
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
-    correction, seen, chunks = make_correction(mode, "ppo_clip"), [], [Chunk(), Chunk()]
+    correction, seen, chunks = make_correction(mode, "ppo_clip"), [], [one_step.Chunk(), one_step.Chunk()]
     *values, mask = tensors()
     run_loss(correction, *values, mask)
     bypass = mode == "bypass"
@@ -201,20 +165,16 @@ def test_what_the_loss_finds_is_not_taken_and_ignored(name):
     with pytest.raises(ValueError, match=rf"^{name} would be ignored: bypass_mode=True .*: pass {name}=None, or use"):
         masked_loss(correction, batch, theta, None, scale)
     with pytest.raises(StepError, match="without a micro-batch"):
-        end([Chunk()])
+        end([one_step.Chunk()])
 
 
 def corrected_by_plan(mode, **loss):
     """(correction, its scale, its one micro-batch with every tensor, entropy, what ends its steps)."""
     _, old, rollout, ref, entropy, mask = tensors()
     correction = make_correction(mode, "reinforce", **loss)
-    end, old = wrap_finalize(correction, lambda model: None), None if mode == "bypass" else old
-    inputs = PlanInputs(old, rollout, mask, SequenceLayout.padded(ROWS, WIDTH), advantages=torch.ones(ROWS))
-    plan = correction.plan(inputs)
-    (batch,) = plan.micro_batches(inputs)
+    batch, scale, end = one_step.planned(correction, inputs_of(correction, old, rollout, mask))
     batch = dataclasses.replace(batch, ref_log_probs=ref, mini_batch_ids=torch.zeros(ROWS, dtype=torch.int64))
-    plan.check()
-    return correction, plan.loss_scale(num_microbatches=1), batch, entropy, end
+    return correction, scale, batch, entropy, end
 
 
 BROADCAST = {"[1, s]": (slice(1),), "[s]": (0,), "[b, 1]": (slice(None), slice(1)), "0-D": (0, 0), "[1, b, s]": (None,)}
@@ -268,47 +228,34 @@ def test_a_plan_takes_no_log_probs_that_it_ignores(mode):
         correction.plan(dataclasses.replace(inputs, policy_versions=versions), current_version=0)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "config"), [("reinforce", {}), (None, {"bypass_mode": True, "loss_type": "cispo"})]
-)
-def test_a_cap_that_the_objective_does_not_have_is_refused(algorithm, config):
+def test_a_cap_that_the_objective_of_bypass_mode_does_not_have_is_refused():
+    config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, loss_type="cispo")
     with pytest.raises(ValueError, match=r"dual_clip=3\.0 does nothing with"):
-        RolloutCorrection(
-            RolloutCorrectionConfig(rollout_is=None, **config),
-            ALONE,
-            loss=PolicyLossConfig(dual_clip=3.0) if algorithm is None else PolicyLossConfig(algorithm, dual_clip=3.0),
-        )
+        RolloutCorrection(config, ALONE, loss=PolicyLossConfig(dual_clip=3.0))
 
 
 TOLD = {"calculate_per_token_loss": True, "local_tokens": ROWS * WIDTH, "total_tokens": ROWS * WIDTH}
 
 
-def one_step(mode, num_tokens, **told):
+def end_step(mode, num_tokens, **told):
     """A step that Megatron ends by dividing by these tokens."""
     correction = make_correction(mode, "reinforce")
     theta, old, rollout, _, _, mask = tensors()
-    layout = SequenceLayout.padded(*mask.shape)
-    bypass = mode == "bypass"
-    inputs = PlanInputs(None if bypass else [old], [rollout], [mask], [layout], advantages=[torch.ones(ROWS)])
-    end = wrap_finalize(correction, lambda *_, **__: None)
-    plan = correction.plan(inputs)
-    plan.check()
-    (batch,) = plan.micro_batches(inputs)
-    scale = plan.loss_scale(num_microbatches=1, **told)
+    batch, scale, end = one_step.planned(correction, inputs_of(correction, old, rollout, mask), **told)
     masked_loss(correction, batch, theta.requires_grad_(), None, scale)[0].backward()
-    end([Chunk()], num_tokens, pg_collection=None)
+    end([one_step.Chunk()], num_tokens, pg_collection=None)
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_what_the_scale_was_told_is_compared_with_what_megatron_divides_by(mode):
     """The gradient of the loss would be right where the setting is forgotten, that of auxiliary losses not."""
-    one_step(mode, None)
-    one_step(mode, torch.tensor(ROWS * WIDTH), **TOLD)
+    end_step(mode, None)
+    end_step(mode, torch.tensor(ROWS * WIDTH), **TOLD)
     for num_tokens, told in ((torch.tensor(1), {}), (None, TOLD), (torch.tensor(ROWS * WIDTH + 2), TOLD)):
         with pytest.raises(StepError, match=r"calculate_per_token_loss.* total_tokens"):
-            one_step(mode, num_tokens, **told)
+            end_step(mode, num_tokens, **told)
 
 
 def test_micro_batches_of_other_lengths_than_local_tokens_are_refused():
     with pytest.raises(ValueError, match=rf"local_tokens=10 .* of {ROWS * WIDTH} tokens"):
-        one_step("decoupled", None, **TOLD | {"local_tokens": 10})
+        end_step("decoupled", None, **TOLD | {"local_tokens": 10})

@@ -1,8 +1,10 @@
 """The study: its page names its runs, they are made once, and the page has their measurements."""
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -11,7 +13,6 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import __main__ as command
 from benchmarks.study import document, engine, pictures, queue, results, settings
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
@@ -214,16 +215,6 @@ def test_what_is_under_way_ends_with_the_study(tmp_path, monkeypatch):
     assert [process.poll() for process in started] == [-15, 2]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--at-once=0"], "--at-once 0: take 1 or more"), (["--hard=nowhere"], "--hard nowhere: no config.json there")],
-)
-def test_numbers_and_folders_that_cannot_work(words, message, capsys):
-    with pytest.raises(SystemExit):
-        command.main(words)
-    assert message in capsys.readouterr().err
-
-
 # The measurements.
 
 
@@ -352,64 +343,56 @@ def of(mismatch, correction, name="study"):
     return [one.final for one in committed(name) if (one.mismatch, one.correction) == (mismatch, correction)]
 
 
-def test_what_readme_and_the_page_say_in_words():
-    def rounded(*kinds):
-        return tuple(f"{sum(of(*kind)) / 3:.2f}" for kind in kinds)
+ALL = ("uncorrected", *(how.name for how in settings.CORRECTIONS))
+BETTER = ("token_tis", "geo_rs_token_tis")
 
-    readme, page = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/study.md"))
-    old = rounded(("staleness", "uncorrected"), ("staleness", "token_tis"), ("staleness", "geo_rs_token_tis"))
-    coarse = rounded(("rounding", "uncorrected"), ("rounding", "token_tis"), ("rounding", "geo_rs_token_tis"))
-    warm, none = rounded(("temperature", "uncorrected"), ("none", "uncorrected"))
-    assert f"a reward of {old[0]} without correction and {old[1]} with token-level truncated" in readme
-    assert f"three values (left) to {coarse[0]} and {coarse[1]}; without mismatch to {none}." in readme
-    assert f"{coarse[1]} and {coarse[2]} against {coarse[0]}, {old[1]} and {old[2]} against {old[0]}." in page
-    assert f"Without correction training ends at {warm}, and all four" in page
-    reference = results.reference_of(committed())
-    for mismatch in ("rounding", "staleness"):
-        for correction in ("token_tis", "geo_rs_token_tis"):
-            pairs = zip(of(mismatch, correction), of(mismatch, "uncorrected"), strict=True)
-            assert all(corrected > plain for corrected, plain in pairs)
-    for how in settings.CORRECTIONS:
-        pairs = zip(of("temperature", how.name), of("temperature", "uncorrected"), strict=True)
-        assert all(corrected < plain for corrected, plain in pairs)
-    for kind in settings.MISMATCHES:
-        means = {how.name: sum(of(kind.name, how.name)) for how in (settings.UNCORRECTED, *settings.CORRECTIONS)}
+
+def words_of(name):
+    return set(re.findall(r"\d\.\d\d", (ROOT / name).read_text(encoding="utf-8")))
+
+
+def test_readme_and_the_page_have_the_mean_rewards():
+    kinds = [*itertools.product(("staleness", "rounding"), ("uncorrected", *BETTER))]
+    kinds += [("temperature", "uncorrected"), ("none", "uncorrected")]
+    means = {kind: f"{sum(of(*kind)) / 3:.2f}" for kind in kinds}
+    assert set(means.values()) <= words_of("docs/study.md")
+    shown = {mean for (kind, how), mean in means.items() if kind != "temperature" and how != BETTER[1]}
+    assert shown <= words_of("README.md")
+    last = [of("temperature", how, "study_entropy")[0] for how in ("uncorrected", *BETTER)]
+    assert {f"{reward:.2f}" for reward in last} <= words_of("docs/study.md")
+
+
+def test_what_the_page_concludes():
+    """How the corrections compare, with the entropy bonus in each of three seeds."""
+    for mismatch in ("rounding", "staleness", "temperature"):
+        for how in ALL[1:] if mismatch == "temperature" else BETTER:
+            pairs = zip(of(mismatch, how), of(mismatch, "uncorrected"), strict=True)
+            assert {corrected > plain for corrected, plain in pairs} == {mismatch != "temperature"}
+        means = {how: sum(of(mismatch, how)) for how in ALL}
         assert min(means, key=means.get) == "bypass"
         assert means["seq_tis"] < means["uncorrected"]
-    verdicts = [(one, results.verdict(one, reference)) for one in committed()]
+    verdicts = [(one, results.verdict(one, results.reference_of(committed()))) for one in committed()]
     collapsed = [one for one, said in verdicts if said == "collapsed"]
-    assert {one.mismatch for one in collapsed} == {"temperature"}
-    assert len(collapsed) == 5
-    assert "uncorrected" not in {one.correction for one in collapsed}
+    assert (len(collapsed), {one.mismatch for one in collapsed}) == (5, {"temperature"})
     sound = [one for one, said in verdicts if said == "sound" and one.mismatch in ("rounding", "staleness")]
-    assert [one.correction for one in sound].count("uncorrected") == 0
     assert len(sound) == 3
+    assert "uncorrected" not in {one.correction for one in (*collapsed, *sound)}
     assert not any(one.error for one in committed())
 
 
-def test_what_the_page_says_of_runs_without_an_entropy_bonus():
-    page = " ".join((ROOT / "docs" / "study.md").read_text().split())
-
-    def last(mismatch, correction):
-        (reward,) = of(mismatch, correction, "study_entropy")
-        return reward
-
-    plain, token, both = (last("temperature", name) for name in ("uncorrected", "token_tis", "geo_rs_token_tis"))
-    assert f"{both:.2f} and {token:.2f} against {plain:.2f}, where it ended below it" in page
-    assert f"without it token TIS comes to {token:.2f}, no correction to {plain:.2f}." in page
+def test_what_the_page_concludes_without_an_entropy_bonus():
+    last = {kind: of(*kind, "study_entropy")[0] for kind in itertools.product(("rounding", "staleness"), ALL)}
     for mismatch in ("rounding", "staleness"):
         usual = sum(of(mismatch, "token_tis")) / 3 - sum(of(mismatch, "uncorrected")) / 3
-        assert 0 < last(mismatch, "token_tis") - last(mismatch, "uncorrected") < usual
-    assert last("staleness", "geo_rs_token_tis") < last("staleness", "uncorrected")
-    assert max(last("temperature", name) for name in ("seq_tis", "bypass")) < 0.3
+        assert 0 < last[mismatch, "token_tis"] - last[mismatch, "uncorrected"] < usual
+    assert last["staleness", "geo_rs_token_tis"] < last["staleness", "uncorrected"]
+    assert max(of("temperature", how, "study_entropy")[0] for how in ("seq_tis", "bypass")) < 0.3
 
 
-def test_three_runs_of_one_seed_are_told_one_by_one(tmp_path, capsys):
+def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path):
     (run, *_) = runs = list(settings.hard_runs(tmp_path))
     assert len({run.name for run in runs}) == 3
     finished_run(tmp_path, run)
     (tmp_path / run.name / settings.POLICY_FILE).unlink()
-    command.tell_hard(results.gather([run], tmp_path))
-    assert capsys.readouterr().out == (
-        "uncorrected, seed 1: 0.0% at step 0; means kl 0.5, ess 0.25, grad_norm 2; 60 s of processor\n"
-    )
+    (found,) = results.gather([run], tmp_path)
+    assert found.policy == [(0, 0.0)]

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from megatron_rc.launch.flags.parser import build_parser, long_options
-from megatron_rc.launch.flags.torchrun import torchrun_parser
 from megatron_rc.settings.config import preset
+from tests.support.documented import undocumented
 from tests.support.paths import LINKED, ROOT
 
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PREFIXES = ("rollout_is_", "rollout_rs_", "log_ratio_", "chi2_", "policy/", "perf/", "reward/", "rollout/")
 QUOTED = sorted({" ".join(text.split()) for text in re.findall(r'"([^"]+)"', TEXT)})
 
 
@@ -59,16 +59,13 @@ def test_every_sentence_of_the_table_is_met_again_or_explained():
     assert in_entries <= {sentence for sentence, *_ in rows}
 
 
-def test_flags_presets_and_metrics_exist():
-    known = {*long_options(build_parser()), *long_options(torchrun_parser()), "grid", "html", "preset"}
-    assert set(re.findall(r"--([a-z][a-z0-9-]+)", TEXT)) <= known
+def test_presets_and_metrics_exist():
     for name in re.findall(r"`((?:decoupled|bypass|trust)_\w+)`", TEXT):
         assert preset(name)
-    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    prefixes = ("rollout_is_", "rollout_rs_", "log_ratio_", "chi2_", "policy/", "perf/", "reward/", "rollout/")
-    named = {name for name in re.findall(r"`([\w/<>]+)`", TEXT) if name.startswith(prefixes)}
+    named = {name for name in re.findall(r"`([\w/<>]+)`", TEXT) if name.startswith(PREFIXES)}
     assert len(named) > 20
-    for name in (re.sub(r"_p\d\d$", "_p<percent>", name) for name in named):
+    assert not undocumented(name for name in named if "/" in name)
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name in (re.sub(r"_p\d\d$", "_p<percent>", name) for name in named if "/" not in name):
         stem, _, last = name.rpartition("_")
-        shown = (f"`{name}`", f"`{name.partition('/')[2]}`")  # of a family only the first name has its prefix
-        assert any(text in metrics for text in shown) or re.search(rf"`{stem}_\w+`, `_{last}`", metrics), name
+        assert f"`{name}`" in metrics or re.search(rf"`{stem}_\w+`, `_{last}`", metrics), name

@@ -24,6 +24,7 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.golden.load import cases
 from tests.support import advantages_oracle as oracle
+from tests.support.on_rank import outcome, recorded
 from tests.support.ranks import Layout
 
 RTOL, ATOL = 1e-6, 1e-8
@@ -268,35 +269,23 @@ def test_reference_on_shards(ranks, layout):
 
 
 def collectives_on_ranks(length):
-    """(name, group's size, elements) of every collective of each function."""
-    groups, seen = ParallelGroups.from_megatron(), []
-    reduce = dist.all_reduce
-
-    def counted(tensor, op=None, group=None):
-        seen.append((op == dist.ReduceOp.MAX, dist.get_world_size(group), tensor.numel()))
-        return reduce(tensor, op=op, group=group)
-
+    """(kind, group's size, elements) of every collective of each function."""
+    groups = ParallelGroups.from_megatron()
     shard = Shard(batch(length=length), "padded", "zigzag", groups)
     local, where = shard.take(batch(length=length)), {"layout": shard.layout, "groups": groups}
     mask, found = local["response_mask"], {}
-    dist.all_reduce = counted
-    try:
-        for name, run in {
-            "gae": lambda: gae(local["rewards"], local["values"], mask, **where),
-            "whiten": lambda: whiten(local["rewards"], mask, **where),
-            "outcome": lambda: outcome_rewards(local["outcome"], mask, **where),
-            "group": lambda: group_advantages(local["outcome"], local["index"], num_groups=4, groups=groups),
-            "local group": lambda: group_advantages(local["outcome"], local["index"]),
-            "passk": lambda: group_advantages(
-                local["outcome"], local["index"], estimator="grpo-passk", num_groups=4, groups=groups
-            ),
-            "gpg": lambda: group_advantages(local["outcome"], local["index"], estimator="gpg", groups=groups),
-        }.items():
-            seen.clear()
+    of_group = functools.partial(group_advantages, local["outcome"], local["index"])
+    for name, run in {
+        "gae": lambda: gae(local["rewards"], local["values"], mask, **where),
+        "whiten": lambda: whiten(local["rewards"], mask, **where),
+        "outcome": lambda: outcome_rewards(local["outcome"], mask, **where),
+        "group": lambda: of_group(num_groups=4, groups=groups),
+        "local group": of_group,
+        "passk": lambda: of_group(estimator="grpo-passk", num_groups=4, groups=groups),
+        "gpg": lambda: of_group(estimator="gpg", groups=groups),
+    }.items():
+        with recorded() as found[name]:
             run()
-            found[name] = list(seen)
-    finally:
-        dist.all_reduce = reduce
     return found
 
 
@@ -305,13 +294,13 @@ def test_collectives_do_not_grow_with_the_tokens(ranks):
     assert short == long
     sequences, chunks = 6, 4
     for found in short[0]:
-        assert found["gae"] == [(False, 2, sequences * chunks * 2)]
-        assert found["whiten"] == [(False, 4, 2), (False, 4, 1)]
-        assert found["outcome"] == [(True, 2, sequences)]
-        assert found["group"] == [(False, 4, 5 * 5), (False, 4, 5)]
+        assert found["gae"] == [("SUM", 2, sequences * chunks * 2)]
+        assert found["whiten"] == [("SUM", 4, 2), ("SUM", 4, 1)]
+        assert found["outcome"] == [("MAX", 2, sequences)]
+        assert found["group"] == [("SUM", 4, 5 * 5), ("SUM", 4, 5)]
         assert found["local group"] == []
-        assert found["passk"] == [*found["group"], (True, 4, 5), (False, 4, 5), (True, 4, 5)]
-        assert found["gpg"] == [(False, 4, 2)]
+        assert found["passk"] == [*found["group"], ("MAX", 4, 5), ("SUM", 4, 5), ("MAX", 4, 5)]
+        assert found["gpg"] == [("SUM", 4, 2)]
 
 
 @functools.cache
@@ -439,10 +428,7 @@ def refusal_on_ranks(wrong):
     """What is raised where the first data-parallel rank has these ids and the other has those of two prompts."""
     groups = ParallelGroups.from_megatron()
     ids = torch.tensor([0, 1, 1] if group_rank(groups.dp) else wrong)
-    try:
-        return group_advantages(torch.ones(3), ids, num_groups=2, groups=groups).tolist()
-    except ValueError as error:
-        return str(error)
+    return outcome(lambda: group_advantages(torch.ones(3), ids, num_groups=2, groups=groups).tolist())
 
 
 def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
@@ -456,14 +442,10 @@ def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
 
 def half_named_on_ranks():
     """What is raised where a prompt's responses lie on both ranks and the call says half of it."""
-    groups, found = ParallelGroups.from_megatron(), []
+    groups = ParallelGroups.from_megatron()
     rewards = torch.tensor([float(group_rank(groups.dp)), 1.0])
-    for where in ({"groups": groups}, {"num_groups": 1}):
-        try:
-            found.append(group_advantages(rewards, torch.zeros(2).long(), **where).tolist())
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    wheres = ({"groups": groups}, {"num_groups": 1})
+    return [outcome(group_advantages, rewards, torch.zeros(2).long(), **where) for where in wheres]
 
 
 def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):

@@ -134,30 +134,12 @@ def test_a_batch_without_tokens_is_skipped_without_nan(name, shape):
     assert {value for key, value in metrics.items() if "batch_norm" not in key} == {0.0}
 
 
-def test_effective_sample_size_is_of_the_whole_batch():
-    """[1] * 4 and [2] * 4: 0.9, whoever holds which."""
-    train, rollout = torch.full((2, 4), -1.0, dtype=torch.float64), torch.full((2, 4), -1.0, dtype=torch.float64)
-    rollout[1] -= math.log(2)
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=10)
-    metrics = correct_rollouts(train, rollout, torch.ones(2, 4, dtype=torch.bool), config).metrics()
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.9, rel=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_weights_have_the_dtype_of_the_log_probs_but_at_least_float32(dtype):
     batch, _ = clear_batch("token")
     rollout = batch.rollout.to(torch.promote_types(dtype, torch.float32))
     result = correct_rollouts(batch.train.to(dtype), rollout, batch.mask, config_of("token"))
     assert result.weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def test_rejection_does_not_change_unnormalised_weights():
-    batch, _ = clear_batch("token")
-    free = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.5)
-    with_rejection = correct_rollouts(batch.train, batch.rollout, batch.mask, config_of("token"))
-    without = correct_rollouts(batch.train, batch.rollout, batch.mask, free)
-    assert torch.equal(with_rejection.weights, without.weights)
-    assert torch.equal(without.mask, batch.mask)
 
 
 def as_parts(batch, pieces):

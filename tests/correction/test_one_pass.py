@@ -16,6 +16,7 @@ from megatron_rc import (
 )
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
+from tests.support.on_rank import outcome
 from tests.support.ranks import Layout
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]], dtype=torch.float64)
@@ -79,11 +80,9 @@ def second_step():
             (micro_batch,) = plan.micro_batches(inputs)
             log_probs = TRAIN.clone().requires_grad_()
             masked_loss(correction, micro_batch, log_probs, None, scale)[0].backward()
-        try:
-            correction.finish_step(torch.device("cpu"))
-        except StepError as error:
-            return str(error)
+        ended = outcome(correction.finish_step, torch.device("cpu"))
     del end
+    return ended
 
 
 def test_a_second_step_is_refused_on_every_stage(ranks):

@@ -160,8 +160,7 @@ def test_the_gradients_are_those_of_the_reference(ranks, tmp_path, name, layout,
         got = everywhere[0].metrics[index]
         assert abs(got["loss/total"] - want.loss[index]) <= TO_REFERENCE * want.size[index]
         for metric, value in want.metrics[index].items():
-            if not metric.startswith("log_ratio_p"):
-                assert got[f"rollout_corr/{metric}"] == pytest.approx(value, rel=1e-4, abs=2e-5), metric
+            assert got[f"rollout_corr/{metric}"] == pytest.approx(value, rel=1e-4, abs=2e-5), metric
         assert got["policy/approx_kl"] == pytest.approx(-want.policy[index]["log_ratio"], rel=1e-4, abs=1e-5)
 
 

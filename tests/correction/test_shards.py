@@ -10,9 +10,10 @@ import torch.distributed as dist
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.parallel.groups import group_rank
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, sizes
 from tests.support.correction_comparison import assert_metrics, config_of
+from tests.support.on_rank import cp_place, outcome, recorded
 from tests.support.ranks import Layout
 
 LAYOUTS = [Layout(cp=2), Layout(cp=4), Layout(dp=2), Layout(dp=4), Layout(cp=2, dp=2)]
@@ -34,8 +35,7 @@ def row_lengths(batch, form):
 
 def my_layout(lengths, form):
     """How this rank's slice of some rows is cut."""
-    cp = ParallelGroups.from_megatron().cp
-    where = {"cp_rank": group_rank(cp), "cp_size": group_size(cp)}
+    where = cp_place()
     if form == "packed":
         local = [length // where["cp_size"] for length in lengths]
         return SequenceLayout.packed([sum(local[:index]) for index in range(len(local) + 1)], **where)
@@ -157,45 +157,10 @@ def test_a_wrong_reduction_is_noticed(ranks, variant):
     assert noticed
 
 
-def test_effective_sample_size_over_ranks(ranks):
-    for metrics in ranks.run(two_weights, Layout(dp=2)):
-        assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.9, rel=1e-12)
-
-
-def two_weights():
-    """[1] * 4 on one rank, [2] * 4 on the other."""
-    groups = ParallelGroups.from_megatron()
-    train = torch.full((1, 4), -1.0, dtype=torch.float64)
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=10)
-    rollout = train - group_rank(groups.dp) * math.log(2)
-    return correct_rollouts(train, rollout, torch.ones(1, 4, dtype=torch.bool), config, groups=groups).metrics()
-
-
-class Recorder:
-    """Kinds, group sizes and lengths of the collectives while it is active."""
-
-    def __enter__(self):
-        self.seen, self.original = [], (dist.all_reduce, dist.broadcast)
-
-        def all_reduce(tensor, op, group):
-            self.seen.append((str(op).split(".")[-1], group_size(group), tensor.numel()))
-            return self.original[0](tensor, op=op, group=group)
-
-        def broadcast(tensor, src, group):
-            self.seen.append(("BROADCAST", group_size(group), tensor.numel()))
-            return self.original[1](tensor, src=src, group=group)
-
-        dist.all_reduce, dist.broadcast = all_reduce, broadcast
-        return self.seen
-
-    def __exit__(self, *_):
-        dist.all_reduce, dist.broadcast = self.original
-
-
 def count_collectives(names, length):
     """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
     groups, found = ParallelGroups.from_megatron(), {}
-    where = {"cp_rank": group_rank(groups.cp), "cp_size": group_size(groups.cp)}
+    where = cp_place()
     layout = SequenceLayout.padded(2, length // where["cp_size"], **where)
     for name in names:
         train = torch.full(layout.shape, -1.0)
@@ -205,7 +170,7 @@ def count_collectives(names, length):
             sides["advantages"] = torch.ones(layout.shape)
         if "rollout_staleness_scale" in CASES[name].fields:
             sides |= {"policy_versions": torch.randint(4, layout.shape), "current_version": 4}
-        with Recorder() as seen:
+        with recorded() as seen:
             result = correct_rollouts(train, train - 0.1, mask, config_of(name), layout, groups, num_groups=2, **sides)
             result.check()
             result.metrics()
@@ -249,10 +214,7 @@ def check_bad_token(policy, value, with_ids):
     sides = {"sequence_ids": ids} if with_ids else {}
     result = correct_rollouts(train, rollout, mask, config_of("token"), layout, groups, **sides)
     result.metrics()
-    try:
-        result.check()
-    except ValueError as error:
-        return str(error)
+    return outcome(result.check)
 
 
 @pytest.mark.parametrize("policy", ["training", "rollout"])
@@ -279,7 +241,7 @@ def plan_on_all_stages(name, batch):
     groups = ParallelGroups.from_megatron()
     correction = RolloutCorrection(config_of(name), groups, loss=LOSS)
     inputs = PlanInputs(batch.train, batch.rollout, batch.mask, **batch.sides) if groups.is_last_stage else None
-    with Recorder() as seen:
+    with recorded() as seen:
         result = correction.plan(inputs, **sizes(batch))
     result.check()
     return result.metrics(), result.skip.tolist(), result.denominators.tolist(), result.mask is None, seen
@@ -303,15 +265,13 @@ def a_plan_of_other_shapes(change):
     correction = RolloutCorrection(RolloutCorrectionConfig(), groups, loss=PolicyLossConfig())
     tensors = {name: torch.full((2, 4), -1.0) for name in ("train_log_probs", "rollout_log_probs")}
     inputs = PlanInputs(**tensors, response_mask=torch.ones(2, 4, dtype=torch.bool))
-    found = []
-    for given in (dataclasses.replace(inputs, **change), inputs):
-        try:
-            plan = correction.plan(given if groups.is_last_stage else None)
-            plan.check()
-            found.append(plan.on_host.denominators.counts)
-        except ValueError as error:
-            found.append(str(error))
-    return found
+
+    def counts(given):
+        plan = correction.plan(given if groups.is_last_stage else None)
+        plan.check()
+        return plan.on_host.denominators.counts
+
+    return [outcome(counts, given) for given in (dataclasses.replace(inputs, **change), inputs)]
 
 
 @pytest.mark.parametrize(
@@ -334,10 +294,7 @@ def a_bad_token_under_pipelining():
     train[1, 2] = math.nan
     inputs = PlanInputs(train, torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool))
     plan = RolloutCorrection(config_of("token"), groups, loss=LOSS).plan(inputs if groups.is_last_stage else None)
-    try:
-        plan.check()
-    except ValueError as error:
-        return str(error)
+    return outcome(plan.check)
 
 
 def test_every_pipeline_stage_raises_alike(ranks):

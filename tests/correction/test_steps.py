@@ -20,7 +20,7 @@ from megatron_rc import (
     wrap_finalize,
 )
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed
+from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
 
 @pytest.fixture(params=MODES)
@@ -91,34 +91,19 @@ def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
         training.schedule(plan, 1)
 
 
-def losses_of(training, plan, micro_batches):
-    """One step of the first mini-batch, made of these micro-batches by their number."""
-    scale = plan.loss_scale(0, num_microbatches=len(micro_batches))
-    for index, micro_batch in micro_batches.items():
-        log_probs = training.model(range(PER_MICRO_BATCH * index, PER_MICRO_BATCH * (index + 1)))
-        loss, count, _ = masked_loss(training.correction, micro_batch, log_probs, None, scale)
-        (loss / count / scale.num_microbatches).backward()
-    training.finalize([training.model])
-
-
 @pytest.mark.parametrize("chosen", [(2, 3), (0, 3)], ids=str)
 def test_micro_batches_of_another_mini_batch_are_refused(training, chosen):
     """Their tokens would be divided by the number of others."""
-    inputs = listed(training)
-    plan = training.correction.plan(inputs, num_mini_batches=2)
-    plan.check()
-    made = plan.micro_batches(inputs)
+    plan, made = planned(training)
+    scale = plan.loss_scale(0, num_microbatches=2)
     with pytest.raises(StepError, match="another mini-batch, as their mini_batch_ids say, than the LossScale"):
-        losses_of(training, plan, {index: made[index] for index in chosen})
+        run(training, scale, {index: made[index] for index in chosen})
 
 
 def test_what_fills_a_step_may_be_of_any_mini_batch(training):
     training.mask[6:] = False
-    inputs = listed(training)
-    plan = training.correction.plan(inputs, num_mini_batches=2)
-    plan.check()
-    made = plan.micro_batches(inputs)
-    losses_of(training, plan, {index: made[index] for index in (0, 1, 3)})
+    plan, made = planned(training)
+    run(training, plan.loss_scale(0, num_microbatches=3), {index: made[index] for index in (0, 1, 3)})
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
@@ -420,7 +405,7 @@ def test_the_plan_makes_the_micro_batches():
         whole = training.planned()
         inputs = listed(training)
         ids = inputs.mini_batch_ids
-        found = training.correction.plan(inputs, num_mini_batches=2).micro_batches(inputs)
+        _, found = planned(training)
         assert len(found) == 4
         for index, micro_batch in enumerate(found):
             known = training.micro_batch(whole, range(2 * index, 2 * index + 2))

@@ -5,14 +5,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc import PlanInputs, RolloutCorrection, masked_loss, wrap_finalize
+from megatron_rc import PlanInputs, RolloutCorrection
 from megatron_rc.launch.rewards.rewarder import Rewarder
 from megatron_rc.launch.tasks import Problem
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.settings.criteria import CRITERIA
-from tests.support.chunk import Chunk
+from tests.support import one_step
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 
@@ -50,16 +50,9 @@ def trained(words):
     layout = SequenceLayout.padded(ROWS, LENGTH // size, cp_rank=group_rank(groups.cp), cp_size=size)
     old, rollout, mask = (layout.cut(draw()[index]) for index in (0, 1, 3))
     correction = RolloutCorrection(config.correction, groups, loss=config.loss)
-    end = wrap_finalize(correction, lambda model: None)
-    in_loss = config.correction.bypass_mode
+    in_loss, new = config.correction.bypass_mode, old.clone().requires_grad_()
     inputs = PlanInputs(None if in_loss else old, rollout, mask, layout, advantages=draw()[2])
-    plan = correction.plan(inputs)
-    (batch,) = plan.micro_batches(inputs)
-    new = old.clone().requires_grad_()
-    plan.check()
-    loss, _, _ = masked_loss(correction, batch, new, None, plan.loss_scale(num_microbatches=1))
-    loss.backward()
-    end([Chunk()])
+    one_step.made(correction, inputs, new)
     return new.grad * (correction.step.factor if in_loss else 1) / size
 
 

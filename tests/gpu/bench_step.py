@@ -5,17 +5,16 @@ optimizer. The share is that of the correction's own calls, each with a wait for
 that is measured without them.
 """
 
-import contextlib
 import statistics
 import time
 
 import pytest
 import torch
 
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from benchmarks.step import timed_correction
 from tests.gpu.training import joined, words_for
+from tests.support.made_rollouts import near_rollouts
 from tests.support.recorded_training import make_trainer
-from tests.support.training_cases import on_device
 
 SHARE = 0.005
 VOCABULARY, LENGTH, SEQUENCES, ROWS = 128_256, 1024, 16, 4
@@ -31,7 +30,6 @@ VARIANTS = {
     "measured alone": ("--rollout-correction-preset=disabled",),
     "bypass": ("--rollout-is=none", "--bypass-mode", *CRITERIA),
 }
-CALLS = ("plan", "corrected", "finish_step")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,60 +47,16 @@ def flags(device, folder, *more):
 
 
 def rollouts(trainer):
-    """Random tokens of which the last three quarters train, with log-probs near those of the trainer."""
-    from megatron_rc.launch.training.batches.micro_batches import cut_batch
-
-    config = trainer.config
-    shape = (SEQUENCES, config.training.seq_length)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask[:, shape[1] // 4 :] = True
-    blank = RolloutBatch(
-        tokens=torch.randint(0, config.model.vocab_size, shape),
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, -7.0, torch.nan),
-        policy_versions=torch.zeros(shape, dtype=torch.int32),
-        sample_ids=torch.arange(SEQUENCES),
-        group_ids=torch.arange(SEQUENCES) // 4,
-        rewards=torch.rand(SEQUENCES),
-        finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
-        sampling=SamplingParams(),
-    )
-    blank = on_device(blank, trainer.device)
-    scored = trainer.score(cut_batch(blank, config, trainer.groups))
-    near = (scored + 0.03 * torch.randn_like(scored)).clamp(max=-1e-3).roll(1, dims=1)
-    log_probs = torch.where(blank.response_mask, near, torch.nan)
-    return RolloutBatch(**{**vars(blank), "rollout_log_probs": log_probs})
+    """Random tokens of which the last three quarters train."""
+    mask = torch.zeros(SEQUENCES, trainer.config.training.seq_length, dtype=torch.bool)
+    mask[:, mask.shape[1] // 4 :] = True
+    return near_rollouts(trainer, mask, 0.03, torch.Generator())
 
 
 def now():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-@contextlib.contextmanager
-def timed(correction):
-    """Seconds of the correction's own calls inside the block."""
-    seconds = []
-
-    def with_time(method):
-        def call(*args, **kwargs):
-            before = now()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                seconds.append(now() - before)
-
-        return call
-
-    for name in CALLS:
-        setattr(correction, name, with_time(getattr(correction, name)))
-    try:
-        yield seconds
-    finally:
-        for name in CALLS:
-            delattr(correction, name)
-    assert seconds, "no call of the correction was timed"
 
 
 def run_steps(trainer, batch, number):
@@ -128,7 +82,7 @@ def test_step(device, on_gpu, figures, target, tmp_path, name):
     step = statistics.median(run_steps(trainer, batch, 6))
     inside = []
     for _ in range(4):
-        with timed(trainer.correction) as seconds:
+        with timed_correction(trainer.correction, now) as seconds:
             run_steps(trainer, batch, 1)
         inside.append(sum(seconds))
     parameters = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())

@@ -12,6 +12,7 @@ from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
 from tests.support import training_cases
 from tests.support.errors import largest_error
+from tests.support.made_rollouts import on_device
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
 from tests.support.training_cases import Case
@@ -145,7 +146,7 @@ def test_steps(words, on_gpu, figures, more, model):
 def test_cost_of_a_step(words, counts, figures):
     """How often the host waits: once for the plan, once for the loss, and Megatron's optimizer beside."""
     trainer = make_trainer(words(*BF16))
-    batch = training_cases.on_device(recorded_batch(0), trainer.device)
+    batch = on_device(recorded_batch(0), trainer.device)
     plan = measure.costs(lambda: trainer.prepare(batch))
     prepared = trainer.prepare(batch)
     step = measure.costs(lambda: trainer.update(prepared, 0))

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.support import training_cases
+from tests.support.made_rollouts import on_device
 from tests.support.paths import ROOT
 from tests.support.recorded_training import make_trainer, recorded_batch, run_config
 
@@ -70,7 +71,7 @@ def steps(words: Sequence[str], batches: Sequence[int]) -> list[dict[str, float]
     trainer = make_trainer(list(words))
     found = []
     for index in batches:
-        prepared = trainer.prepare(training_cases.on_device(recorded_batch(index), trainer.device))
+        prepared = trainer.prepare(on_device(recorded_batch(index), trainer.device))
         found.append(trainer.update(prepared, 0))
     if trainer.config.checkpoints.save:
         trainer.save()

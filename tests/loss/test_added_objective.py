@@ -8,7 +8,6 @@ import torch
 
 from examples.custom_objective import GOOD_ONLY as GOOD
 from megatron_rc import (
-    MicroBatch,
     PlanInputs,
     PolicyLossConfig,
     RolloutCorrection,
@@ -20,9 +19,8 @@ from megatron_rc import (
 )
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.training.schedule import masked_loss, wrap_finalize
-from tests.support.chunk import Chunk
+from megatron_rc.parallel import ParallelGroups
+from tests.support import one_step
 
 
 def tight(terms):
@@ -86,13 +84,8 @@ def test_in_bypass_mode_it_trains_with_its_weights():
         rollout_is="token", rollout_is_threshold=1.2, bypass_mode=True, loss_type="good_only"
     )
     correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-    end = wrap_finalize(correction, lambda model: None)
-    plan = correction.plan(PlanInputs(None, rollout, mask))
     theta = theta.requires_grad_()
-    batch = MicroBatch(None, rollout, mask, SequenceLayout.padded(4, 6), advantages)
-    loss, _, _ = masked_loss(correction, batch, theta, None, plan.loss_scale(num_microbatches=1))
-    loss.backward()
-    end([Chunk()])
+    one_step.made(correction, PlanInputs(None, rollout, mask, advantages=advantages), theta)
     factor = correction.step.factor
     weights = (theta.detach() - rollout).exp().clamp(max=1.2)
     good = advantages.clamp(min=0).unsqueeze(1)

@@ -21,15 +21,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.loss.aggregation import aggregate_loss, denominator, loss_sum
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.training.schedule import masked_loss, wrap_finalize
 from tests.correction import test_golden
 from tests.golden.load import cases
-from tests.support.chunk import Chunk
+from tests.support import one_step
 
 RTOL, ATOL = 1e-6, 1e-8
 # Number of cases compared by algorithm and project, and left out by reason.
@@ -56,14 +55,12 @@ LEFT_OUT = {
     "GSPO through the mean, with A per token": 1,
 }
 # Number of metrics likewise.
-METRICS_COMPARED = {"of_loss": 93, "of_correction": 299}
+METRICS_COMPARED = {"of_loss": 93, "of_correction": 318}
 METRICS_LEFT_OUT = {
     "NeMo-RL's own": 77,
     "slime's own": 3,
     "slime's mean of means": 4,
     "over the accepted tokens": 6,
-    "before truncation": 7,
-    "of gen2's rejection weights": 12,
 }
 GENERATION = {"2025-11": "gen2", "2026-08": "gen3"}
 OBJECTIVES = {"gmpo": "GMPO", "dppo_tv": "DPPO", "dppo_kl": "DPPO", "sapo": "SAPO", "gpg": "GPG", "dro": "DRO"}
@@ -195,12 +192,12 @@ def aggregated(case, per_token, accepted, mask):
     return total / denominator(mode, factor, tokens, sequences) * known["dp_size"]
 
 
-def started(case, config, **changes):
-    """(correction, plan) of a step in bypass mode."""
+def corrects_in_loss(case, config, **changes):
+    """(correction in bypass mode, its plan's inputs)."""
     arrays, (mode, factor) = tensors(case), aggregation(case)
     objective = PolicyLossConfig(aggregation=mode, loss_scale_factor=factor, **(clips(case) | changes))
-    correction = RolloutCorrection(config, ParallelGroups(), loss=objective)
-    return correction, correction.plan(PlanInputs(None, arrays["rollout_log_prob"], arrays["response_mask"]))
+    inputs = PlanInputs(None, arrays["rollout_log_prob"], arrays["response_mask"], advantages=arrays["advantages"])
+    return RolloutCorrection(config, ParallelGroups(), loss=objective), inputs
 
 
 def bypassed(case, **changes):
@@ -208,19 +205,12 @@ def bypassed(case, **changes):
     arrays, config = tensors(case), correction_of(case)
     more = {name: changes.pop(name) for name in config.to_dict() if name in changes}
     config = RolloutCorrectionConfig(**(config.to_dict() | more))
-    correction, plan = started(case, config, **changes)
-    mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
-    end = wrap_finalize(correction, lambda model: None)
-    scale = plan.loss_scale(num_microbatches=1)
-    layout = SequenceLayout.padded(*mask.shape)
-    micro_batch = MicroBatch(None, arrays["rollout_log_prob"], mask, layout, arrays["advantages"])
-    loss, count, _ = masked_loss(correction, micro_batch, log_probs, None, scale)
-    (loss / count).backward()
-    end([Chunk()])
+    correction, inputs = corrects_in_loss(case, config, **changes)
+    log_probs = arrays["log_prob"].requires_grad_()
+    loss, count = one_step.made(correction, inputs, log_probs)
+    assert count == 1
     factor = correction.step.factor
-    return Outcome(
-        float(loss.detach() * factor), log_probs.grad * factor, correction.loss_metrics() | correction.step.metrics()
-    )
+    return Outcome(float(loss * factor), log_probs.grad * factor, correction.loss_metrics() | correction.step.metrics())
 
 
 @functools.cache
@@ -276,7 +266,8 @@ def test_correction_inside_the_loss(name):
     case = CASES[name]
     arrays, config = tensors(case), correction_of(case)
     inputs = [arrays[key] for key in ("log_prob", "rollout_log_prob", "response_mask")]
-    correction, _ = started(case, config)
+    correction, given = corrects_in_loss(case, config)
+    correction.plan(given)
     weights, mask, _ = correction.in_loss(*inputs)
     assert torch.equal(mask, arrays["effective_mask"])
     # Batch normalisation is a factor of the whole step, and PPO gets no weights: all at once, the weights are theirs.
@@ -303,12 +294,16 @@ def of_loss(case, name, metrics):
 
 
 def of_correction(case, name, metrics):
-    """Likewise of the correction inside the loss, by the rules of test_golden."""
+    """(why a metric of the correction inside the loss is not compared or None, our value); see test_golden."""
     arrays, config = tensors(case), correction_of(case)
-    log_ratio = (arrays["log_prob"] - arrays["rollout_log_prob"])[arrays["response_mask"]]
+    inputs = [arrays[key] for key in ("log_prob", "rollout_log_prob", "response_mask")]
     case = case | {"generation": GENERATION[case["source"]["release"]]}
-    reason = test_golden.left_out(case, name, log_ratio)
-    return reason, None if reason else test_golden.ours(case, config, metrics, name)
+    reason = test_golden.left_out(case, name, (inputs[0] - inputs[1])[inputs[2]])
+
+    def metrics_of(other):
+        return metrics if other == config else correct_rollouts(*inputs, other).metrics()
+
+    return reason, None if reason else test_golden.ours(case, config, metrics_of, name)
 
 
 def test_metrics():

@@ -15,6 +15,7 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.training.plan import LossScale
 from megatron_rc.training.schedule import schedule_return
 from tests.support.far_device import far_device
+from tests.support.on_rank import outcome
 from tests.support.ranks import Layout
 
 
@@ -460,10 +461,7 @@ def stray_on_ranks():
     groups = ParallelGroups.from_megatron()
     accepted = torch.ones(1, 2, dtype=torch.bool)
     denominator = torch.full((1, 2), group_rank(groups.dp_cp) < group_size(groups.dp_cp) - 1)
-    try:
-        return aggregate_loss(torch.ones(1, 2), accepted, denominator_mask=denominator, groups=groups).item()
-    except ValueError as error:
-        return str(error)
+    return outcome(aggregate_loss, torch.ones(1, 2), accepted, denominator_mask=denominator, groups=groups)
 
 
 def test_tokens_outside_the_denominator_are_one_error_on_all_ranks(ranks):

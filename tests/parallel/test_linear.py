@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
 from tests.parallel.test_vocab_memory import allocated
+from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
 VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7
@@ -169,39 +170,26 @@ def test_a_frozen_weight_gets_no_gradient():
     assert hidden.grad.abs().sum() > 0
 
 
-def count_collectives(sequence_parallel, chunk_size):
-    """Names and sizes of the collectives of one call, forward and backward."""
-    seen = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name in COLLECTIVES:
-
-        def counted(*args, _name=name, **kwargs):
-            seen.append((_name, args[0].numel()))
-            return originals[_name](*args, **kwargs)
-
-        setattr(dist, name, counted)
-    try:
+def collectives(sequence_parallel, chunk_size):
+    """Kinds and sizes of the collectives of one call, forward and backward."""
+    with recorded() as seen:
         local(torch.float64, sequence_parallel, chunk_size)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return seen
+    return [(kind, numbers) for kind, _, numbers in seen]
 
 
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 TOKENS = SEQUENCE * BATCH
 
 
 def test_collectives_of_the_statistics_do_not_grow_with_chunks(ranks):
     """Chunks of sequence parallelism are gathered twice and scattered once."""
     for chunk_size in (1, None):
-        for seen in ranks.run(count_collectives, Layout(tp=2), False, chunk_size):
-            assert seen == [("all_reduce", TOKENS), ("all_reduce", 4 * TOKENS), ("all_reduce", TOKENS * HIDDEN)]
-    assert ranks.run(count_collectives, Layout(), False, 1) == [[]]
+        for seen in ranks.run(collectives, Layout(tp=2), False, chunk_size):
+            assert seen == [("MAX", TOKENS), ("SUM", 4 * TOKENS), ("SUM", TOKENS * HIDDEN)]
+    assert ranks.run(collectives, Layout(), False, 1) == [[]]
     half = TOKENS // 2 * HIDDEN
-    gather, scatter = ("all_gather_into_tensor", half), ("reduce_scatter_tensor", half // 2)
-    sums = [("all_reduce", TOKENS), ("all_reduce", 4 * TOKENS)]
-    for seen in ranks.run(count_collectives, Layout(tp=2), True, TOKENS // 2):
+    gather, scatter = ("ALL_GATHER_INTO_TENSOR", half), ("REDUCE_SCATTER_TENSOR", half // 2)
+    sums = [("MAX", TOKENS), ("SUM", 4 * TOKENS)]
+    for seen in ranks.run(collectives, Layout(tp=2), True, TOKENS // 2):
         assert seen == [gather, gather, *sums, gather, scatter, gather, scatter]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rc.parallel import softmax, vocab, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from megatron_rc.parallel.groups import group_rank, group_size
-from tests.correction.test_shards import Recorder
+from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
 PADDED, VOCABULARY = 16, 11  # of four ranks, the last holds only padding
@@ -438,7 +438,7 @@ WRONG = [
 
 def raises(change, message):
     """The collectives on this rank before the error that both functions raise."""
-    with Recorder() as seen:
+    with recorded() as seen:
         for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
             with pytest.raises(ValueError, match=message):
                 function(tp_group=everyone(), **RIGHT | change)
@@ -457,9 +457,9 @@ def collectives(batch, choices, function):
 
 def collectives_of_one(batch, options, function):
     logits = shard_of(batch).requires_grad_()
-    with Recorder() as forward:
+    with recorded() as forward:
         total = scalar(function(logits, batch, **options), batch)
-    with Recorder() as backward:
+    with recorded() as backward:
         total.backward()
     return forward, backward
 

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch
+from tests.support.made_rollouts import made_batch
 from tests.support.recorded_training import run_config
 
 
@@ -24,17 +25,9 @@ def random_rollouts(config: RunConfig) -> RolloutBatch:
     rows, length = config.rollouts.sequences // config.data_parallel_size, config.training.seq_length
     position = torch.arange(length).expand(rows, length)
     mask = position >= length - config.rollouts.max_response_length
-    return RolloutBatch(
-        tokens=torch.randint(0, config.model.vocab_size, (rows, length)),
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, -torch.rand(rows, length) - 1, torch.nan),
-        policy_versions=torch.zeros(rows, length, dtype=torch.int32),
-        sample_ids=torch.arange(rows),
-        group_ids=torch.arange(rows) // config.rollouts.grpo_group_size,
-        rewards=torch.rand(rows),
-        finish_reasons=torch.zeros(rows, dtype=torch.int64),
-        sampling=SamplingParams(),
-    )
+    tokens, log_probs = torch.randint(0, config.model.vocab_size, (rows, length)), -torch.rand(rows, length) - 1
+    groups = torch.arange(rows) // config.rollouts.grpo_group_size
+    return made_batch(tokens, mask, log_probs, torch.rand(rows), group_ids=groups)
 
 
 class GlooAside(TorchDispatchMode):

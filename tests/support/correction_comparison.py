@@ -57,7 +57,7 @@ def is_quantile(name):
 
 def expected_metrics(found):
     """All metrics of the oracle, under the library's names."""
-    metrics = {name: value for name, value in found.metrics.items() if not name.startswith("log_ratio_p")}
+    metrics = dict(found.metrics)
     for bucket, row in found.breakdowns["length"].items():
         metrics[f"rollout_rs_masked_fraction_length_{2**bucket}_{2 ** (bucket + 1) - 1}"] = row["masked_fraction"]
     for sign, row in found.breakdowns.get("reward", {}).items():

@@ -22,7 +22,6 @@ Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
 EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-8
-QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean")
 
 
@@ -60,8 +59,6 @@ class Result:
     sequence_lengths: list[int]
     metrics: dict[str, float]
     breakdowns: dict[str, dict[Any, dict[str, float]]]
-    bad: dict[str, int]  # number of bad tokens of "train", of "rollout" and of "either"
-    first_bad: dict[str, tuple[int, int] | None]  # (sequence, position) of each policy's first bad token
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,6 @@ class Batch:
     train: Rows
     rollout: Rows
     log_ratio: Rows
-    bad: dict[str, list[tuple[int, int]]]
     groups: list[int]
     advantages: Sequence[Any] | None
     scale: Rows  # factor of the bounds in nats, by the staleness of each good token
@@ -135,8 +131,6 @@ def correct(
         sequence_lengths=[len(tokens) for tokens in in_loss],
         metrics=metrics,
         breakdowns=break_down(batch, accepted, rewards, versions, current_version, max_staleness),
-        bad={name: len(tokens) for name, tokens in batch.bad.items()},
-        first_bad={name: min(batch.bad[name], default=None) for name in ("train", "rollout")},
     )
 
 
@@ -172,17 +166,6 @@ def divergence(kind: str, x: float) -> float:
     return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - min(x, EXP_LIMIT)}[kind]
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """The quantile, interpolated linearly between the two nearest values."""
-    ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
 def flat(rows: Rows) -> list[float]:
     return [value for row in rows for value in row.values()]
 
@@ -214,13 +197,7 @@ def read(
     current_version: int | None = None,
 ) -> Batch:
     given = [[t for t, valid in enumerate(row) if valid] for row in mask]
-    bad = {
-        name: [(i, t) for i, tokens in enumerate(given) for t in tokens if not is_log_prob(rows[i][t])]
-        for name, rows in (("train", train), ("rollout", rollout))
-    }
-    bad["either"] = sorted({*bad["train"], *bad["rollout"]})
-    broken = set(bad["either"])
-    good = [[t for t in tokens if (i, t) not in broken] for i, tokens in enumerate(given)]
+    good = [[t for t in row if is_log_prob(train[i][t]) and is_log_prob(rollout[i][t])] for i, row in enumerate(given)]
     kept_train, kept_rollout, log_ratio = (
         [{t: value(i, t) for t in tokens} for i, tokens in enumerate(good)]
         for value in (lambda i, t: train[i][t], lambda i, t: rollout[i][t], lambda i, t: train[i][t] - rollout[i][t])
@@ -238,7 +215,6 @@ def read(
         train=kept_train,
         rollout=kept_rollout,
         log_ratio=log_ratio,
-        bad=bad,
         groups=list(group_ids) if group_ids is not None else list(range(len(mask))),
         advantages=advantages,
     )
@@ -392,7 +368,7 @@ def policy_metrics(batch: Batch) -> dict[str, float]:
     rollout = [mean(batch.rollout[i].values()) for i in batch.sequences]
     total = [math.fsum(batch.log_ratio[i].values()) for i in batch.sequences]
     difference = [b - a for a, b in zip(train, rollout, strict=True)]
-    metrics = {
+    return {
         "kl": mean(-value for value in x),
         "k3_kl": mean(divergence("k3", value) for value in x),
         "training_ppl": mean(ppl(-value) for value in train),
@@ -409,7 +385,6 @@ def policy_metrics(batch: Batch) -> dict[str, float]:
         "num_tokens": float(len(x)),
         "num_sequences": float(len(total)),
     }
-    return metrics | {f"log_ratio_p{share:02d}": quantile(x, share / 100) for share in QUANTILES}
 
 
 def ppl(x: float) -> float:
@@ -585,8 +560,6 @@ def by_bucket(
     kept = [set(row) for row in accepted]
     return {
         key: {
-            "tokens": float(len(members)),
-            "sequences": float(len({i for i, _ in members})),
             "token_fraction": len(members) / batch.num_tokens,
             "kl": mean(-batch.log_ratio[i][t] for i, t in members),
             "masked_fraction": mean(t not in kept[i] for i, t in members),
@@ -598,37 +571,33 @@ def by_bucket(
 # How clearly a batch decides
 
 
-def distances(
+def distance_to_bounds(
     train: Table, rollout: Table, mask: Table, settings: Settings | Mapping[str, Any], **sides: Any
-) -> dict[str, float]:
-    """For each test, also of metrics, the least distance of its statistic from one of its bounds, in its own unit."""
+) -> float:
+    """The least distance of a statistic, also of metrics, from one of its bounds, in the statistic's own unit."""
     settings = as_settings(settings)
     batch = read(train, rollout, mask, settings, **sides)
-    found = {}
+    found = [math.inf]
     for name, lower, upper in settings.criteria:
         if name == "group_any":
             continue
         rows = tested(name, batch)
-        found[name] = nearest(flat(relative_to_scale(rows, name, batch)), lower, upper)
+        found += distances(flat(relative_to_scale(rows, name, batch)), lower, upper)
         if name.startswith("token_"):
-            means = [mean(row.values()) / batch.oldest[i] for i, row in enumerate(rows) if row]
-            found[f"{name} of sequences"] = nearest(means, lower, upper)
+            found += distances(
+                [mean(row.values()) / batch.oldest[i] for i, row in enumerate(rows) if row], lower, upper
+            )
     if settings.veto is not None:
-        found["veto"] = nearest(flat(batch.log_ratio), log(settings.veto), math.inf)
+        found += distances(flat(batch.log_ratio), log(settings.veto), math.inf)
     if settings.level is not None:
         logs, raw = weight_log(batch, settings), weigh(batch, batch.good, settings)[0]
         relative = relative_to_scale(logs, settings.level, batch)
-        found["weights"] = nearest(flat(relative), log(settings.low), log(settings.upper))
+        found += distances(flat(relative), log(settings.low), log(settings.upper))
         means = [mean(row.values()) ** (1 / batch.oldest[i]) for i, row in enumerate(raw) if row]
-        found["weights of sequences"] = nearest(means, settings.low, settings.upper)
-    return found
+        found += distances(means, settings.low, settings.upper)
+    return min(found)
 
 
-def nearest(values: Iterable[float], lower: float, upper: float) -> float:
+def distances(values: Iterable[float], lower: float, upper: float) -> list[float]:
     bounds = [value for value in (lower, upper) if math.isfinite(value)]
-    return min((abs(value - edge) for value in values for edge in bounds), default=math.inf)
-
-
-def distance_to_bounds(*arguments: Any, **sides: Any) -> float:
-    """The smallest of :func:`distances`."""
-    return min(distances(*arguments, **sides).values(), default=math.inf)
+    return [abs(value - edge) for value in values for edge in bounds]

@@ -13,6 +13,7 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import critic_oracle, training_cases, training_oracle
 from tests.support.critic_oracle import Objective
+from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
 from tests.support.training_cases import LAYOUTS, MINI_BATCHES, PER_MINI_BATCH, SEQUENCES
@@ -170,7 +171,7 @@ def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new
     training_cases.load(critic.chunks, new)
     metrics, gradients, step_calls = [], [], []
     for index in range(MINI_BATCHES):
-        with training_cases.recorded() as calls:
+        with recorded(of_library=True) as calls:
             metrics.append(critic.accumulate(prepared, index, index))
         step_calls.append(list(calls))
         gradients.append({name: p.main_grad.clone() for name, p in training_cases.named(critic.chunks)})

@@ -10,7 +10,8 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch
+from tests.support.made_rollouts import made_batch
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 16, 13
 
@@ -46,17 +47,8 @@ def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBa
     mask = (position >= prompt) & (position < end)
     mask &= torch.rand(shape, generator=generator) > 0.15
     log_probs = -2.7 + 0.4 * torch.randn(shape, generator=generator)
-    batch = RolloutBatch(
-        tokens=torch.randint(0, VOCABULARY, shape, generator=generator),
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, log_probs.clamp(max=-0.01), torch.nan),
-        policy_versions=torch.zeros(shape, dtype=torch.int32),
-        sample_ids=torch.arange(SEQUENCES),
-        group_ids=torch.arange(SEQUENCES) // 4,
-        rewards=torch.rand(SEQUENCES, generator=generator),
-        finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
-        sampling=SamplingParams(),
-    )
+    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+    batch = made_batch(tokens, mask, log_probs.clamp(max=-0.01), torch.rand(SEQUENCES, generator=generator))
     rows = slice(replica * SEQUENCES // replicas, (replica + 1) * SEQUENCES // replicas)
     return RolloutBatch(
         *(getattr(batch, name)[rows] for name in tuple(RolloutBatch.__dataclass_fields__)[:8]), batch.sampling

@@ -139,3 +139,21 @@ def listed(training):
     tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))
     ids = [torch.full((PER_MICRO_BATCH,), index // 2) for index in range(len(rows))]
     return PlanInputs(old, *tensors, advantages=[training.advantages[row] for row in rows], mini_batch_ids=ids)
+
+
+def planned(training):
+    """(the plan of the inputs in micro-batches, the four that it makes; the first two are a mini-batch)."""
+    inputs = listed(training)
+    plan = training.correction.plan(inputs, num_mini_batches=2)
+    plan.check()
+    return plan, plan.micro_batches(inputs)
+
+
+def run(training, scale, micro_batches):
+    """One step of these micro-batches by their places, at which the model has its rows."""
+    training.model.zero_grad_buffer()
+    for index, micro_batch in micro_batches.items():
+        log_probs = training.model(range(PER_MICRO_BATCH * index, PER_MICRO_BATCH * (index + 1)))
+        loss, count, _ = masked_loss(training.correction, micro_batch, log_probs, None, scale)
+        (loss / count / scale.num_microbatches).backward()
+    training.finalize([training.model])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,9 +13,11 @@ import torch
 import yaml
 
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch
 from tests.support import correction_oracle as oracle
 from tests.support import training_oracle
+from tests.support.made_rollouts import made_batch, on_device
+from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, make_trainer
 from tests.support.training_oracle import Data, Objective
@@ -188,17 +189,15 @@ def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, tor
         first = torch.full_like(values[:, :1], filler)
         return torch.cat([first, values[:, :-1]], 1)[rows]
 
-    mask = to_tokens(data.mask, False)
-    return RolloutBatch(
-        tokens=data.tokens[rows],
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, to_tokens(data.rollout, 0).float(), torch.nan),
-        policy_versions=(-to_tokens(data.ages, 0) if data.ages is not None else torch.zeros(mask.shape)).int(),
+    mask, ages = to_tokens(data.mask, False), data.ages
+    return made_batch(
+        data.tokens[rows],
+        mask,
+        to_tokens(data.rollout, 0).float(),
+        data.rewards[rows],
+        policy_versions=(-to_tokens(ages, 0) if ages is not None else torch.zeros(mask.shape)).int(),
         sample_ids=rows,
         group_ids=data.group_ids[rows],
-        rewards=data.rewards[rows],
-        finish_reasons=torch.zeros(len(rows), dtype=torch.int64),
-        sampling=SamplingParams(),
     ), rows
 
 
@@ -243,13 +242,13 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
             load(trainer.chunks, old)
     batch, rows = batch_of(data, group_rank(groups.dp), group_size(groups.dp))
     batch = on_device(batch, trainer.device)
-    with recorded() as plan_calls:
+    with recorded(of_library=True) as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
     held = watch(trainer)
     metrics, gradients, step_calls = [], [], []
     for index in range(MINI_BATCHES):
-        with recorded() as calls:
+        with recorded(of_library=True) as calls:
             metrics.append(trainer.accumulate(prepared, index) | prepared.plan.metrics())
         step_calls.append(list(calls))
         gradients.append({name: p.main_grad.float().cpu().clone() for name, p in named(trainer.chunks)})
@@ -272,12 +271,6 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         step_calls=step_calls,
         sequences=[[cut.layout.num_sequences for cut in cuts] for cuts in prepared.batch.cuts],
     )
-
-
-def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
-    """The batch on the model's device, to which the rollouts' broadcast brings it."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return RolloutBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
 
 def watch(trainer: Any) -> list[Any] | None:
@@ -353,39 +346,3 @@ def join_weight(name: str, shards: list[torch.Tensor], dimension: int) -> torch.
         return torch.cat(shards, dimension)
     halves = [shard.chunk(2, 0) for shard in shards]
     return torch.cat([half[index] for index in range(2) for half in halves])
-
-
-class _Watched:
-    """A stand-in of torch.distributed for the library's collectives, which records them."""
-
-    def __init__(self, original: Any, seen: list[tuple[str, int, int]]) -> None:
-        self.original, self.seen = original, seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
-
-    def all_reduce(self, tensor: Any, op: Any, group: Any) -> Any:
-        from megatron.core import parallel_state
-
-        # Collectives over TP make log-probs: they belong to the model.
-        if group is not parallel_state.get_tensor_model_parallel_group():
-            self.seen.append((str(op).split(".")[-1], group_size(group), tensor.numel()))
-        return self.original.all_reduce(tensor, op=op, group=group)
-
-    def broadcast(self, tensor: Any, src: int, group: Any) -> Any:
-        self.seen.append(("BROADCAST", group_size(group), tensor.numel()))
-        return self.original.broadcast(tensor, src=src, group=group)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[str, int, int]]]:
-    """(kind, ranks, numbers) of the library's collectives inside the block, without the model's."""
-    from megatron_rc.parallel import collectives
-
-    seen: list[tuple[str, int, int]] = []
-    original = collectives.dist
-    collectives.dist = _Watched(original, seen)
-    try:
-        yield seen
-    finally:
-        collectives.dist = original

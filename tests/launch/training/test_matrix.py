@@ -127,7 +127,7 @@ def assert_metrics(everywhere, expected, index):
             assert got[name] == pytest.approx(sign * expected.policy[index][key], rel=1e-4, abs=1e-5), name
     compared = 0
     for name, value in expected.metrics[index].items():
-        if f"rollout_corr/{name}" in got and not name.startswith("log_ratio_p"):
+        if f"rollout_corr/{name}" in got:
             assert got[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-4, abs=2e-5), name
             compared += 1
     assert compared > 20

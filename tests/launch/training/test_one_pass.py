@@ -17,6 +17,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config.passes import is_one_pass, scoring_in_words, why_scored
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import training_cases, training_oracle
+from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, make_trainer, recorded_batch, run_config
 from tests.support.training_cases import LAYOUTS, LENGTH, SEQUENCES
@@ -149,7 +150,7 @@ def step(words, data, old, new):
     trainer.passes.score = scored
     prepared = trainer.prepare(batch)
     held = training_cases.watch(trainer)
-    with training_cases.recorded() as calls:
+    with recorded(of_library=True) as calls:
         metrics = trainer.accumulate(prepared, 0) | prepared.plan.metrics()
     local = prepared.batch.local
     applied = [local.weights, local.mask, local.sequence_lengths] if held is None else training_cases.joined(held)
