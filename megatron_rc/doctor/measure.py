@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.levels import of_tokens
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.measures.shift import measure_shift
 
@@ -83,19 +84,18 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
         found = {"shift_share": shift.share, "shift_lag": float(shift.lag)}
     # No run has chosen these weights' bounds.
     kept = {name: value for name, value in measured["token"].items() if not name.startswith(_BOUNDED)}
+    kept |= of_tokens(kept)
     return kept | found | {"sequence_eff_sample_size": measured["sequence"]["rollout_is_raw_eff_sample_size"]}
 
 
 def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
     """Facts of the usable tokens; both arguments are [t] float64."""
     log_ratio = old - rollout
-    ratio = log_ratio.clamp(max=20).exp()
     differences = (old.exp() - rollout.exp()).abs()
     return {
         "abs_log_ratio": float(log_ratio.abs().mean()),
         "probs_diff_mean": float(differences.mean()),
         "mult_prob_error": float(log_ratio.abs().clamp(max=20).exp().mean()),
-        "ratio_mean_error": float(ratio.std(unbiased=False)) / math.sqrt(len(ratio)),
         "share_above": float((log_ratio > NOISE).double().mean()),
         "share_below": float((log_ratio < -NOISE).double().mean()),
         **_temperature_facts(rollout[:MAX_TOKENS], old[:MAX_TOKENS]),

@@ -29,12 +29,12 @@ SHOWN = (
     ("abs_log_ratio", "mean |log ρ|", "{:.3g}"),
     ("probs_diff_mean", "mean |Δp|", "{:.3g}"),
     ("mult_prob_error", "mean exp|log ρ|", "{:.4g}"),
-    ("rollout_is_raw_mean", "mean ρ", "{:.4g}"),
+    ("ratio_mean", "mean ρ", "{:.4g}"),
     ("ppl_ratio", "perplexity, trainer / engine", "{:.4g}"),
     ("chi2_token", "χ² of tokens", "{:.3g}"),
     ("chi2_seq", "χ² of sequences", "{:.3g}"),
     ("rollout_is_eff_sample_size", "effective sample size, as logged", "{:.3f}"),
-    ("rollout_is_raw_eff_sample_size", "effective sample size, token weights", "{:.3f}"),
+    ("token_eff_sample_size", "effective sample size, token weights", "{:.3f}"),
     ("sequence_eff_sample_size", "effective sample size, sequence weights", "{:.3f}"),
 )
 _QUANTILES = ("01", "05", "50", "95", "99")

@@ -56,12 +56,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "truncated_sampling",
         "truncated sampling (top-p, top-k)",
-        (("top_p",), ("rollout_is_raw_mean", "log_ratio_p99")),
+        (("top_p",), ("ratio_mean", "log_ratio_p99")),
         signs.is_truncated,
         "the record says top_p < 1 or top_k > 0; or the mean ratio is below 1 by 0.01 and by 4 standard errors, and "
         "nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2), because the engine normalises over "
         "the tokens that it kept; the mean ratio is then the probability that the trainer gives to these tokens",
-        "the mean ratio is {rollout_is_raw_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
+        "the mean ratio is {ratio_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
         "give to the tokens that the engine kept (recorded: top_p {top_p:.3g}, top_k {top_k:.0f})",
         "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",
         "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, 3.1",
@@ -86,12 +86,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "log_prob_mode",
         "log-probs from before the temperature",
-        (("raw_log_probs",), ("temperature_unexplained", "rollout_is_raw_mean")),
+        (("raw_log_probs",), ("temperature_unexplained", "ratio_mean")),
         signs.is_raw,
         "the record says raw log-probs and a temperature other than 1; or a temperature explains the log-ratios (as "
         "below) and the mean ratio is above 1 by 0.01 and by 4 standard errors: then the engine sampled from another "
         "distribution than it reports",
-        "the mean ratio is {rollout_is_raw_mean:.3f}, but log-probs of the sampling distribution give 1; the two "
+        "the mean ratio is {ratio_mean:.3f}, but log-probs of the sampling distribution give 1; the two "
         "policies differ like temperatures with a ratio of {temperature_ratio:.2f}",
         "ask the engine for processed log-probs (vLLM: logprobs_mode=processed_logprobs)",
         "TRL#4159 (vLLM's raw_logprobs at temperature 0.6: ratio 2)",
@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         f"k3 > {K3:g}; the 5th and 95th percentile of log ρ are less than 0.2 apart; and k3 is more than 8 times the "
         "k3 of normal log-ratios with these percentiles",
         "k3 is {k3_kl:.2g} although nine tokens of ten have log ρ between {log_ratio_p05:.3f} and {log_ratio_p95:.3f}: "
-        "a few tokens carry it (1st percentile {log_ratio_p01:.2f}, largest weight {rollout_is_raw_max:.3g})",
+        "a few tokens carry it (1st percentile {log_ratio_p01:.2f})",
         "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); the usual "
         "causes are routing of experts and tokens of low probability",
         f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); {MA}",

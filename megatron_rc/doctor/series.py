@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.levels import level_in, level_of, of_tokens
 
 WINDOW = 10  # the last steps, whose medians are the present
 GROWING = ("response_length", "chi2_seq")  # numbers whose growth is a fact
@@ -49,6 +50,7 @@ class History:
 
     def add(self, row: Mapping[str, float]) -> None:
         """Add the row of the next step."""
+        row = {**of_tokens(row), **row}
         self.num_rows += 1
         self.last.append(row)
         for name, track in self.tracks.items():
@@ -60,7 +62,8 @@ class History:
 def facts_of_series(history: History, settings: Mapping[str, str] | None = None) -> Facts:
     """Medians of the last steps of at least one, and changes over the run.
 
-    ``settings`` are the run's flags without leading dashes; None if they are unknown.
+    ``settings`` are the run's flags without leading dashes; None if they are unknown. If they do not have the level of
+    the weights, the metrics may tell it.
     """
     last: dict[str, list[float]] = {}
     for row in history.last:
@@ -74,6 +77,8 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None)
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
     facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | trends(history.tracks, WINDOW)
     facts |= signal(history.tracks["reward"], history.tracks["nonzero_advantages"], WINDOW)
+    told = filter(None, map(level_of, reversed(history.last)))
+    facts |= _of_level(facts, level_in(settings or {}) or next(told, None))
     if settings is not None:
         facts["gspo"] = float(settings.get("policy-loss") == "gspo")
         applied = settings.get("rollout-is-apply", "true") == "true"
@@ -82,6 +87,17 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None)
         with suppress(KeyError, ValueError):
             facts["entropy_bonus"] = float(settings["grpo-entropy-term-weight"])
     return facts
+
+
+def _of_level(facts: Facts, level: str | None) -> dict[str, float]:
+    """Facts that logged weights of this level give."""
+    found = {} if level is None else {"of_sequences": float(level == "sequence")}
+    if level == "sequence" and "rollout_is_raw_eff_sample_size" in facts:
+        found["sequence_eff_sample_size"] = facts["rollout_is_raw_eff_sample_size"]
+    # Programs that log a mean weight without a deviation mean the one of tokens.
+    if level in (None, "token") and "rollout_is_raw_mean" in facts and "rollout_is_raw_std" not in facts:
+        found["ratio_mean"] = facts["rollout_is_raw_mean"]
+    return found
 
 
 def _entropy(values: Sequence[float]) -> dict[str, float]:

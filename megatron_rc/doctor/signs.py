@@ -21,9 +21,7 @@ CUTS = (
 
 def ratio_error(facts: Facts) -> float:
     """Four standard errors of the mean ratio, and at least 0.01."""
-    error = facts["ratio_mean_error"]
-    if math.isnan(error):
-        error = facts["rollout_is_raw_std"] / math.sqrt(max(facts["num_tokens"], 1.0))
+    error = facts["ratio_std"] / math.sqrt(max(facts["num_tokens"], 1.0))
     return 0.01 if math.isnan(error) else max(0.01, 4 * error)
 
 
@@ -36,7 +34,7 @@ def is_truncated(facts: Facts) -> bool:
     """No ratio is above 1, as if the engine normalised over a part of the vocabulary."""
     if facts["top_p"] < 1 or facts["top_k"] > 0:
         return True
-    cut = facts["rollout_is_raw_mean"] < 1 - ratio_error(facts) and is_enough(facts)
+    cut = facts["ratio_mean"] < 1 - ratio_error(facts) and is_enough(facts)
     one_sided = not facts["share_above"] > 0.2 * facts["share_below"]
     tight = facts["log_ratio_p99"] < 0.2 and facts["log_ratio_p01"] > -1.5 and facts["log_ratio_p25"] < 0
     return cut and one_sided and tight
@@ -52,7 +50,7 @@ def is_raw(facts: Facts) -> bool:
     """A temperature explains the log-ratios, and the engine did not sample from the log-probs that it reports."""
     if facts["raw_log_probs"] == 1 and facts["temperature"] != 1:
         return True
-    return is_other_temperature(facts) and facts["rollout_is_raw_mean"] > 1 + ratio_error(facts)
+    return is_other_temperature(facts) and facts["ratio_mean"] > 1 + ratio_error(facts)
 
 
 def is_of_two_kinds(facts: Facts) -> bool:
@@ -74,7 +72,9 @@ def is_stale(facts: Facts) -> bool:
 
 def is_drifting(facts: Facts) -> bool:
     """k3 has grown, and training suffers; k3 alone may grow in a healthy run."""
-    suffers = facts["reward_fall"] > 3 or facts["ess_fall"] > 0.1 or facts["grad_norm_growth"] > 3
+    # The effective sample size of sequence weights falls when responses grow.
+    smaller = facts["ess_fall"] > 0.1 and facts["of_sequences"] != 1
+    suffers = facts["reward_fall"] > 3 or smaller or facts["grad_norm_growth"] > 3
     return facts["k3_growth"] > 10 and facts["k3_kl"] > K3 / 10 and suffers
 
 

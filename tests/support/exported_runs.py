@@ -1,0 +1,87 @@
+"""Metrics that healthy runs export, for weights of each level: responses of 8 to 8,192 tokens."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+
+STEPS = 12
+NAMES = ("old_log_probs", "rollout_log_probs", "response_mask")
+# The flags of a run for each level, and the fields of its correction.
+LEVELS = {
+    "token": {"rollout_is": "token"},
+    "sequence": {"rollout_is": "sequence"},
+    "geometric": {"rollout_is": "geometric"},
+    "bypass": {"rollout_is": None, "bypass_mode": True},
+    "metrics only": {"rollout_is": "token", "rollout_is_apply": False, "rollout_token_veto_threshold": 1e-4},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a healthy run at its first step; ``growth`` is the factor of the lengths over the run."""
+
+    sequences: int
+    length: int
+    growth: float
+    k3: float  # mean k3 of its tokens, in nats
+
+
+def exported(batch, fields, **more):
+    """What a run with this correction writes for a batch."""
+    # Bypass mode measures in the loss, by the same arithmetic.
+    config = RolloutCorrectionConfig(**{name: value for name, value in fields.items() if name != "bypass_mode"}, **more)
+    return correct_rollouts(*(batch[name] for name in NAMES), config, allow_zero_log_probs=True).metrics()
+
+
+def flags(fields):
+    """A run's flags, as its ``config.yaml`` lists them."""
+    names = {"rollout_is": "sequence", "rollout_is_apply": True, "bypass_mode": False} | fields
+    return {name.replace("_", "-"): str(value).lower() for name, value in names.items()}
+
+
+def shape(dice):
+    """Random sizes: lengths of 8 to 8,192 tokens, at the end too."""
+    length = round(8 * 2 ** dice.uniform(0, 10))
+    growth = min(2.0 ** dice.uniform(-1, 2), 8192 / length)
+    sequences = max(16, min(256, 2**19 // round(length * max(growth, 1))))
+    # Rounding to bfloat16 left at most 6.4e-4 in 200 batches (docs/doctor.md).
+    return Shape(sequences, length, growth, 10 ** dice.uniform(-5.3, -3.2))
+
+
+def healthy_batches(seed):
+    """The batches of a run of 12 steps.
+
+    A token's log ρ is normal with E[ρ] = 1, as if its logit were rounded. Most tokens are nearly certain.
+    """
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sizes = shape(dice)
+    for step in range(STEPS):
+        most = min(8192, max(8, round(sizes.length * sizes.growth ** (step / (STEPS - 1)))))
+        lengths = torch.randint(max(1, most // 2), most + 1, (sizes.sequences,), generator=generator)
+        open_ = torch.rand(sizes.sequences, most, generator=generator).pow(3)
+        # The mean of open_² is 1/7, and k3 of a normal log ρ is half of its variance.
+        sigma = math.sqrt(14 * sizes.k3) * open_
+        log_ratio = sigma * torch.randn(open_.shape, generator=generator) - sigma.square() / 2
+        rollout = -0.01 - 3 * open_
+        yield {
+            "rollout_log_probs": rollout,
+            "old_log_probs": (rollout + log_ratio).clamp(max=0.0),
+            "response_mask": torch.arange(most) < lengths.unsqueeze(1),
+        }
+
+
+def healthy_rows(seed, fields):
+    """The rows of a run's ``metrics.jsonl``, for each of some corrections."""
+    reward = 0.3
+    for step, batch in enumerate(healthy_batches(seed), start=1):
+        reward += 0.01
+        common = {
+            "step": step,
+            "reward/mean": reward,
+            "rollout/response_length": float(batch["response_mask"].sum(1).float().mean()),
+        }
+        yield [{**common, **exported(batch, one)} for one in fields]
