@@ -66,10 +66,6 @@ def run_check(config: RunConfig, task: Task) -> bool:
 def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     """Sample one rollout batch, score it at several temperatures, and compare; equal on all ranks.
 
-    Args:
-        config: of the run.
-        task: source of the prompts.
-
     Collectives: a weight sync, a rollout, a forward-only pass for each temperature, one SUM over DP×CP, one broadcast
     over PP.
     """
@@ -126,9 +122,7 @@ def _tokens(batch: RolloutBatch, text: Text) -> Tensor:
 def judge_tokens(size: int, foreign: float, responses: float, again: float) -> Finding:
     """Judge whether the trainer's tokenizer knows all sampled tokens; add how many texts it splits alike."""
     if foreign:
-        words = (
-            f"{foreign:.0f} sampled tokens are not among the tokenizer's {size}: is the engine's vocabulary another?"
-        )
+        words = f"{foreign:.0f} sampled tokens are not among the tokenizer's {size}: has the engine another vocabulary?"
         return Finding("tokenizer", False, words)
     words = f"all sampled tokens are the tokenizer's; the text of {again:.0f} of {responses:.0f} responses gives their"
     why = "" if again == responses else ": the others spell the same text with other tokens, which is no fault"
@@ -149,23 +143,14 @@ def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:
     """Judge whether the end-of-text token is sampled, scored and last."""
     words = f"{stopped:.0f} responses stopped, {ended:.0f} of them with a sampled end-of-text token"
     if inside:
-        return [
-            Finding("end of text", False, f"{words}; {inside:.0f} stand inside a response: sampling went on after it")
-        ]
-    if ended < stopped:
-        return [
-            Finding("end of text", False, f"{words}: the token that ends a response must be in it, with its log-prob")
-        ]
-    return [Finding("end of text", True, words)]
+        words += f"; {inside:.0f} stand inside a response: sampling went on after it"
+    elif ended < stopped:
+        words += ": the token that ends a response must be in it, with its log-prob"
+    return [Finding("end of text", not inside and ended >= stopped, words)]
 
 
 def judge_rewards(metrics: Mapping[str, float], responses: int) -> list[Finding]:
-    """Judge whether every response was scored, if this run scores responses.
-
-    Args:
-        metrics: of the batch's rewards, as a run logs them.
-        responses: of the batch.
-    """
+    """Judge by the metrics of the rewards whether every response was scored, if this run scores responses."""
     errors = metrics.get("reward/errors")
     if errors is None:
         return []

@@ -46,12 +46,7 @@ class AgreedError(RuntimeError):
 
 
 def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
-    """Join torchrun's processes and make Megatron's groups, as the settings describe them.
-
-    Args:
-        config: of the run.
-        heartbeats: to start as soon as there is a store.
-    """
+    """Join torchrun's processes, start the heartbeats, and make Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not config.launch.on_cpu:
@@ -151,8 +146,8 @@ def agree(config: RunConfig, error: str | AgreedError | None = None, stop: bool 
     """Agree on one verdict: whether any rank has an error or wants to stop.
 
     Args:
-        config: of the run.
-        error: of this rank, as a sentence or as an error with an exit code; None: no error.
+        config: settings of the run.
+        error: this rank's error, as a sentence or as an error with an exit code; None: no error.
         stop: this rank was told to stop.
 
     Returns:
@@ -171,16 +166,7 @@ def agree_and_share(
 ) -> tuple[bool, list[float]]:
     """Return the verdict of :func:`agree`, and the largest value of each number over all ranks.
 
-    Args:
-        config: of the run.
-        numbers: this rank's numbers; every rank gives equally many.
-        error: see :func:`agree`.
-        stop: see :func:`agree`.
-
-    Collectives: the all-reduce of :func:`agree`, which carries the numbers too.
-
-    Raises:
-        AgreedError: see :func:`agree`.
+    Every rank gives equally many numbers. They travel in the all-reduce of :func:`agree`.
     """
     device = config.launch.device
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 FOLDER = "MEGATRON_RC_ENDINGS"
 # Environment variable of a reward's worker and of all processes that it starts: the folder and the trainer's number.
@@ -27,27 +28,16 @@ GUARD = 3
 
 @dataclass(frozen=True)
 class Ending:
-    """A rank's message about its end.
+    """A rank's message about its end."""
 
-    Attributes:
-        rank: its number.
-        attempt: number of times that torchrun had started the ranks again.
-        time: of the end, in seconds since 1970.
-        kept: every step is made, or a checkpoint holds the steps made.
-        error: one sentence, if the rank failed.
-        code: the exit code that the error asks for.
-        lost: another rank that the error is about.
-        lost_in: machine and phase of that rank at its last beat.
-    """
-
-    rank: int
-    attempt: int
-    time: float
-    kept: bool = True
-    error: str | None = None
-    code: int = 0
-    lost: int | None = None
-    lost_in: str = ""
+    rank: int  # its number
+    attempt: int  # number of times that torchrun had started the ranks again
+    time: float  # time of the end, in seconds since 1970
+    kept: bool = True  # every step is made, or a checkpoint holds the steps made
+    error: str | None = None  # one sentence, if the rank failed
+    code: int = 0  # the exit code that the error asks for
+    lost: int | None = None  # another rank that the error is about
+    lost_in: str = ""  # machine and phase of that rank at its last beat
 
 
 def tell_start() -> None:
@@ -57,14 +47,12 @@ def tell_start() -> None:
         (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").write_text(place, encoding="utf-8")
 
 
-def tell_ending(
-    *, kept: bool = True, error: str | None = None, code: int = 0, lost: int | None = None, lost_in: str = ""
-) -> bool:
-    """Write an :class:`Ending` for the launcher; return False if there is no launcher."""
+def tell_ending(**fields: Any) -> bool:
+    """Write an :class:`Ending` with these fields for the launcher; return False if there is no launcher."""
     folder = os.environ.get(FOLDER)
     if folder:
         rank, attempt = (int(os.environ.get(name, "0")) for name in ("RANK", ATTEMPT))
-        ending = Ending(rank, attempt, time.time(), kept, error, code, lost, lost_in)
+        ending = Ending(rank, attempt, time.time(), **fields)
         partial = Path(folder) / f"{attempt}-{rank}.partial"
         partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
         partial.replace(partial.with_suffix(".json"))
@@ -100,8 +88,7 @@ def mark_of_scores(trainer: int | None = None) -> str:
 def end_what_scores(mark: str) -> None:
     """Kill processes that rewards started and left, also in sessions of their own; needs ``/proc``.
 
-    Args:
-        mark: the beginning of :data:`SCORES_FOR` in their environment.
+    Their environment has :data:`SCORES_FOR`, which begins with ``mark``.
     """
     wanted = f"{SCORES_FOR}={mark}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -21,17 +21,11 @@ _GIT_SECONDS = 10
 
 @dataclass(frozen=True)
 class Repository:
-    """A git checkout.
+    """A git checkout."""
 
-    Attributes:
-        folder: top folder.
-        commit: the commit that is checked out.
-        has_changes: tracked files differ from the commit.
-    """
-
-    folder: str
-    commit: str
-    has_changes: bool
+    folder: str  # top folder
+    commit: str  # the commit that is checked out
+    has_changes: bool  # tracked files differ from the commit
 
 
 def versions() -> dict[str, str]:

@@ -21,11 +21,7 @@ class ConfigurationError(ValueError):
 
 @contextmanager
 def missing_packages_noted() -> Iterator[list[str]]:
-    """Note, inside this block, a missing package that only the machines of a run need, in place of an error.
-
-    Yields:
-        the sentences of the errors; filled inside the block.
-    """
+    """Fill the list that this yields with errors of missing packages that only the machines of a run need."""
     notes: list[str] = []
     token = _noted.set(notes)
     try:
@@ -35,16 +31,7 @@ def missing_packages_noted() -> Iterator[list[str]]:
 
 
 def require(module: str, user: str, extra: str) -> None:
-    """Check that an optional package is there.
-
-    Args:
-        module: its import name.
-        user: flag or command that needs the package.
-        extra: the extra of this package that installs it.
-
-    Raises:
-        ConfigurationError: it is not installed.
-    """
+    """Refuse a flag or command, ``user``, whose optional package is not installed; ``extra`` installs it."""
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -40,12 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export(request: argparse.Namespace) -> int:
-    """Write the directory, with Megatron-Core on the CPU; return the size of the weights in bytes.
-
-    Raises:
-        ConfigurationError: no architecture of Hugging Face describes the model, or its tokenizer is not there.
-        ValueError: there is no checkpoint, it cannot be read, or the directory cannot be written.
-    """
+    """Write the directory, with Megatron-Core on the CPU; return the size of the weights in bytes."""
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
     from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
@@ -64,10 +59,7 @@ def export(request: argparse.Namespace) -> int:
 def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = None) -> Text:
     """Return the run's tokenizer, from the run's folder or from another one.
 
-    Raises:
-        ConfigurationError: there is no tokenizer, it has more tokens than the model, or a folder is given for a run
-            with one token a character; or it is a class of the user's own that the request does not name: a
-            checkpoint alone imports nothing.
+    A class of the user's own has to be named by the request: a checkpoint alone imports nothing.
     """
     task, files = config.task, config.checkpoints
     is_own = task.tokenizer_type != HUGGING_FACE and is_python_spec(task.task)
@@ -82,9 +74,8 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
             raise ConfigurationError(f"--tokenizer-model {folder}: the run had one token a character: drop the flag")
         if task.task is None:
             return printable_text()
-        return make_task(
-            task.task, config.training.seed, None, config.training.seq_length, config.rollouts.max_response_length
-        ).text
+        training, response = config.training, config.rollouts.max_response_length
+        return make_task(task.task, training.seed, None, training.seq_length, response).text
     known = folder or task.tokenizer_model or files.load_hf
     if known is None or not Path(known).is_dir():
         raise ConfigurationError(f"the run's tokenizer was in {known}, which is not there: give --tokenizer-model DIR")

@@ -44,27 +44,16 @@ _FAULTS = {
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's report of itself.
+    """A rank's report of itself."""
 
-    Attributes:
-        count: number of its reports.
-        host: its machine.
-        process: its process number there.
-        phase: name of its phase.
-        since: beginning of the phase, in seconds since 1970.
-        engine: the engine that it waits for; may be empty.
-        waits: it waits for other ranks.
-        end: empty, ``ended`` or ``failed``.
-    """
-
-    count: int
-    host: str
-    process: int
-    phase: str
-    since: float
-    engine: str
-    waits: bool
-    end: str = ""
+    count: int  # number of its reports
+    host: str  # its machine
+    process: int  # its process number there
+    phase: str  # name of its phase
+    since: float  # beginning of the phase, in seconds since 1970
+    engine: str  # the engine that it waits for; may be empty
+    waits: bool  # it waits for other ranks
+    end: str = ""  # empty, ``ended`` or ``failed``
 
     @property
     def doing(self) -> str:
@@ -74,17 +63,11 @@ class Beat:
 
 @dataclass(frozen=True)
 class Missed:
-    """A rank that keeps the others waiting.
+    """A rank that keeps the others waiting."""
 
-    Attributes:
-        rank: its number.
-        last_seen: its machine and phase, in words.
-        words: one sentence.
-    """
-
-    rank: int
-    last_seen: str
-    words: str
+    rank: int  # its number
+    last_seen: str  # its machine and phase, in words
+    words: str  # one sentence
 
 
 @dataclass
@@ -267,9 +250,7 @@ class Heartbeats:
 def tell_other_machines(folder: Path, ranks: Iterable[int]) -> None:
     """Report failed ranks of this machine to the ranks of other machines, which then end; for the launcher.
 
-    Args:
-        folder: of the endings of this machine's ranks.
-        ranks: the failed ranks.
+    ``folder`` has the endings of this machine's ranks.
     """
     place = read_store(folder)
     if place is None:

@@ -15,16 +15,7 @@ _AGAIN_SECONDS = 0.5
 
 
 def check_resolves(host: str, user: str, remedy: str) -> None:
-    """Check that a machine's name has an address.
-
-    Args:
-        host: name or address.
-        user: the flag with the name, for the message.
-        remedy: advice for the message.
-
-    Raises:
-        ConfigurationError: the name has no address.
-    """
+    """Refuse a machine's name without an address; the message has ``user``, the flag with the name, and ``remedy``."""
     found = threading.Event()
 
     def look_up() -> None:

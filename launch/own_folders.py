@@ -21,11 +21,8 @@ def own_folder(parent: str | Path, prefix: str, spare: str = "") -> Iterator[Pat
 
     Args:
         parent: existing folder to make it in.
-        prefix: of the folder's name, the same for all folders of its kind and of no others.
+        prefix: beginning of the names of all folders of its kind, and of no others.
         spare: a name in the folder; if it exists, it and the folder stay.
-
-    Raises:
-        OSError: the folder cannot be made.
     """
     remove_left_behind(parent, prefix, spare)
     folder, lock = _locked_folder(parent, prefix)

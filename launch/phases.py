@@ -10,19 +10,12 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run.
+    """A part of a run."""
 
-    Attributes:
-        name: in words, as in "rank 0 is in the rollout of step 3".
-        engine: the engine that this rank waits for; may be empty.
-        waits: this rank meets the other ranks in collectives, and works for none of them alone.
-        since: time of its beginning, in seconds since 1970.
-    """
-
-    name: str
-    engine: str = ""
-    waits: bool = False
-    since: float = field(default_factory=time.time)
+    name: str  # name in words, as in "rank 0 is in the rollout of step 3"
+    engine: str = ""  # the engine that this rank waits for; may be empty
+    waits: bool = False  # this rank meets the other ranks in collectives, and works for none of them alone
+    since: float = field(default_factory=time.time)  # time of its beginning, in seconds since 1970
 
 
 _current = Phase("start-up")

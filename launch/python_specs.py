@@ -23,11 +23,7 @@ def is_python_spec(text: str | None) -> bool:
 
 
 def load_python(spec: str, flag: str) -> Any:
-    """Import the object of ``python:pkg.module:name``; the module may lie in the current directory.
-
-    Args:
-        spec: the whole value of the flag.
-        flag: the flag with this value, with its dashes.
+    """Import the object of a flag's value ``python:pkg.module:name``; the module may lie in the current directory.
 
     Raises:
         ConfigurationError: the form is wrong, there is no such module or name, or the import raised an error; the
@@ -47,12 +43,7 @@ def load_python(spec: str, flag: str) -> Any:
 
 
 def own_traceback(error: BaseException, ours: tuple[str, ...] = _OURS) -> str:
-    """Return the traceback of an error, from the first frame of the user's code.
-
-    Args:
-        error: of the user's code.
-        ours: beginnings of file names; frames of these files are left out in front.
-    """
+    """Return the traceback of an error, without frames in front whose file names begin with one of ``ours``."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next

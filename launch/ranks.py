@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
@@ -54,11 +55,22 @@ def run_ranks(words: Sequence[str]) -> Outcome:
     Raises:
         ConfigurationError: several machines cannot find each other by these names.
     """
+    args = _torchruns_arguments(words)
+    with own_folder(tempfile.gettempdir(), "megatron-rc-endings-") as folder:
+        os.environ[FOLDER] = str(folder)
+        # Without one torchrun leaves a folder behind at every start.
+        args.log_dir = args.log_dir or str(folder / "logs")
+        try:
+            return _outcome(args, folder)
+        finally:
+            end_what_scores(mark_of_scores())
+            del os.environ[FOLDER]
+
+
+def _torchruns_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Read torchrun's arguments; silence its log, and leave signals and names to the launcher."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.agent.server import api as agent
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from megatron_rc.launch.loopback import meet_on_loopback
 
@@ -68,41 +80,40 @@ def run_ranks(words: Sequence[str]) -> Outcome:
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
     elastic.addHandler(logging.NullHandler())
-    args = torchrun.parse_args(list(words))
+    args: argparse.Namespace = torchrun.parse_args(list(words))
+    # Torchrun would take up each signal, also while the ranks save.
+    args.signals_to_handle = "SIGQUIT"
     if args.standalone:
         meet_on_loopback(args)
     else:
         _check_names(args)
-    with own_folder(tempfile.gettempdir(), "megatron-rc-endings-") as folder:
-        os.environ[FOLDER] = str(folder)
-        # Without one torchrun leaves a folder behind at every start.
-        args.log_dir = args.log_dir or str(folder / "logs")
-        # Torchrun would take up each signal, also while the ranks save.
-        args.signals_to_handle = "SIGQUIT"
-        try:
-            with _first_signal():
-                torchrun.run(args)
-            return ended(read_endings(folder), int(args.nproc_per_node))
-        except SignalException as stop:
-            return ended(read_endings(folder), int(args.nproc_per_node), stop.sigval)
-        except ChildFailedError as error:
-            if int(args.nnodes.rpartition(":")[2]) > 1:
-                tell_other_machines(folder, error.failures)
-            return failed(error.failures, read_endings(folder))
-        except (RendezvousError, RuntimeError, OSError) as error:
-            reason = one_line(error, most=10_000)
-            return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
-        finally:
-            end_what_scores(mark_of_scores())
-            del os.environ[FOLDER]
+    return args
+
+
+def _outcome(args: argparse.Namespace, folder: Path) -> Outcome:
+    """Run torchrun, and read the ranks' endings in the folder."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        with _first_signal():
+            torchrun.run(args)
+        return ended(read_endings(folder), int(args.nproc_per_node))
+    except SignalException as stop:
+        return ended(read_endings(folder), int(args.nproc_per_node), stop.sigval)
+    except ChildFailedError as error:
+        if int(args.nnodes.rpartition(":")[2]) > 1:
+            tell_other_machines(folder, error.failures)
+        return failed(error.failures, read_endings(folder))
+    except (RendezvousError, RuntimeError, OSError) as error:
+        reason = one_line(error, most=10_000)
+        return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
 
 
 def _check_names(args: argparse.Namespace) -> None:
-    """Look up the names by which several machines find each other.
-
-    Raises:
-        ConfigurationError: one has no address.
-    """
+    """Refuse names of machines that have no address."""
     import torch
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -145,10 +156,7 @@ def _first_signal() -> Iterator[None]:
 def ended(endings: list[Ending], ranks: int, sent: signal.Signals | None = None) -> Outcome:
     """Return the outcome of ranks that all ended with 0, or that a signal ended: 0 if nothing is lost.
 
-    Args:
-        endings: of the ranks of this machine.
-        ranks: their number.
-        sent: the signal to the launcher; None: there was none, but a rank may have had one.
+    ``sent`` is the signal to the launcher; without one a rank may have had a signal.
     """
     for ending in endings:
         if ending.error is not None:  # as a guard's

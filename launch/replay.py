@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,11 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def with_model(
     request: argparse.Namespace, data: Recorded, base: Uncorrected, outcomes: list[Outcome]
 ) -> list[Outcome]:
-    """Add the angle and the length of the gradient of the checkpoint's weights to the outcomes.
-
-    Raises:
-        ValueError: there is no checkpoint, it cannot be read, or the records belong to another model.
-    """
+    """Add the angle and the length of the gradient of the checkpoint's weights to the outcomes."""
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
     from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
@@ -107,12 +103,11 @@ def _model(config: RunConfig, folder: Path) -> GPTModel:
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
     from megatron_rc.launch.training.models.build import build_chunks
 
-    change = dataclasses.replace
-    config = change(config, training=change(config.training, fused_linear_log_probs=False))
+    config = config.changed(training={"fused_linear_log_probs": False})
     with torch.device("meta"):
         (stored,) = build_chunks(config, build_transformer_config(config))
     parameters = CheckpointParameters(stored, folder)
-    config = change(config, compute=change(config.compute, bf16=False, fp16=False))
+    config = config.changed(compute={"bf16": False, "fp16": False})
     (model,) = build_chunks(config, build_transformer_config(config))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -139,7 +134,7 @@ def _measured(
     sums = [[torch.zeros_like(one, dtype=torch.float64) for one in parameters] for _ in gradients[0]]
     distance = 0.0
     for part, losses in zip(data.parts, gradients, strict=True):
-        for piece in _pieces(len(part.mask), rows):
+        for piece in (slice(start, start + rows) for start in range(0, len(part.mask), rows)):
             held = part.mask[piece, 1:]
             if not held.any():
                 continue
@@ -164,10 +159,6 @@ def _log_probs(model: GPTModel, config: RunConfig, part: Tokens, rows: slice) ->
         mask=part.mask[rows, 1:],
         temperature=part.records.sampling.temperature,
     )
-
-
-def _pieces(number: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, number)) for start in range(0, number, size))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResolvedFlag:
-    """One flag of a run.
+    """One flag of a run."""
 
-    Attributes:
-        section: title of its section in ``--help``.
-        name: without leading dashes.
-        value: the run's value; None: there is none.
-        is_given: the user gave it, by flag or launch file; otherwise it is the default, or follows from other flags.
-    """
-
-    section: str
-    name: str
-    value: Any
-    is_given: bool
+    section: str  # title of its section in ``--help``
+    name: str  # name without leading dashes
+    value: Any  # the run's value; None: there is none
+    is_given: bool  # the user gave it, by flag or launch file; otherwise a default, or follows from other flags
 
 
 def as_launch_file(flags: Iterable[ResolvedFlag]) -> str:
@@ -31,7 +24,8 @@ def as_launch_file(flags: Iterable[ResolvedFlag]) -> str:
     Other flags are comments because many flags are refused in runs in which they do nothing.
     """
     parts = []
-    for section, members in groupby((flag for flag in flags if _is_shown(flag)), key=lambda flag: flag.section):
+    shown = (flag for flag in flags if flag.is_given or flag.value is not None)
+    for section, members in groupby(shown, key=lambda flag: flag.section):
         lines = [f"{'' if flag.is_given else '# '}{_line(flag)}" for flag in members]
         parts.append("\n".join([f"# -- {section}", *lines]))
     return "\n\n".join(parts) + "\n"
@@ -40,10 +34,6 @@ def as_launch_file(flags: Iterable[ResolvedFlag]) -> str:
 def as_mapping(flags: Iterable[ResolvedFlag]) -> dict[str, Any]:
     """Return all values by their flags' names, with underscores."""
     return {flag.name.replace("-", "_"): flag.value for flag in flags}
-
-
-def _is_shown(flag: ResolvedFlag) -> bool:
-    return flag.is_given or flag.value is not None
 
 
 def _line(flag: ResolvedFlag) -> str:

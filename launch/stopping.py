@@ -33,16 +33,11 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """Set by a signal of :data:`STOPPING`; the loop looks at it between two optimizer steps.
-
-    Attributes:
-        signal: name of the first that came.
-        longest: seconds of the longest step so far.
-    """
+    """Set by a signal of :data:`STOPPING`; the loop looks at it between two optimizer steps."""
 
     def __init__(self) -> None:
-        self.signal: str | None = None
-        self.longest = 0.0
+        self.signal: str | None = None  # name of the first that came
+        self.longest = 0.0  # seconds of the longest step so far
         self._interrupts, self._answers = False, True
 
     def __call__(self, number: int, _: FrameType | None) -> None:
@@ -81,13 +76,9 @@ class StopRequest:
     def interrupts(self, limit: float, words: str) -> Iterator[None]:
         """Let a signal interrupt the work inside at once, also a signal that came before; in the main thread.
 
-        Args:
-            limit: seconds for the work.
-            words: message of the TimeoutError.
-
         Raises:
             Interrupted: a signal came.
-            TimeoutError: the work took longer than the limit.
+            TimeoutError: the work took more than ``limit`` seconds; ``words`` is its message.
         """
         is_late = False
 

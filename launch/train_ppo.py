@@ -50,39 +50,49 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[_visible_lines()])
     tell_start()
     _import_wandb()
-    try:
-        if "RANK" not in os.environ:
-            raise ConfigurationError(
-                "start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`"
-            )
-        words = sys.argv[1:] if argv is None else argv
-        config, task = configure(words, int(os.environ["WORLD_SIZE"]))
-    except ConfigurationError as error:
-        end_together(str(error), USAGE_ERROR)
+    config, task = _configure(sys.argv[1:] if argv is None else argv)
     ignore_megatron_warnings()
     with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
-        from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
         from megatron_rc.launch.training.loop import train
 
         _collect_garbage_again()
         _say_restart(rank)
         end_forks_with_this_process()
-        heartbeats = Heartbeats(60 * config.launch.distributed_timeout_minutes, _end_at_once)
-        try:
-            initialize(config, heartbeats)
-            tell_ending(kept=_outcome_of(run or train, config, task))
-            heartbeats.close()
-            shut_down()
-        except (AgreedError, ValueError) as error:
-            heartbeats.close()
-            end_together(str(error), getattr(error, "code", FAILURE))
-        except Exception as error:
-            missed = heartbeats.who_is_missed(error)
-            if missed is not None:
-                end_together(missed.words, FAILURE, missed=missed, is_first=heartbeats.is_first_alive())
-            heartbeats.close(failed=True)
-            tell_ending(error=f"rank {rank}: {type(error).__name__}: {error}", code=FAILURE)
-            raise
+        _run_on_rank(run or train, config, task)
+
+
+def _configure(words: Sequence[str]) -> tuple[RunConfig, Task]:
+    """Make the settings; flags that cannot work end this process."""
+    try:
+        if "RANK" not in os.environ:
+            raise ConfigurationError(
+                "start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`"
+            )
+        return configure(words, int(os.environ["WORLD_SIZE"]))
+    except ConfigurationError as error:
+        end_together(str(error), USAGE_ERROR)
+
+
+def _run_on_rank(run: Run, config: RunConfig, task: Task) -> None:
+    """Run on this rank of the group of all ranks, and tell the launcher how it ends."""
+    from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
+
+    heartbeats = Heartbeats(60 * config.launch.distributed_timeout_minutes, _end_at_once)
+    try:
+        initialize(config, heartbeats)
+        tell_ending(kept=_outcome_of(run, config, task))
+        heartbeats.close()
+        shut_down()
+    except (AgreedError, ValueError) as error:
+        heartbeats.close()
+        end_together(str(error), getattr(error, "code", FAILURE))
+    except Exception as error:
+        missed = heartbeats.who_is_missed(error)
+        if missed is not None:
+            end_together(missed.words, FAILURE, missed=missed, is_first=heartbeats.is_first_alive())
+        heartbeats.close(failed=True)
+        tell_ending(error=f"rank {heartbeats.rank}: {type(error).__name__}: {error}", code=FAILURE)
+        raise
 
 
 def _import_wandb() -> None:

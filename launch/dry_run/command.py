@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers, numbers_in_words, vocabulary_numbers
@@ -59,7 +59,7 @@ class DryRun:
             "memory": memory_as_mapping(self.memories, self.engine, self.theory),
             "collectives": collectives.as_mapping(self.config, self.calls),
             "notes": self.notes,
-            "ranks": [asdict(place) for place in places(self.config)],
+            "ranks": [place._asdict() for place in places(self.config)],
         }
 
     def in_words(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -89,25 +90,23 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
 
     from megatron_rc.launch.training.models import local_layers
 
+    functional, patch, attention = torch.nn.functional, mock.patch.object, "scaled_dot_product_attention"
     with contextlib.ExitStack() as stack:
         # No random numbers are drawn, so Megatron need not save the generator's state.
-        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()))
+        stack.enter_context(patch(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()))
         stack.enter_context(even_experts())
         if config.model.transformer_impl == TRANSFORMER_ENGINE:
             # Its attention passes keys around the context-parallel ranks and keeps no mask.
-            stack.enter_context(mock.patch.object(local_layers, "group_size", return_value=1))
+            stack.enter_context(patch(local_layers, "group_size", return_value=1))
         elif config.training.rl_use_sequence_packing:
-            functional = torch.nn.functional
-            joined = _joined(functional.scaled_dot_product_attention)
-            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", joined))
+            stack.enter_context(patch(functional, attention, _joined(functional.scaled_dot_product_attention)))
         if not config.launch.on_cpu:
-            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _rms_norm))
+            stack.enter_context(patch(functional, "rms_norm", _rms_norm))
             if config.latent is not None:
-                functional = torch.nn.functional
-                stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _latent_attention))
+                stack.enter_context(patch(functional, attention, _latent_attention))
         if config.experts is not None:
             share = config.experts.moe_router_topk / config.experts.num_moe_experts
-            stack.enter_context(mock.patch.object(Tensor, "masked_select", _evenly_chosen(share)))
+            stack.enter_context(patch(Tensor, "masked_select", _evenly_chosen(share)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         try:
             yield
@@ -135,49 +134,37 @@ def _joined(attention: Any) -> Any:
     return run
 
 
-class _RmsNorm(torch.autograd.Function):
-    """RMSNorm that keeps the bytes of a GPU's kernel (input, one number a row); on a CPU torch keeps copies."""
+class _Kernel(torch.autograd.Function):
+    """The bytes of a GPU's kernel: it keeps its inputs, a float32 number of each row, and perhaps its output."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight, _ = ctx.saved_tensors
-        return torch.empty_like(hidden), torch.empty_like(weight)
-
-
-def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    found: Tensor = _RmsNorm.apply(hidden, weight)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _LatentAttention(torch.autograd.Function):
-    """Attention that keeps the bytes of a GPU's kernel; for value heads of another width a CPU makes all weights."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+    def forward(ctx: Any, keeps_output: bool, width: int, *inputs: Tensor) -> Tensor:
+        rows = inputs[0].shape[:-1]
+        output = inputs[0].new_empty(*rows, width)
+        ctx.save_for_backward(*inputs, output.new_empty(rows, dtype=torch.float32), *[output] * keeps_output)
+        ctx.number = len(inputs)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *map(torch.empty_like, ctx.saved_tensors[: ctx.number]))
+
+
+def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    """RMSNorm; on a CPU torch keeps copies."""
+    found: Tensor = _Kernel.apply(False, hidden.shape[-1], hidden, weight)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _latent_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    found: Tensor = _LatentAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    """Attention; for value heads of another width a CPU makes all weights."""
+    found: Tensor = _Kernel.apply(True, value.shape[-1], query, key, value)  # type: ignore[no-untyped-call]
     return found
 
 
 @contextlib.contextmanager
 def megatron_here() -> Iterator[None]:
     """Run Megatron-Core on this machine's CPU inside the block, without the log line about it."""
-    import logging
-
     log = logging.getLogger("megatron_rc")
     level = log.level
     log.setLevel(logging.ERROR)

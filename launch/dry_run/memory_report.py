@@ -71,23 +71,16 @@ _WORDS = {"engine": "the engine's", "batch": "the rollout batch", "critic": "the
 
 def _remedy(config: RunConfig, part: str) -> str:
     split = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
-    if part == "optimizer" and not config.optimizer.use_distributed_optimizer:
-        return "give --use-distributed-optimizer"
-    if part == "logits":
-        return "give --fused-linear-log-probs, or lower --micro-batch-size"
-    if part == "activations":
-        if config.compute.recompute_granularity != "full":
-            return "lower --micro-batch-size, or give --recompute-granularity full"
-        return "lower --micro-batch-size, or raise --context-parallel-size"
-    if part == "reference":
-        return f"give --grpo-kl-beta 0, or {split}"
-    if part == "critic":
-        away = config.critic is None or config.critic.critic_offload
-        return f"{'use' if away else 'give --critic-offload, use'} an --advantage-estimator that needs none, or {split}"
-    if part == "batch":
-        return "lower --grpo-prompts-per-step"
-    if part == "engine":
-        return "use --rollout-engine vllm-server or sglang-server"
-    if part == "optimizer":
-        return f"start more data-parallel ranks, or {split}"
-    return split
+    is_split, is_full = config.optimizer.use_distributed_optimizer, config.compute.recompute_granularity == "full"
+    offload = "" if config.critic is None or config.critic.critic_offload else "give --critic-offload, "
+    activations = "raise --context-parallel-size" if is_full else "give --recompute-granularity full"
+    remedies = {
+        "optimizer": f"start more data-parallel ranks, or {split}" if is_split else "give --use-distributed-optimizer",
+        "logits": "give --fused-linear-log-probs, or lower --micro-batch-size",
+        "activations": f"lower --micro-batch-size, or {activations}",
+        "reference": f"give --grpo-kl-beta 0, or {split}",
+        "critic": f"{offload}use an --advantage-estimator that needs none, or {split}",
+        "batch": "lower --grpo-prompts-per-step",
+        "engine": "use --rollout-engine vllm-server or sglang-server",
+    }
+    return remedies.get(part, split)

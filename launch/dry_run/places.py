@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from megatron_rc.launch.run_config import RunConfig
 
@@ -12,15 +12,14 @@ from megatron_rc.launch.run_config import RunConfig
 _MOST_ROWS = 16
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Place of one rank; ``engine`` names the engine that samples on it, empty if none does."""
 
     rank: int
-    tp: int
-    cp: int
-    dp: int
     pp: int
+    dp: int
+    cp: int
+    tp: int
     ep: int
     engine: str
 
@@ -30,25 +29,17 @@ def places(config: RunConfig) -> list[Place]:
 
     Experts have an order of their own within a stage: the ranks that split one expert vary fastest, then EP.
     """
-    parallel, dp = config.parallel, config.data_parallel_size
+    parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    stage = tp * cp * dp
+    stage = tp * cp * config.data_parallel_size
     engine = "" if config.rollouts.load_rollouts else config.engine.rollout_engine
     found = []
     for rank in range(config.launch.world_size):
-        inside = rank % stage
-        is_first = inside % (tp * cp) == 0 and rank < stage
-        found.append(
-            Place(
-                rank,
-                tp=inside % tp,
-                cp=inside // tp % cp,
-                dp=inside // (tp * cp),
-                pp=rank // stage,
-                ep=inside // expert_tp(config) % parallel.expert_model_parallel_size,
-                engine=engine if is_first else "",
-            )
-        )
+        pp, inside = divmod(rank, stage)
+        dp, of_replica = divmod(inside, tp * cp)
+        ep = inside // expert_tp(config) % parallel.expert_model_parallel_size
+        own = engine if of_replica == 0 and pp == 0 else ""
+        found.append(Place(rank, pp, dp, of_replica // tp, of_replica % tp, ep, own))
     return found
 
 
@@ -62,14 +53,14 @@ def places_in_words(ranks: Sequence[Place]) -> list[str]:
     blocks = [list(block) for _, block in groupby(ranks, key=lambda place: (place.pp, place.dp))]
     rows = []
     for block in blocks:
-        ends = ((min(numbers), max(numbers)) for numbers in zip(*(_numbers(place) for place in block), strict=True))
+        ends = ((min(numbers), max(numbers)) for numbers in zip(*(place[:-1] for place in block), strict=True))
         engine = next((f"{place.engine} on {place.rank}" for place in block if place.engine), "")
         rows.append([*(str(low) if low == high else f"{low}-{high}" for low, high in ends), engine])
     if len(rows) > _MOST_ROWS:
         left_out = len(rows) - _MOST_ROWS
         half = _MOST_ROWS // 2
         rows = [*rows[:half], [f"… {left_out} more"], *rows[-half:]]
-    return aligned([["ranks", "pp", "dp", "cp", "tp", "ep", "engine"], *rows])
+    return aligned([["ranks", *Place._fields[1:]], *rows])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -80,7 +71,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         cells = row if len(row) == 1 else [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def _numbers(place: Place) -> tuple[int, ...]:
-    return place.rank, place.pp, place.dp, place.cp, place.tp, place.ep

@@ -25,7 +25,7 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import MicroBatch as GivenMicroBatch
-from megatron_rc.training.plan import LossScale
+from megatron_rc.training.plan import LossScale, Plan
 from megatron_rc.training.rollout_correction import RolloutCorrection
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
@@ -81,13 +81,8 @@ class Batch:
     def counts(self) -> dict[str, int]:
         """Value of each symbol in ``COUNTS``."""
         sequences = self.micro_size * self.micro_batches * self.mini_batches
-        return dict(
-            zip(
-                COUNTS,
-                (1, sequences, self.micro_size, self.prompts, self.mini_batches, self.max_staleness),
-                strict=True,
-            )
-        )
+        values = (1, sequences, self.micro_size, self.prompts, self.mini_batches, self.max_staleness)
+        return dict(zip(COUNTS, values, strict=True))
 
 
 class Call(NamedTuple):
@@ -201,22 +196,14 @@ def trace(
 ) -> list[Call]:
     """This rank's collectives in a rollout batch and its optimizer steps."""
     correction = RolloutCorrection(config, groups, loss=loss, one_pass=one_pass)
-    # A step is refused unless a wrapped finalize exists; finish_step() below does its work.
+    # A step is refused unless a wrapped finalize exists; finish_step() does its work.
     end = wrap_finalize(correction, lambda model: None)
     count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
         inputs = plan_inputs(parts, batch, correction.corrects_in_loss)
     with Recorder(groups).active() as recorder:
-        plan = correction.plan(
-            inputs,
-            num_mini_batches=batch.mini_batches,
-            num_groups=batch.prompts,
-            current_version=batch.max_staleness,
-            max_staleness=batch.max_staleness,
-        )
-        plan.check()
-        plan.metrics()
+        plan = _planned(correction, inputs, batch)
         given = [] if inputs is None else plan.micro_batches(inputs)
         for step in range(batch.mini_batches):
             recorder.phase = PHASES[1]
@@ -224,13 +211,32 @@ def trace(
             for index in range(len(parts))[step * count : (step + 1) * count]:
                 score(correction, parts[index], given[index], scale)
             recorder.phase = PHASES[2]
-            correction.finish_step(torch.device("cpu"))
-            correction.loss_metrics()
-            if correction.step is not None:
-                correction.step.check()
-                correction.step.metrics()
+            _finish(correction)
     del end
     return recorder.calls
+
+
+def _planned(correction: RolloutCorrection, inputs: PlanInputs | None, batch: Batch) -> Plan:
+    """The checked plan of a rollout batch, with its metrics made."""
+    plan = correction.plan(
+        inputs,
+        num_mini_batches=batch.mini_batches,
+        num_groups=batch.prompts,
+        current_version=batch.max_staleness,
+        max_staleness=batch.max_staleness,
+    )
+    plan.check()
+    plan.metrics()
+    return plan
+
+
+def _finish(correction: RolloutCorrection) -> None:
+    """Reduce the sums of an optimizer step, and make its metrics."""
+    correction.finish_step(torch.device("cpu"))
+    correction.loss_metrics()
+    if correction.step is not None:
+        correction.step.check()
+        correction.step.metrics()
 
 
 def once(calls: Sequence[Call], batch: Batch) -> list[Call]:

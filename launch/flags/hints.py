@@ -72,38 +72,33 @@ _MEANT = {
     "recompute-granularity": "recompute-activations enable-gradient-checkpointing gradient-checkpointing",
 }
 _LAUNCHERS = "give it to `python -m megatron_rc.launch`, or to torchrun before the trainer's file"
-_DEFAULT = "it is always on here: leave it out"
-_PRETRAINING = "it belongs to Megatron-LM's pretraining data; prompts come from --task or --prompt-data: leave it out"
-_OTHER_LOOP = "it belongs to Megatron-LM's own training loop, which is not used here: leave it out"
-_LATENT = "it changes only the computation of multi-latent attention, not its result: leave it out"
-# Names without a flag here.
-_OTHERWISE = {
-    **dict.fromkeys(("n-gpus-per-node", "num-gpus-per-node", "actor-num-gpus-per-node"), "use --nproc-per-node"),
-    **dict.fromkeys(("actor-num-nodes", "num-nodes"), "use --nnodes"),
-    **dict.fromkeys(
-        ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend"), _LAUNCHERS
-    ),
-    **dict.fromkeys(("rdzv-endpoint", "rdzv-id", "max-restarts", "log-dir", "tee"), _LAUNCHERS),
-    **dict.fromkeys(("dry-run", "print-config", "help-all"), "give it to `python -m megatron_rc.launch`"),
-    **dict.fromkeys(("use-mcore-models", "use-dist-ckpt"), _DEFAULT),
-    **dict.fromkeys(("use-rotary-position-embeddings", "no-position-embedding"), "use --position-embedding-type rope"),
-    **dict.fromkeys(
+# Names without a flag here, by the remedy.
+_REMEDIES = {
+    "use --nproc-per-node": "n-gpus-per-node num-gpus-per-node actor-num-gpus-per-node",
+    "use --nnodes": "actor-num-nodes num-nodes",
+    _LAUNCHERS: "nproc-per-node nnodes node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id "
+    "max-restarts log-dir tee",
+    "give it to `python -m megatron_rc.launch`": "dry-run print-config help-all",
+    "it is always on here: leave it out": "use-mcore-models use-dist-ckpt",
+    "use --position-embedding-type rope": "use-rotary-position-embeddings no-position-embedding",
+    "it belongs to Megatron-LM's pretraining data; prompts come from --task or --prompt-data: leave it out": (
         "mock-data data-cache-path num-workers no-mmap-bin-files no-create-attention-mask-in-dataloader "
-        "tiktoken-pattern reset-position-ids reset-attention-mask eod-mask-loss dataloader-type".split(),
-        _PRETRAINING,
+        "tiktoken-pattern reset-position-ids reset-attention-mask eod-mask-loss dataloader-type"
     ),
-    **dict.fromkeys(
+    "it belongs to Megatron-LM's own training loop, which is not used here: leave it out": (
         "manual-gc manual-gc-interval empty-unused-memory-level exit-duration-in-mins exit-interval log-throughput "
         "log-params-norm log-num-zeros-in-grad log-validation-ppl-to-tensorboard log-memory-to-tensorboard "
-        "logging-level no-load-rng no-save-rng dist-ckpt-strictness auto-detect-ckpt-format "
-        "enable-experimental data-parallel-random-init rl-persist-cuda-graphs".split(),
-        _OTHER_LOOP,
+        "logging-level no-load-rng no-save-rng dist-ckpt-strictness auto-detect-ckpt-format enable-experimental "
+        "data-parallel-random-init rl-persist-cuda-graphs"
     ),
-    **dict.fromkeys("cache-mla-latents mla-down-proj-fusion".split(), _LATENT),
-    **dict.fromkeys(("distributed-backend", "device"), "GPUs are used where there are any, unless --cpu is given"),
-    "split": "--eval-data names the prompts that are held out",
-    "rollout-num-gpus-per-engine": "give the GPUs to the servers of --rollout-url by their own flags",
+    "it changes only the computation of multi-latent attention, not its result: leave it out": (
+        "cache-mla-latents mla-down-proj-fusion"
+    ),
+    "GPUs are used where there are any, unless --cpu is given": "distributed-backend device",
+    "--eval-data names the prompts that are held out": "split",
+    "give the GPUs to the servers of --rollout-url by their own flags": "rollout-num-gpus-per-engine",
 }
+_OTHERWISE = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 _SOURCES = {name: flag for flag, names in _MEANT.items() for name in names.split()}
 
 

@@ -126,7 +126,8 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
         default, help = None, f"{help}; default: {default}"
     if option.kind is not bool:
         choices = _CHOICES.get(option.field, option.choices) or None
-        kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
+        metavar = option.metavar or ("N" if option.kind is int else None)
+        kind: dict[str, Any] = {"metavar": metavar} if metavar else {}
         kind |= {"nargs": "+"} if option.many else {}
         group.add_argument(
             name, type=_type_of(option.read or option.kind), choices=choices, default=default, help=help, **kind

@@ -19,12 +19,12 @@ class DataSection:
     """
 
     prompt_data: tuple[str, ...] | None = option(
-        "train on prompts from JSON-lines files, or folders saved by the datasets library, instead of a task; give a "
-        "weight before each path (0.7 a.jsonl 0.3 b.jsonl), or before none",
+        "train on prompts from JSON-lines files or folders of the datasets library, instead of a task; give a weight "
+        "before each path (0.7 a.jsonl 0.3 b.jsonl), or before none",
         metavar="PATH",
     )
     eval_data: tuple[str, ...] | None = option(
-        "held-out prompts, from files like those of --prompt-data but without weights",
+        "held-out prompts, from files as for --prompt-data, without weights",
         needs="prompt_data eval_interval",
         metavar="PATH",
     )
@@ -32,11 +32,10 @@ class DataSection:
         "key of a row's prompt, which is a string or a list of messages", default="prompt", needs="prompt_data"
     )
     label_key: str | None = option(
-        "key of the answer that the reward compares with; if given, every row must have it; default: label",
-        needs="prompt_data",
+        "key of the answer for the reward; if given, every row must have it; default: label", needs="prompt_data"
     )
     overlong_prompts: Literal["drop", "error"] = option(
-        "prompts too long for --seq-length minus --max-response-length: drop and count them, or end at the start",
+        "prompts longer than --seq-length minus --max-response-length: drop and count them, or end at the start",
         default="drop",
         needs="prompt_data",
     )
@@ -57,20 +56,17 @@ class EvaluationSection:
         positive=True,
     )
     eval_samples: int = option(
-        "responses to each problem of an evaluation, for pass@1, pass@2, pass@4, ... up to this number; default: "
-        f"{EVAL_SAMPLES}",
+        f"responses to each problem, for pass@1, pass@2, pass@4, ... up to this number; default: {EVAL_SAMPLES}",
         needs="eval_interval",
         positive=True,
     )
     eval_temperature: float | None = option(
-        "temperature of evaluations; default: the most likely response, or --rl-default-temperature with "
-        "--eval-samples above 1",
+        "temperature of evaluations; default: greedy, or --rl-default-temperature if --eval-samples is above 1",
         needs="eval_interval",
         positive=True,
     )
     eval_answers: int = option(
-        "problems of an evaluation whose graded answers are written to eval/ in the run's folder; default: "
-        f"{EVAL_ANSWERS}",
+        f"problems whose graded answers an evaluation writes to eval/ in the run's folder; default: {EVAL_ANSWERS}",
         needs="eval_interval",
         not_negative=True,
     )

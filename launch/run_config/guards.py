@@ -19,23 +19,23 @@ class GuardSection:
     """Treatment of bad steps and bad responses, and conditions that end the run."""
 
     bad_steps: Literal["stop", "skip"] = option(
-        "a step with a loss or gradient norm that fails a check, or a rollout batch with unusable log-probs: end the "
-        "run, or skip the steps on all ranks; the batch is written to bad/ in the run's folder",
+        "after a failed check of loss or gradient norm, or unusable log-probs of a batch: end the run, or skip the "
+        "steps; the batch is written to bad/ in the run's folder",
         default="stop",
     )
     max_skipped_steps: int = option(
-        "optimizer steps in a row that leave the model unchanged (skipped, or gradient 0) before the run ends",
+        "optimizer steps in a row without a change of the model (skipped, or gradient 0) that end the run",
         default=6,
         positive=True,
     )
     skip_steps_without_signal: bool = option(
-        "leave out an optimizer step whose policy gradient is exactly 0: all advantages of the mini-batch are 0, and "
-        "the loss has no entropy, KL or auxiliary term; Adam's momentum would move the weights all the same",
+        "skip an optimizer step whose policy gradient is exactly 0, because all advantages are 0 and there is no "
+        "entropy, KL or auxiliary loss; Adam's momentum would still move the weights",
         default=True,
     )
     bad_samples: Literal["stop", "drop", "resample"] = option(
-        "a response that is empty, too long, has ids out of the vocabulary or a log-prob that is no number (unless "
-        "--bad-log-probs rejects it): end the run, drop it, or sample it again; it is written to bad/",
+        "for a response that is empty, too long, or has invalid ids or log-probs (unless --bad-log-probs rejects it): "
+        "end the run, drop it, or sample it again; it is written to bad/",
         default="stop",
         needs="!load_rollouts",
     )
@@ -46,13 +46,11 @@ class GuardSection:
         positive=True,
     )
     stop_if: tuple[str, ...] | None = option(
-        "end the run if a metric is out of bounds in N steps in a row, as in 'rollout_corr/k3_kl > 0.5 for 5'",
+        "end the run if a metric is out of bounds N steps in a row, as 'rollout_corr/k3_kl > 0.5 for 5'",
         metavar="CONDITION",
     )
     doctor_interval: int | None = option(
-        "check the metrics every N optimizer steps, and log one line if the diagnosis of the log-probs changes; see "
-        "docs/doctor.md",
-        metavar="N",
+        "check the metrics every N optimizer steps, and log a line if the diagnosis changes; see docs/doctor.md",
         positive=True,
         most="train_iters",
     )

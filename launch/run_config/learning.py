@@ -14,12 +14,12 @@ class RewardSection:
     """Rule that scores responses, its processes, and responses without an end."""
 
     reward: str | None = option(
-        "rule that scores responses: exact, math-verify or python:pkg.module:function; default: the task's own rule",
+        "rule that scores responses: exact, math-verify or python:pkg.module:function; default: the task's",
         needs="!load_rollouts",
         metavar="RULE",
     )
     reward_workers: int | None = option(
-        "scoring processes of each data-parallel replica; default: cores of the machine per rank, at most 8",
+        "scoring processes of each replica; default: CPU cores per rank, at most 8",
         needs="!load_rollouts",
         positive=True,
     )
@@ -27,7 +27,7 @@ class RewardSection:
         "seconds that scoring one response may take", default=10.0, needs="!load_rollouts", positive=True
     )
     reward_errors: Literal["continue", "stop"] = option(
-        "a response that cannot be scored: give it --reward-on-error, or end the run",
+        "for a response that cannot be scored: use --reward-on-error, or end the run",
         default="continue",
         needs="!load_rollouts",
     )
@@ -35,8 +35,8 @@ class RewardSection:
         "reward of a response that cannot be scored", default=0.0, needs="!load_rollouts reward_errors=continue"
     )
     overlong: Literal["keep", "mask", "penalise"] = option(
-        "a response that reaches --max-response-length without its end: train on it, leave it out, or subtract a "
-        "penalty that grows over the last --overlong-buffer tokens",
+        "a response that is cut at --max-response-length: train on it, leave it out, or subtract a penalty that grows "
+        "over the last --overlong-buffer tokens",
         default="keep",
     )
     overlong_buffer: int | None = option(
@@ -77,7 +77,7 @@ class AdvantageSection:
         "divisor of GPG's advantages", default=1.0, needs="advantage_estimator=gpg", positive=True
     )
     advantage_scope: Literal["all", "accepted"] = option(
-        "responses in the baselines, and tokens in the whitening of advantages: all, or those that are not rejected",
+        "responses in the baselines, and tokens in the whitening: all, or those that are not rejected",
         default="all",
         needs="!advantage_estimator=remax",
     )
@@ -100,7 +100,7 @@ class AdvantageSection:
         positive=True,
     )
     kl_in_reward: float = option(
-        "coefficient of the KL to the reference policy that is subtracted from the reward of each token",
+        "coefficient of the KL to the reference policy, subtracted from each token's reward",
         default=0.0,
         not_negative=True,
     )
@@ -108,8 +108,7 @@ class AdvantageSection:
         "estimator of the KL in the rewards", default="k1", needs="kl_in_reward"
     )
     reward_scaling: Literal["none", "std", "mean-std"] = option(
-        "divide rewards by their standard deviation over the run so far; mean-std subtracts their mean first",
-        default="none",
+        "divide rewards by their std over the run so far; mean-std subtracts their mean first", default="none"
     )
     reward_clip: float | None = option(
         "clip rewards to ± this number, after any scaling; default: no clipping", positive=True
@@ -152,25 +151,20 @@ class CriticSection:
         "optimizer steps of the critic's linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
     )
     num_critic_only_steps: int = option(
-        "optimizer steps at the start in which only the critic learns",
-        default=0,
-        not_negative=True,
-        below="train_iters",
+        "first optimizer steps, in which only the critic learns", default=0, not_negative=True, below="train_iters"
     )
     value_clip: float | None = option(
-        "a value further than this from its value before the rollout batch does not lower the critic's loss; default: "
-        "no bound",
+        "largest change of a value over a rollout batch that still lowers the critic's loss; default: no bound",
         positive=True,
     )
     critic_load_hf: str | None = option(
-        "start the critic from the layers of this Hugging Face directory; default: from the policy's layers",
-        metavar="DIR",
+        "Hugging Face directory of the critic's layers at the start; default: the policy's layers", metavar="DIR"
     )
     critic_offload: bool = option(
         "keep the critic's weights, gradients and optimizer in host memory while it does not work", default=False
     )
     correct_values: Literal["none", "mask", "weights"] = option(
-        "correction of the critic's loss: the rejection mask, mask and importance weights, or none; default: mask, or "
+        "correction of the critic's loss: none, the rejection mask, or mask and importance weights; default: mask, or "
         "none if the policy's loss makes the correction"
     )
 
@@ -180,7 +174,7 @@ class ReferenceSection:
     """Weights of the reference policy; without any of these flags it is the policy at the start of the run."""
 
     ref_load: str | None = option(
-        "checkpoints whose newest one is the reference policy of the KL; default: the policy at the start",
+        "checkpoints of the reference policy, of which the newest is read; default: the policy at the start",
         needs="!ref_load_hf",
         metavar="DIR",
     )
@@ -188,7 +182,5 @@ class ReferenceSection:
         "Hugging Face directory of the reference policy of the KL; default: the policy at the start", metavar="DIR"
     )
     ref_update_interval: int | None = option(
-        "optimizer steps after which the reference becomes the current policy; default: it never changes",
-        metavar="N",
-        positive=True,
+        "optimizer steps after which the reference becomes the current policy; default: never", positive=True
     )

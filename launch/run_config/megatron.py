@@ -107,13 +107,13 @@ class LatentSection:
         "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn", positive=True, most=2**24
     )
     beta_fast: float = option(
-        "frequencies with more turns than this over the original length are not stretched by YaRN",
+        "frequencies with more turns over the original length are not stretched by YaRN",
         default=32.0,
         needs="rope_type=yarn",
         positive=True,
     )
     beta_slow: float = option(
-        "frequencies with fewer turns than this over the original length are fully stretched by YaRN",
+        "frequencies with fewer turns over the original length are fully stretched by YaRN",
         default=1.0,
         needs="rope_type=yarn",
         positive=True,
@@ -138,7 +138,7 @@ class ExpertSection:
     moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True, most=2**24)
     moe_router_topk: int = option("number of experts of each token", default=2, positive=True)
     moe_router_pre_softmax: bool = option(
-        "weigh a token's experts by their softmax over all experts, not over the chosen ones",
+        "weigh a token's experts by their softmax over all experts, not the chosen ones",
         default=False,
         needs="moe_router_score_function=softmax",
     )
@@ -161,7 +161,7 @@ class ExpertSection:
         "number of equal groups of experts; default: no groups", needs="moe_router_group_topk", positive=True
     )
     moe_router_group_topk: int | None = option(
-        "number of groups from which a token's experts are chosen; default: no groups",
+        "groups from which a token's experts are chosen; default: no groups",
         needs="moe_router_num_groups",
         positive=True,
     )
@@ -171,7 +171,7 @@ class ExpertSection:
         needs="moe_router_score_function=sigmoid",
     )
     moe_router_bias_update_rate: float = option(
-        "rate at which the expert bias follows the load; must be 0, the optimizer alone moves the policy",
+        "rate at which the expert bias follows the load; must be 0: only the optimizer moves the policy",
         default=0.0,
         not_negative=True,
     )

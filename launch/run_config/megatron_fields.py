@@ -11,7 +11,8 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Optional, Union, get_args, get_origin
 
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 
@@ -192,51 +193,49 @@ def _constant(node: ast.expr | None) -> Any:
         return None
 
 
-# Files of Megatron's enums.
+# Files of Megatron's enums, and other names in annotations that words can be values of.
 _ENUMS = {"AttnBackend": "transformer/enums.py"}
+_PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
+_TYPES: dict[str, Any] = {
+    "list": list,
+    "List": list,
+    "Literal": Literal,
+    "Optional": Optional,
+    "Union": Union,
+    **_PLAIN,
+}
+_UNIONS = (Union, UnionType)
+
+
+class _Unknown:
+    """Stands for a type of which no word is a value, such as a function."""
+
+    def __class_getitem__(cls, _: Any) -> type[_Unknown]:
+        return cls
 
 
 def _kind_of(annotation: ast.expr, core: Path) -> dict[str, Any] | None:
     """Kind of a flag's values from an annotation; None if no word could be such a value."""
-    if isinstance(annotation, ast.BinOp):
-        return _kind_of_union(_alternatives(annotation), core)
-    text = ast.unparse(annotation)
-    plain: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
-    if text in plain:
-        return {"kind": plain[text]}
-    if text in _ENUMS:
-        members = [node.targets[0] for node in _class_body(core / _ENUMS[text], text) if isinstance(node, ast.Assign)]
-        return {"kind": str, "choices": tuple(member.id for member in members if isinstance(member, ast.Name))}
-    if not isinstance(annotation, ast.Subscript):
+    names = {node.id: _Unknown for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    enums = {name: Literal[_members(core / _ENUMS[name], name)] for name in names.keys() & _ENUMS.keys()}
+    try:
+        hint = eval(ast.unparse(annotation), names | _TYPES | enums)
+    except (AttributeError, TypeError):  # as torch.dtype
         return None
-    of, parts = ast.unparse(annotation.value), annotation.slice
-    inner = parts.elts if isinstance(parts, ast.Tuple) else [parts]
-    if of == "Literal":
-        values = [ast.literal_eval(value) for value in inner]
-        return {"kind": type(values[0]), "choices": tuple(values)}
-    if of in ("Optional", "Union"):
-        return _kind_of_union(inner, core)
-    if of in ("List", "list"):
-        kind = _kind_of(inner[0], core)
-        return kind and kind | {"many": True}
-    return None
-
-
-def _kind_of_union(parts: list[ast.expr], core: Path) -> dict[str, Any] | None:
-    """Kind of a union: one type, one type and its list, or a number and a pattern of numbers, which is one word."""
-    names = [ast.unparse(part) for part in parts if ast.unparse(part) != "None"]
-    if len(names) == 1:
-        return _kind_of(next(part for part in parts if ast.unparse(part) != "None"), core)
-    if names == ["int", "List[int]"]:
+    parts = [part for part in (get_args(hint) if get_origin(hint) in _UNIONS else [hint]) if part is not NoneType]
+    if len(parts) == 1:
+        origin, of = get_origin(parts[0]), get_args(parts[0])
+        if origin is Literal:
+            return {"kind": type(of[0]), "choices": of}
+        kind = of[0] if origin is list else parts[0]
+        return {"kind": kind, "many": origin is list} if kind in _PLAIN.values() else None
+    if parts == [int, list[int]]:  # a pattern is one word
         return {"kind": number_or_pattern}
-    if names[:2] == ["str", "list"]:
+    if parts[:2] == [str, list]:
         return {"kind": str}
-    if "str" in names and "List[str]" in names:
-        return {"kind": str, "many": True, "single": True}
-    return None
+    return {"kind": str, "many": True, "single": True} if str in parts and list[str] in parts else None
 
 
-def _alternatives(node: ast.expr) -> list[ast.expr]:
-    """Parts of ``A | B | None``."""
-    is_union = isinstance(node, ast.BinOp)
-    return [*_alternatives(node.left), *_alternatives(node.right)] if is_union else [node]  # type: ignore[attr-defined]
+def _members(path: Path, name: str) -> tuple[str, ...]:
+    members = [node.targets[0] for node in _class_body(path, name) if isinstance(node, ast.Assign)]
+    return tuple(member.id for member in members if isinstance(member, ast.Name))

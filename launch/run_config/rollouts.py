@@ -12,8 +12,8 @@ class TaskSection:
     """Problems and their tokenizer; ``task`` is None with the prompts of ``--prompt-data``."""
 
     task: str | None = option(
-        "task to learn: count_up, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, or the "
-        "prompts of --prompt-data",
+        "task to learn: count_up, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, or "
+        "--prompt-data",
         needs="!prompt_data",
     )
     tokenizer_type: str = option(
@@ -40,19 +40,18 @@ class RolloutSection:
         "replace a prompt whose responses all have the same reward, up to N times",
         default=0,
         needs="!load_rollouts",
-        metavar="N",
         not_negative=True,
     )
     rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0, positive=True)
     always_score: bool = option(
-        "score every rollout batch in a forward-only pass; default: only if log π_old is needed before the update",
+        "score every rollout batch in a forward-only pass; default: only if the update needs log π_old before",
         default=False,
     )
     save_rollouts: str | None = option(
         "folder that every rollout batch is written to; default: none", needs="!load_rollouts", metavar="DIR"
     )
     save_log_probs: bool = option(
-        "add the trainer's log-probs to --save-rollouts, after the last optimizer step on a batch",
+        "add the trainer's log-probs to --save-rollouts after the last step on a batch",
         default=False,
         needs="save_rollouts",
     )
@@ -60,10 +59,9 @@ class RolloutSection:
         "train on the rollouts in this folder, without an engine; default: an engine samples", metavar="DIR"
     )
     rollout_staleness: int | None = option(
-        "largest age of rollouts in optimizer steps, a multiple of the steps made of a rollout batch; engines in "
-        "processes of their own sample ahead; older rollouts of --load-rollouts are an error; default: 0, or no limit "
-        "with --load-rollouts",
-        metavar="K",
+        "largest age of rollouts in optimizer steps, a multiple of the steps of a rollout batch: engines in other "
+        "processes sample ahead, older rollouts of --load-rollouts are an error; default: 0, no limit with "
+        "--load-rollouts",
         not_negative=True,
         most=10_000,
     )
@@ -90,27 +88,22 @@ class EngineSection:
     )
     rollout_concurrency: int = option("requests that a server gets at once", default=64, positive=True)
     rollout_timeout: float = option(
-        "seconds to wait for an answer, for a server to start, and for a lost server to come back",
-        default=600.0,
-        positive=True,
+        "seconds to wait for an answer, for the start of a server, and for a lost server", default=600.0, positive=True
     )
     rollout_attempts: int = option(
         "tries of a request that a server answers with status 500 before the run ends", default=6, positive=True
     )
     rollout_dtype: str = option(
-        "number format to which the engine's weights are rounded at every sync; servers keep the format that they "
-        "were started with",
-        default="bf16",
+        "number format of the engine's weights at every sync; servers keep the format of their start", default="bf16"
     )
     rollout_check_tolerance: float | None = option(
-        "mean |difference| of the log-probs of engine and trainer, in nats, that ends the run or fails check_engine; "
-        "default: by --rollout-dtype and --bf16",
+        "mean |log-prob difference| of engine and trainer, in nats, that ends the run or fails check_engine; default: "
+        "by --rollout-dtype and --bf16",
         metavar="NATS",
         positive=True,
     )
     sync_probe_interval: int | None = option(
-        "have the engine answer a few prompts and the trainer score them after every N-th weight sync; default: after "
-        "the first one, after a restart of an engine, and if no rollout batch of these weights is trained on",
-        metavar="N",
+        "compare the log-probs of engine and trainer on a few prompts after every N-th weight sync; default: after "
+        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on",
         positive=True,
     )

@@ -58,7 +58,7 @@ class ModelSection:
         "divisor of the low rotary frequencies", default=8.0, needs="use_rope_scaling", positive=True
     )
     sliding_window: int | None = option(
-        "tokens that each token attends to in the published model; a longer --seq-length is refused; default: all",
+        "attention's reach in the published model, in tokens; a longer --seq-length is refused; default: all",
         positive=True,
     )
     openai_gelu: bool = option(
@@ -106,7 +106,7 @@ class TrainingSection:
         "pack sequences of a micro-batch one after another, without padding", default=False
     )
     rl_sequence_packing_bin_size: int = option(
-        "most tokens of a packed micro-batch; default: --micro-batch-size times --seq-length",
+        "most tokens of a packed micro-batch; default: --micro-batch-size · --seq-length",
         needs="rl_use_sequence_packing",
         positive=True,
     )
@@ -160,7 +160,7 @@ class ScheduleSection:
         "weight decay of the last step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        "change of the weight decay over the run; linear and cosine need --start-weight-decay and --end-weight-decay",
+        "change of the weight decay; linear and cosine need --start-weight-decay and --end-weight-decay",
         default="constant",
     )
 
@@ -184,12 +184,10 @@ class CheckpointSection:
         "write checkpoints in a process of their own while training goes on", default=False, needs="save save_interval"
     )
     keep_last: int | None = option(
-        "newest checkpoints to keep; older ones are removed; default: keep all",
-        needs="save save_interval",
-        positive=True,
+        "newest checkpoints to keep; older ones are removed; default: all", needs="save save_interval", positive=True
     )
     save_retain_interval: int | None = option(
-        "keep checkpoints at multiples of this many steps, and the newest --keep-last (1 if not given); remove others",
+        "keep checkpoints at multiples of this many steps and the newest --keep-last (1 if not given); remove others",
         needs="save save_interval",
         positive=True,
     )
@@ -202,7 +200,6 @@ class CheckpointSection:
     save_hf_interval: int | None = option(
         "also write --save-hf every N optimizer steps; default: at the end only",
         needs="save_hf",
-        metavar="N",
         positive=True,
         most="train_iters",
     )
@@ -210,8 +207,7 @@ class CheckpointSection:
         "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
     )
     load_hf: str | None = option(
-        "start from the weights, shape and tokenizer of this Hugging Face directory; default: random weights",
-        metavar="DIR",
+        "start with weights, shape and tokenizer of this Hugging Face directory; default: random weights", metavar="DIR"
     )
     weights_bridge: Literal["mbridge", "none"] = option(
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
@@ -224,9 +220,7 @@ class CheckpointSection:
         "compare every file of --load with its checksum before it is read", default=True, needs="load"
     )
     load_last_valid: bool = option(
-        "if the newest checkpoint of --load is damaged, go on from the newest one that is whole",
-        default=False,
-        needs="load",
+        "if the newest checkpoint of --load is damaged, load the newest undamaged one", default=False, needs="load"
     )
     override_opt_param_scheduler: bool = option(
         "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's",
@@ -263,14 +257,11 @@ class LoggingSection:
         "folder of Weights & Biases' files; default: the run's folder", needs="wandb_project", metavar="DIR"
     )
     device_peak_tflops: float | None = option(
-        "peak speed of a device in 10^12 operations a second, for perf/utilization; default: known for some GPUs in "
-        "bf16",
-        positive=True,
+        "peak speed of a device in TFLOP/s, for perf/utilization; default: known for some GPUs in bf16", positive=True
     )
     log_timers_to_tensorboard: bool = option("log Megatron's timers of each optimizer step", default=False)
     timing_log_level: int | None = option(
-        "timers to log: 0 the step, 1 also its passes, collectives and the optimizer's parts, 2 also each "
-        "micro-batch; default: 0",
+        "timers to log: 0 the step, 1 also its parts and collectives, 2 also each micro-batch; default: 0",
         needs="log_timers_to_tensorboard",
         not_negative=True,
         most=2,

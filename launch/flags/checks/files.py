@@ -6,7 +6,8 @@ import resource
 import tempfile
 from pathlib import Path
 
-from megatron_rc.launch.errors import ConfigurationError, flag, require
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -17,26 +18,20 @@ FEWEST_FILES, ENOUGH_FILES = 256, 4096
 
 def check_checkpoints(config: RunConfig) -> None:
     """Check intervals of checkpoints, folders to load from, and names of metrics."""
-    files = config.checkpoints
-    if files.save_retain_interval and files.save_interval and files.save_retain_interval % files.save_interval:
-        raise ConfigurationError(
-            f"--save-retain-interval {files.save_retain_interval} must be a multiple of --save-interval "
-            f"{files.save_interval}"
-        )
+    files, prefix = config.checkpoints, config.correction.metric_prefix
+    retains, saves = files.save_retain_interval, files.save_interval
     folders = {
         "load": None if files.is_save(files.load) else files.load,
         "ref_load": config.reference.ref_load,
         "critic_load_hf": config.critic and config.critic.critic_load_hf,
     }
-    for name, folder in folders.items():
-        if folder and not Path(folder).is_dir():
-            raise ConfigurationError(f"{flag(name)} {folder}: no such folder")
-    prefix = config.correction.metric_prefix
-    if not prefix.endswith("/") or len(prefix) < 2:
-        raise ConfigurationError(
-            f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/, to tell the correction's "
-            "metrics from others"
-        )
+    wrong = {
+        "{save_retain_interval} must be a multiple of {save_interval}": retains and saves and retains % saves,
+        **{f"{{{name}}}: no such folder": folder and not Path(folder).is_dir() for name, folder in folders.items()},
+        "--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/, to tell the correction's metrics "
+        "from others": not prefix.endswith("/") or len(prefix) < 2,
+    }
+    refuse(config, wrong, prefix=prefix)
     if config.logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")
 
@@ -44,8 +39,8 @@ def check_checkpoints(config: RunConfig) -> None:
 def check_folders(config: RunConfig) -> None:
     """Check that the folders can be written to; they are not made yet, so that a refused run leaves nothing."""
     launch, files = config.launch, config.checkpoints
-    folders = [(f"--runs-dir {launch.runs_dir}", Path(launch.runs_dir) / launch.run_name)]
     written = {
+        "runs_dir": Path(launch.runs_dir) / launch.run_name,
         "save": files.save,
         "save_hf": files.save_hf,
         "tensorboard_dir": config.logging.tensorboard_dir,
@@ -53,25 +48,29 @@ def check_folders(config: RunConfig) -> None:
         "save_rollouts": config.rollouts.save_rollouts,
         "rollout_weights_dir": config.engine.rollout_weights_dir,
     }
-    folders += [(f"{flag(name)} {path}", Path(path)) for name, path in written.items() if path]
-    if files.save_hf and not files.load and Path(files.save_hf).is_dir() and any(Path(files.save_hf).iterdir()):
-        raise ConfigurationError(f"--save-hf {files.save_hf} is not empty, and this run begins: name another folder")
+    begins = files.save_hf and not files.load and Path(files.save_hf).is_dir()
     # A folder with another run's checkpoints, which would later pass for this run's; an unfinished one has a suffix.
-    others = files.save and not files.is_save(files.load) and Path(files.save).glob("iter_*/metadata.json")
-    if any(path.parent.suffix == "" for path in others or ()):
-        raise ConfigurationError(
-            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
-            f"{files.save} to go on from there"
-        )
-    for given, folder in folders:
-        try:
-            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-            with tempfile.TemporaryFile(dir=there):
-                pass
-        except OSError as error:
-            raise ConfigurationError(
-                f"{given} cannot be written to ({error.strerror}): choose another folder"
-            ) from error
+    others = Path(files.save).glob("iter_*/metadata.json") if files.save and not files.is_save(files.load) else ()
+    wrong = {
+        "{save_hf} is not empty, and this run begins: name another folder": (
+            begins and any(Path(files.save_hf or "").iterdir())
+        ),
+        "{save} holds the checkpoints of another run: name another folder, or give --load {folder} to go on "
+        "from there": any(path.parent.suffix == "" for path in others),
+    }
+    refuse(config, wrong, folder=files.save)
+    refused = "{%s} cannot be written to ({found}): choose another folder"
+    refuse(config, {refused % name: folder and _reason_against(Path(folder)) for name, folder in written.items()})
+
+
+def _reason_against(folder: Path) -> str | None:
+    """The system's reason why files cannot be written to a folder, or to the one in which it will be made."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def check_machine(config: RunConfig) -> None:

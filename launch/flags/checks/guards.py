@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
 
@@ -43,14 +44,16 @@ def _check_metric(condition: Condition, config: RunConfig) -> None:
 
 def check_profiling(config: RunConfig) -> None:
     """Check that the steps and ranks to profile exist, and that there is a GPU whose memory can be recorded."""
-    logging, world, last = config.logging, config.launch.world_size, config.training.train_iters
-    if logging.record_memory_history and config.launch.on_cpu:
-        raise ConfigurationError("--record-memory-history needs GPUs: drop it, or use --profile")
+    logging, world = config.logging, config.launch.world_size
     start, end = logging.profiled_steps
-    if logging.profile and not start < end <= last:
-        raise ConfigurationError(
-            f"--profile-step-start {start} must be below --profile-step-end {end}, at most --train-iters {last}"
-        )
-    for rank in logging.profile_ranks or ():
-        if not 0 <= rank < world:
-            raise ConfigurationError(f"--profile-ranks {rank} must be one of 0 to {world - 1}")
+    strangers = [rank for rank in logging.profile_ranks or () if not 0 <= rank < world]
+    wrong = {
+        "{record_memory_history} needs GPUs: drop it, or use --profile": (
+            logging.record_memory_history and config.launch.on_cpu
+        ),
+        "--profile-step-start {start} must be below --profile-step-end {end}, at most {train_iters}": (
+            logging.profile and not start < end <= config.training.train_iters
+        ),
+        "--profile-ranks {found[0]} must be one of 0 to {last}": strangers,
+    }
+    refuse(config, wrong, start=start, end=end, last=world - 1)

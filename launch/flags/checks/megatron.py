@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.refuse import refuse, typed
 from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.launch.run_config.megatron_configs import (
     build_ddp_config,
@@ -70,20 +71,20 @@ MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 def check_megatron(config: RunConfig) -> None:
     """Check the given fields, and let Megatron build its configs with them."""
-    chosen = list(_chosen(config))
-    for field, value in chosen:
-        if field.name in _REASONS:
-            raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigurationError(f"{field.as_flag(value)} must be a finite number")
-        if isinstance(value, int) and abs(value) > MOST:
-            raise ConfigurationError(f"{field.as_flag(value)} must be at most {MOST}")
-    _check_precision(config)
-    _check_engine(config)
-    _check_kernels(config)
+    flags = []
+    for field, value in _chosen(config):
+        flags.append(field.as_flag(value))
+        wrong = {
+            "{flag} cannot be used here: it {found}": _REASONS.get(field.name),
+            "{flag} must be a finite number": isinstance(value, float) and not math.isfinite(value),
+            f"{{flag}} must be at most {MOST}": isinstance(value, int) and abs(value) > MOST,
+        }
+        refuse(config, wrong, flag=flags[-1])
+    _check_numbers(config)
+    _check_layers(config)
     # Without Transformer Engine here Megatron cannot judge settings for machines that have it.
     if config.megatron.given and (has_module("transformer_engine") or not _has_engine(config)):
-        _build(config, [field.as_flag(value) for field, value in chosen])
+        _build(config, flags)
 
 
 def model_flags(config: RunConfig) -> list[str]:
@@ -103,59 +104,52 @@ def _has_engine(config: RunConfig) -> bool:
     return config.model.transformer_impl == "transformer_engine"
 
 
-def _check_precision(config: RunConfig) -> None:
-    """Refuse numbers that depend on earlier passes, and loss scales that part of the weights would not share."""
-    given, compute = config.megatron.given, config.compute
-    if given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed":
-        raise ConfigurationError(
-            f"--fp8-format {given['fp8']} with --fp8-recipe delayed takes its scales from earlier passes, so that "
-            "π_old and π_θ differ by noise: use --fp8-recipe tensorwise, blockwise or mxfp8"
-        )
-    if compute.fp16 and compute.bf16:
-        raise ConfigurationError("--fp16 and --bf16 are two types of the same weights: drop one of them")
-    if compute.fp16 and config.experts is not None:
-        raise ConfigurationError(
-            "--fp16 with --num-experts: Megatron-Core lowers the loss scales of experts and of other weights apart, "
-            "but scales the loss once; use --bf16"
-        )
+def _check_numbers(config: RunConfig) -> None:
+    """Refuse numbers that depend on earlier passes, and fields that change the function, its gradient or its start."""
+    given, compute, is_loaded = (
+        config.megatron.given,
+        config.compute,
+        config.checkpoints.load or config.checkpoints.load_hf,
+    )
+    depends_on_passes = given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed"
+    wrong = {
+        "{fp8} with --fp8-recipe delayed takes its scales from earlier passes, so that π_old and π_θ differ by noise: "
+        "use --fp8-recipe tensorwise, blockwise or mxfp8": depends_on_passes,
+        "{fp16} and {bf16} are two types of the same weights: drop one of them": compute.fp16 and compute.bf16,
+        "{fp16} with --num-experts: Megatron-Core lowers the loss scales of experts and of other weights apart, but "
+        "scales the loss once; use --bf16": compute.fp16 and config.experts,
+        "{bias_activation_fusion} without --swiglu replaces GELU by its tanh approximation: drop it, or give "
+        "--openai-gelu instead": given.get("bias_activation_fusion") and not config.transformer.gated_linear_unit,
+        "{perform_initialization} without --load or --load-hf leaves weights undefined: drop it": (
+            given.get("perform_initialization") is False and not is_loaded
+        ),
+    }
+    refuse(config, wrong)
 
 
-def _check_engine(config: RunConfig) -> None:
-    """Refuse fields that need Transformer Engine's layers, a GPU, or buffers of another layout."""
-    given = config.megatron.given
-    flags = [passed_through()[name].as_flag(given[name]) for name in _OF_ENGINE if given.get(name)]
+def _check_layers(config: RunConfig) -> None:
+    """Refuse fields that need Transformer Engine's layers, a GPU, or other flags."""
+    given, training, is_split = config.megatron.given, config.training, config.optimizer.use_distributed_optimizer
     modules = [module for module in given.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
+    flags = [typed(config, name) for name in _OF_ENGINE if given.get(name)]
     flags += [f"--recompute-modules {module}" for module in modules]
-    if flags and not _has_engine(config):
-        raise ConfigurationError(f"{flags[0]} needs --transformer-impl transformer_engine: use it, or drop the flag")
-    for name in _OF_GPUS:
-        if given.get(name) and config.launch.on_cpu:
-            raise ConfigurationError(f"{passed_through()[name].as_flag(True)} needs a GPU: drop it")
-    fits = config.parallel.sequence_parallel and config.compute.bf16 and not config.training.rl_use_sequence_packing
-    if given.get("tp_comm_overlap") and not fits:
-        raise ConfigurationError(
-            "--tp-comm-overlap has bfloat16 buffers for micro-batches of one length, split over the TP ranks: give "
-            "--sequence-parallel and --bf16 without --rl-use-sequence-packing, or drop it"
-        )
-
-
-def _check_kernels(config: RunConfig) -> None:
-    """Refuse fields with which Megatron would compute another function, or another gradient, than the policy's."""
-    given = config.megatron.given
-    if given.get("bias_activation_fusion") and not config.transformer.gated_linear_unit:
-        raise ConfigurationError(
-            "--bias-activation-fusion without --swiglu replaces GELU by its tanh approximation: drop it, or give "
-            "--openai-gelu instead"
-        )
-    if given.get("defer_embedding_wgrad_compute") and config.training.fused_linear_log_probs:
-        raise ConfigurationError(
-            "--defer-embedding-wgrad-compute waits for the output layer, which --fused-linear-log-probs does not run: "
-            "drop one of them"
-        )
-    if given.get("overlap_param_gather") and not config.optimizer.use_distributed_optimizer:
-        raise ConfigurationError("--overlap-param-gather needs --use-distributed-optimizer: give both, or neither")
-    if given.get("perform_initialization") is False and not (config.checkpoints.load or config.checkpoints.load_hf):
-        raise ConfigurationError("--no-initialization without --load or --load-hf leaves weights undefined: drop it")
+    fits = config.parallel.sequence_parallel and config.compute.bf16 and not training.rl_use_sequence_packing
+    wrong = {
+        "{found[0]} needs --transformer-impl transformer_engine: use it, or drop the flag": (
+            not _has_engine(config) and flags
+        ),
+        **{f"{{{name}}} needs a GPU: drop it": given.get(name) and config.launch.on_cpu for name in _OF_GPUS},
+        "{tp_comm_overlap} has bfloat16 buffers for micro-batches of one length, split over the TP ranks: give "
+        "--sequence-parallel and --bf16 without --rl-use-sequence-packing, or drop it": (
+            given.get("tp_comm_overlap") and not fits
+        ),
+        "{defer_embedding_wgrad_compute} waits for the output layer, which --fused-linear-log-probs does not run: drop "
+        "one of them": given.get("defer_embedding_wgrad_compute") and training.fused_linear_log_probs,
+        "{overlap_param_gather} needs --use-distributed-optimizer: give both, or neither": (
+            given.get("overlap_param_gather") and not is_split
+        ),
+    }
+    refuse(config, wrong)
 
 
 def _build(config: RunConfig, flags: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.rewards.outcome import LARGEST
 from megatron_rc.launch.rewards.pool import check_loads
@@ -21,41 +22,47 @@ def check_room(length: int, response: int) -> None:
 
 def check_prompts(config: RunConfig, task: Task) -> None:
     """Check that the first rollout batch's prompts leave room for a response."""
-    length, response = config.training.seq_length, config.rollouts.max_response_length
-    check_room(length, response)
-    problems = task.problems(0, config.rollouts.grpo_prompts_per_step)
-    longest = max(len(task.text.encode(problem)) for problem in problems)
-    if longest > length - response:
-        raise ConfigurationError(
-            f"--seq-length {length} is too short for --task {config.task.task}: it does not hold a prompt of {longest} "
-            f"tokens and a response of up to {response}"
-        )
+    check_room(config.training.seq_length, config.rollouts.max_response_length)
+    longest, is_too_long = _longest(config, task, config.rollouts.grpo_prompts_per_step)
+    too_short = "{seq_length} is too short for --task {task}: it does not hold a prompt of {longest} tokens and a "
+    words = too_short + "response of up to {response}"
+    refuse(
+        config,
+        {words: is_too_long},
+        task=config.task.task,
+        longest=longest,
+        response=config.rollouts.max_response_length,
+    )
 
 
 def check_evaluation(config: RunConfig, task: Task) -> None:
     """Check the number of held-out problems, and the length of their prompts."""
-    number, length = config.evaluation.eval_problems, config.training.seq_length
+    number, dp = config.evaluation.eval_problems, config.data_parallel_size
     if config.evaluation.eval_interval is None:
         return
-    if number < config.data_parallel_size:
-        raise ConfigurationError(
-            f"--eval-problems {number} is less than the {config.data_parallel_size} data-parallel ranks: give more"
-        )
-    longest = max(len(task.text.encode(problem)) for problem in task.problems(0, number, held_out=True))
-    if longest > length - config.rollouts.max_response_length:
-        raise ConfigurationError(f"--seq-length {length} is too short for a held-out prompt of {longest} tokens")
+    refuse(config, {"{eval_problems} is less than the {dp} data-parallel ranks: give more": number < dp}, dp=dp)
+    longest, is_too_long = _longest(config, task, number, held_out=True)
+    refuse(
+        config, {"{seq_length} is too short for a held-out prompt of {longest} tokens": is_too_long}, longest=longest
+    )
+
+
+def _longest(config: RunConfig, task: Task, number: int, *, held_out: bool = False) -> tuple[int, bool]:
+    """Tokens of the longest of the first prompts, and whether they leave too little room for a response."""
+    longest = max(len(task.text.encode(problem)) for problem in task.problems(0, number, held_out=held_out))
+    return longest, longest > config.training.seq_length - config.rollouts.max_response_length
 
 
 def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
     """Check that there is a rule, and that a user's own rule loads, in a process of its own."""
     rewards = config.rewards
-    if not abs(rewards.reward_on_error) <= LARGEST:
-        raise ConfigurationError(f"--reward-on-error {rewards.reward_on_error} must be a finite float32 number")
-    if rewards.overlong == "penalise" and config.rollouts.load_rollouts:
-        raise ConfigurationError(
-            f"--overlong penalise does nothing with --load-rollouts {config.rollouts.load_rollouts}, which has "
-            "rewards: use --overlong mask or keep"
-        )
+    wrong = {
+        "{reward_on_error} must be a finite float32 number": not abs(rewards.reward_on_error) <= LARGEST,
+        "{overlong} does nothing with {load_rollouts}, which has rewards: use --overlong mask or keep": (
+            rewards.overlong == "penalise" and config.rollouts.load_rollouts
+        ),
+    }
+    refuse(config, wrong)
     if not samples:
         return
     source = source_of(config)

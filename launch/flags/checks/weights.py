@@ -6,6 +6,7 @@ import logging
 
 from megatron_rc.launch.errors import ConfigurationError, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
+from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig, flag_options
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.converter import MBRIDGE
@@ -21,45 +22,30 @@ _log = logging.getLogger("megatron_rc")
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
     """Check that engines and Hugging Face directories have an architecture for this model, if they get its weights."""
-    named = config.model.hf_model_type
-    if named is not None and find_family(config) is None:
-        fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
-        remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
-        raise ConfigurationError(f"--hf-model-type {named} does not fit the flags of this model: {remedy}")
+    family, unknown = find_family(config), model_flags(config)
+    fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
+    remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
+    wrong = {
+        "{hf_model_type} does not fit the flags of this model: {remedy}": config.model.hf_model_type and not family
+    }
+    refuse(config, wrong, remedy=remedy)
     if not _converts(config, samples):
         return
     check_transformers()
-    unknown = model_flags(config)
-    if unknown:
-        raise ConfigurationError(
-            f"{unknown[0]} is in no Hugging Face architecture here, so that no engine can have this model: {_FOREIGN}"
-        )
-    _check_experts_of_their_own(config)
-    if find_family(config):
-        return
-    raise ConfigurationError(
+    etp, tp = config.megatron.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
+    # The tables of weights do not know these layouts of experts.
+    wrong = {
+        f"{{found[0]}} is in no Hugging Face architecture here, so no engine can have this model: {_FOREIGN}": unknown,
+        "{expert_tensor_parallel_size} other than {tensor_model_parallel_size} cannot go to engines or Hugging Face's "
+        f"files: {_FOREIGN}": config.experts and etp not in (None, tp),
+        "{moe_grouped_gemm} keeps all experts in one parameter, which cannot go to engines or Hugging Face's files: "
+        f"{_FOREIGN}": config.experts and config.megatron.given.get("moe_grouped_gemm"),
         "no Hugging Face architecture has this combination of --normalization, --swiglu, --position-embedding-type, "
         "--rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
         "--multi-latent-attention, --num-experts and the experts' router: use the flags of Llama (RMSNorm, --swiglu, "
-        "rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of docs/models.md"
-    )
-
-
-def _check_experts_of_their_own(config: RunConfig) -> None:
-    """Refuse layouts of experts that the tables of weights do not know."""
-    if config.experts is None:
-        return
-    etp, tp = config.megatron.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
-    if etp not in (None, tp):
-        raise ConfigurationError(
-            f"--expert-tensor-parallel-size {etp} other than --tensor-model-parallel-size {tp} cannot go to engines or "
-            f"Hugging Face's files: {_FOREIGN}"
-        )
-    if config.megatron.given.get("moe_grouped_gemm"):
-        raise ConfigurationError(
-            "--moe-grouped-gemm keeps all experts in one parameter, which cannot go to engines or Hugging Face's "
-            f"files: {_FOREIGN}"
-        )
+        "rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of docs/models.md": family is None,
+    }
+    refuse(config, wrong)
 
 
 def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
@@ -83,24 +69,25 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     """Check that ``--weights-bridge`` can convert this model's weights, and has weights to convert."""
     if config.checkpoints.weights_bridge != MBRIDGE:
         return
-    user, family = f"--weights-bridge {MBRIDGE}", find_family(config)
-    if config.model.transformer_impl != "transformer_engine":
-        raise ConfigurationError(
-            f"{user} needs --transformer-impl transformer_engine, got {config.model.transformer_impl}: use it "
-            f"({pip_install('gpu')}), or drop the bridge"
-        )
-    require("mbridge", user, "bridge")
-    if not _converts(config, samples):
-        raise ConfigurationError(f"{user} does nothing without an engine, --load-hf or --save-hf: drop it")
-    if family is None or not family.in_bridge:
-        known = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
-        raise ConfigurationError(f"{user} converts {known}, not {family and family.name}: drop it")
+    family, known = find_family(config), [other.name for other in FAMILIES.values() if other.in_bridge]
     tied = not config.model.untie_embeddings_and_output_weights
-    if family.name == "llama" and tied and config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigurationError(
-            f"{user} needs an output layer on the last stage, which a tied Llama does not have: use "
-            "--pipeline-model-parallel-size 1, or drop it"
-        )
+    foreign = {
+        "{weights_bridge} needs --transformer-impl transformer_engine, got {impl}: use it ({install}), or drop the "
+        "bridge": config.model.transformer_impl != "transformer_engine"
+    }
+    refuse(config, foreign, impl=config.model.transformer_impl, install=pip_install("gpu"))
+    require("mbridge", f"--weights-bridge {MBRIDGE}", "bridge")
+    wrong = {
+        "{weights_bridge} does nothing without an engine, --load-hf or --save-hf: drop it": not _converts(
+            config, samples
+        ),
+        "{weights_bridge} converts {known}, not {name}: drop it": family is None or not family.in_bridge,
+        "{weights_bridge} needs an output layer on the last stage, which a tied Llama does not have: use "
+        "--pipeline-model-parallel-size 1, or drop it": (
+            family and family.name == "llama" and tied and config.parallel.pipeline_model_parallel_size > 1
+        ),
+    }
+    refuse(config, wrong, known=", ".join(known), name=family and family.name)
 
 
 def _converts(config: RunConfig, samples: bool) -> bool:
@@ -121,8 +108,8 @@ def check_reference(config: RunConfig) -> None:
         kind, value = flag_options()[name][1].kind, config.value_of(name)
         if kind is bool:
             value = bool(value)  # None if the section of the switch is absent
-        if value != (word == "true" if kind is bool else kind(word)):
-            raise ConfigurationError(
-                f"--ref-load-hf {folder} is a model with --{name} {word}, but the policy has {value}: the reference "
-                "must have the policy's architecture"
-            )
+        words = (
+            "{ref_load_hf} is a model with --{name} {word}, but the policy has {value}: the reference must have the "
+        )
+        differs = value != (word == "true" if kind is bool else kind(word))
+        refuse(config, {words + "policy's architecture": differs}, name=name, word=word, value=value)

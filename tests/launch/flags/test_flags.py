@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from operator import attrgetter
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from megatron_rc.launch.flags.configure import configure, parse_args
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.weights import find_family
-from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
+from megatron_rc.records.rollout import save_rollouts
+from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch, run_config
 
 
 def check(tmp_path, *more, world_size=1, model=LLAMA, engine=True):
@@ -31,14 +33,60 @@ def test_the_help_names_a_default_where_there_is_one():
     assert "(default: None)" not in text
 
 
-def test_what_follows_from_the_flags(tmp_path):
-    more = ("--tensor-model-parallel-size=2", "--context-parallel-size=2", "--micro-batch-size=4")
-    config = check(tmp_path, *more, world_size=8)
-    assert (config.data_parallel_size, config.updates_per_rollout) == (2, 2)
-    sizes = (config.transformer.kv_channels, config.model.vocab_size, config.model.padded_vocab_size)
-    assert sizes == (8, 13, 16)
-    assert (find_family(config).name, config.experts) == ("llama", None)
+SAMPLES = "--train-samples=100 --lr-decay-style=cosine"
+GAE = "--rollout-is=none --rollout-is-threshold=none --advantage-estimator=gae"
+USER = "python:tests.support.user_rewards"
+# [@RANKS] FLAGS :: settings that follow from them.
+FOLLOWS = f"""
+--seed=1 :: experts=None critic=None rewards.reward=None rewards.reward_workers=None rewards.reward_timeout=10.0
+--seed=2 :: rewards.reward_errors=continue rewards.reward_on_error=0.0 rewards.overlong=keep
+@8 --tensor-model-parallel-size=2 --context-parallel-size=2 :: data_parallel_size=2 updates_per_rollout=2
+@2 --tensor-model-parallel-size=2 :: transformer.kv_channels=8 model.vocab_size=13 model.padded_vocab_size=16
+@2 EXPERTS :: experts.moe_ffn_hidden_size=48 experts.moe_router_topk=2 experts.moe_router_pre_softmax=False
+@2 EXPERTS :: experts.moe_router_load_balancing_type=aux_loss experts.moe_token_dispatcher_type=allgather
+@2 EXPERTS :: experts.moe_aux_loss_coeff=0.0 experts.moe_z_loss_coeff=None
+@2 EXPERTS --context-parallel-size=2 --rl-use-sequence-packing :: data_parallel_size=1
+{GAE} --min-lr=1e-3 :: critic.critic_lr=0.02 critic.critic_min_lr=0.001 critic.correct_values=mask
+{GAE} :: critic.num_critic_only_steps=0 critic.value_clip=None critic.critic_load_hf=None
+{GAE} --min-lr=1e-3 --critic-lr=1e-4 :: critic.critic_lr=0.0001 critic.critic_min_lr=0.0001
+{GAE} --bypass-mode :: critic.correct_values=none
+--optimizer=sgd --sgd-momentum=0 --optimizer-offload --bf16 --rollout-dtype=bf16 :: training.optimizer_offload=True
+SAMPLES=64 --lr-warmup-samples=32 :: training.train_iters=6 schedule.lr_decay_iters=4 schedule.lr_warmup_iters=2
+SAMPLES=60 --lr-warmup-samples=5 :: schedule.lr_decay_iters=3.75 schedule.warmup_steps=0.3125
+--reward={USER}:parts --reward-workers=2 --reward-timeout=0.5 --reward-on-error=-1 :: rewards.reward={USER}:parts
+--reward=exact --reward-errors=stop :: rewards.reward_errors=stop
+--overlong=penalise --overlong-buffer=10 --overlong-penalty-factor=0.5 :: rewards.overlong_penalty_factor=0.5
+--task={USER}:Doubles --max-response-length=2 --reward-timeout=3 :: model.vocab_size=13 rewards.reward_timeout=3.0
+--task={USER}:Doubles --max-response-length=2 --reward=exact :: rewards.reward=exact
+--overlong=mask --train-iters=2 --load-rollouts=RECORDS :: rewards.overlong=mask
+"""
+
+
+@pytest.mark.parametrize("row", FOLLOWS.strip().splitlines())
+def test_what_follows_from_the_flags(tmp_path, row):
+    words, _, settings = row.partition(" :: ")
+    ranks, more = words.split(" ", 1) if words.startswith("@") else ("@1", words)
+    if "RECORDS" in more:
+        (tmp_path / "records").mkdir()
+        save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
+    more = more.replace("RECORDS", f"{tmp_path}/records").replace("SAMPLES", f"{SAMPLES} --lr-decay-samples")
+    base = flags(tmp_path, *more.replace("EXPERTS", "--num-experts=4 --expert-model-parallel-size=2").split())
+    if "SAMPLES" in row:
+        base.remove("--train-iters=100")
+    config = run_config(base, int(ranks[1:]), engine="EXPERTS" not in row)
+    wanted = dict(setting.split("=") for setting in settings.split())
+    assert {name: str(attrgetter(name)(config)) for name in wanted} == wanted
+
+
+def test_a_model_has_the_family_of_its_flags(tmp_path):
+    assert find_family(check(tmp_path)).name == "llama"
     assert find_family(check(tmp_path, model=GPT2)).name == "gpt2"
+    assert find_family(check(tmp_path, "--num-experts=4", engine=False)).name == "mixtral"
+
+
+def test_a_class_brings_its_longest_response(tmp_path):
+    words = [word for word in flags(tmp_path, f"--task={USER}:Doubles") if "max-response-length" not in word]
+    assert run_config(words).rollouts.max_response_length == 2
 
 
 # Those for many GPUs are tried in tests/launch/dry_run, and smollm2_sums in tests/examples, which makes its prompts.
@@ -66,19 +114,6 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_follows_from_experts(tmp_path):
-    config = check(tmp_path, "--num-experts=4", "--expert-model-parallel-size=2", world_size=2, engine=False)
-    experts = config.experts
-    assert (experts.moe_ffn_hidden_size, experts.moe_router_topk) == (48, 2)
-    assert (experts.moe_router_load_balancing_type, experts.moe_token_dispatcher_type) == ("aux_loss", "allgather")
-    assert (experts.moe_aux_loss_coeff, experts.moe_z_loss_coeff) == (0.0, None)
-    assert experts.moe_router_pre_softmax is False
-    assert find_family(config).name == "mixtral"
-    # Packed experts of one replica may be gathered.
-    more = "--num-experts=4 --expert-model-parallel-size=2 --context-parallel-size=2 --rl-use-sequence-packing"
-    check(tmp_path, *more.split(), world_size=2, engine=False)
-
-
 @pytest.mark.parametrize("old", [True, False])
 def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypatch, old):
     monkeypatch.setattr(expert_checks, "weakens_auxiliary_losses", lambda: old)
@@ -90,13 +125,26 @@ def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypa
         check(tmp_path, *more, world_size=2, engine=False)
 
 
-def test_experts_on_a_gpu_need_transformer_engine(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [("--num-experts=4 --no-cpu", "transformer_engine"), ("--reward=math-verify", r"math_verify.*\[math\]")],
+)
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, words, missing):
     found = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    missing = "transformer_engine"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else found(name, *a))
-    with pytest.raises(ConfigurationError, match=r"--num-experts 4 .* transformer_engine"):
-        check(tmp_path, "--num-experts=4", "--no-cpu", engine=False)
+    absent = ("transformer_engine", "math_verify")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in absent else found(name, *a))
+    named = words.split(" --no-cpu")[0].replace("=", " ")
+    with pytest.raises(ConfigurationError, match=f"{named} .*{missing}"):
+        check(tmp_path, *words.split(), engine="reward" in words)
+
+
+def test_megatrons_offload_and_this_one_are_not_mixed(tmp_path):
+    words = [*flags(tmp_path / "runs", *GAE.split()), "--no-cpu", "--transformer-impl=local", "--optimizer-cpu-offload"]
+    for name in ("--critic-offload", "--optimizer-offload"):
+        with pytest.raises(ConfigurationError, match=f"{name} .*--optimizer-cpu-offload"):
+            configure([*words, name], 1, engine=False, elsewhere=True)
+    assert not configure(words, 1, engine=False, elsewhere=True)[0].critic.critic_offload
 
 
 # The model, flags, and parts of the sentence.

@@ -61,6 +61,8 @@ WRONG = {
     "--num-layers two": "--num-layers.*'two'",
     "--normalization BatchNorm": "--normalization.*'BatchNorm'",
     "stray": "'stray'",
+    # Argparse made an empty list of them, before Python 3.13.
+    **{f"--{name}=--": f"--{name}: .*'--'" for name in ("num-layers", "run-name", "normalization", "profile-ranks")},
     # A script of another program has many unknown flags; all are named at once.
     "--mock-data --output-dir out --lr 1e-3 --split 99,1 --split=1": "'--mock-data': .*; .*'--output-dir': .*--save.*; "
     ".*'--split': [^;]*$",

@@ -5,8 +5,11 @@ import time
 
 import pytest
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.run_config import flag_options
+from megatron_rc.launch.run_config.needs import is_met
 from megatron_rc.records.rollout import save_rollouts
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
 
@@ -71,29 +74,19 @@ TABLES = {
         "",
         True,
         """
-        --hidden-dropout=0.1
         --attention-dropout=0.1
         --lr=0 :: --lr 0.0 must be positive
-        --lr=nan
         --min-lr=1 :: --min-lr 1.0 | --lr 0.02
         --adam-beta1=1 :: --adam-beta1 1.0 must be below 1
-        --adam-eps=inf
         --adam-beta2=-1 :: --adam-beta2 -1.0 must be 0 or more
         --rotary-percent=1.5 :: --rotary-percent 1.5 must be at most 1
-        --rotary-percent=0.5 :: no Hugging Face architecture
         --tokenizer-type=HuggingFaceTokenizer :: HuggingFaceTokenizer | --tokenizer-model | --load-hf
         --tokenizer-type=CharacterTokenizer --tokenizer-model=DIR :: --tokenizer-model DIR | --tokenizer-type
         --apply-chat-template
-        --bad-steps=ignore :: --bad-steps | 'ignore'
-        --bad-samples=skip :: --bad-samples | 'skip'
         ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
-        --rollout-staleness=1.5 :: --rollout-staleness | '1.5'
-        --rollout-engine=triton :: --rollout-engine | 'triton'
-        --advantage-estimator=reinforce-pp --gamma=1.1 :: --gamma 1.1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk-no-std :: --advantage-estimator grpo-passk-no-std | --grpo-group-size 1
         ALONE --advantage-estimator=rloo-vectorized :: --advantage-estimator rloo-vectorized | --grpo-group-size 1
-        --train-iters=0
         --grpo-clamp-eps-lower=1.5 :: --grpo-clamp-eps-lower
         --rollout-is=batch :: rollout_is='batch'
         --rollout-correction-preset=best :: preset='best'
@@ -120,12 +113,10 @@ TABLES = {
         --ref-load-hf=nowhere
         --ref-load=. --ref-load-hf=nowhere :: --ref-load . | --ref-load-hf nowhere
         --ref-update-interval=3
-        --timing-log-level=3 --log-timers-to-tensorboard :: --timing-log-level 3
         --record-memory-history
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
         --profile --profile-ranks 4 :: --profile-ranks 4
         --profile --profile-step-start=12 :: --profile-step-start 12 | --profile-step-end 12
-        --gamma=1.5 --advantage-estimator=gae :: --gamma 1.5
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo
         --advantage-baseline=weighted --bypass-mode :: --advantage-baseline weighted | --bypass-mode
@@ -139,22 +130,9 @@ TABLES = {
         "",
         True,
         """
-        --save-interval=2 :: --save-interval 2 | --save
-        --keep-last=2 :: --keep-last 2 | --save
         --save=. --keep-last=2 :: --keep-last 2 | --save-interval
-        --save=. --async-save :: --async-save | --save-interval
-        --continue-after-failed-save :: --continue-after-failed-save | --save
-        --no-save-optim :: --no-save-optim | --save
-        --save-hf-interval=5 :: --save-hf-interval 5 | --save-hf
-        --finetune :: --finetune | --load
-        --load-last-valid :: --load-last-valid | --load
-        --no-verify-integrity :: --no-verify-integrity | --load
-        --override-opt-param-scheduler :: --override-opt-param-scheduler | --load
         --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override | --use-checkpoint
         --load=. --override-opt-param-scheduler --finetune :: --override-opt-param-scheduler | --finetune
-        --wandb-exp-name=x :: --wandb-exp-name x | --wandb-project
-        --wandb-entity=x :: --wandb-entity x | --wandb-project
-        --wandb-save-dir=x :: --wandb-save-dir x | --wandb-project
         --rollout-concurrency=64 :: --rollout-concurrency 64 | --rollout-engine transformers
         --rollout-attempts=2 :: --rollout-attempts 2 | vllm-server or sglang-server
         --rollout-url=http://a:1 :: --rollout-url http://a:1 | transformers | vllm-server or sglang-server
@@ -164,61 +142,30 @@ TABLES = {
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
         @2 SERVERS=sglang-server --rollout-model=m :: --rollout-model m | --rollout-engine sglang-server | vllm-server
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
-        --no-group-query-attention --num-query-groups=2 :: --num-query-groups 2 | --group-query-attention
         --kl-estimator=k1 --grpo-kl-beta=0 :: --kl-estimator k1 | --grpo-kl-beta 0
         --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
         --ref-load=. --grpo-kl-beta=0 :: --ref-load . | --grpo-kl-beta
         --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
         --grpo-clamp-eps-upper=0.1 --rollout-correction-preset=bypass_pg_is :: --grpo-clamp-eps-upper 0.1 | reinforce
-        --rope-scaling-factor=4 :: --rope-scaling-factor 4.0 | --use-rope-scaling
         --position-embedding-type=learned_absolute --rotary-percent=0.5 :: --rotary-percent 0.5 | learned_absolute
-        --position-embedding-type=learned_absolute --use-rope-scaling :: --use-rope-scaling | learned_absolute
         --openai-gelu :: --openai-gelu | --swiglu
-        --rl-sequence-packing-bin-size=64 :: --rl-sequence-packing-bin-size 64 | --rl-use-sequence-packing
-        --profile-step-end=4 :: --profile-step-end 4 | --profile
-        --profile-ranks 0 1 :: --profile-ranks 0 1 | --profile
-        --timing-log-level=1 :: --timing-log-level 1 | --log-timers-to-tensorboard
-        --gae-lambda=0.5 :: --gae-lambda 0.5 | --advantage-estimator grpo | gae
         --gamma=0.9 :: --gamma 0.9 | --advantage-estimator grpo
-        --gpg-f-norm=2 :: --gpg-f-norm 2.0 | --advantage-estimator grpo
         --advantage-estimator=grpo-passk --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo-passk
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
         --advantage-estimator=remax --advantage-scope=accepted :: --advantage-scope accepted | remax
         --advantage-estimator=remax --advantage-baseline=weighted :: --advantage-baseline weighted | remax
-        --advantage-baseline-bound=2 :: --advantage-baseline-bound 2 | --advantage-baseline
-        --advantage-baseline-weights=correction :: --advantage-baseline-weights correction | --advantage-baseline
-        WEIGHTED --advantage-baseline-bound=2 :: --advantage-baseline-bound
+        WEIGHTED --advantage-baseline-bound=2 :: --advantage-baseline-bound 2.0 | --advantage-baseline-weights
         WEIGHTED --no-rollout-is-apply :: correction | --rollout-is
-        --kl-in-reward-estimator=k2 :: --kl-in-reward-estimator k2 | --kl-in-reward
-        --save-log-probs :: --save-log-probs | --save-rollouts
-        --bad-sample-attempts=2 :: --bad-sample-attempts 2 | --bad-samples stop | resample
         --bad-samples=drop --bad-sample-attempts=2 :: --bad-sample-attempts 2 | --bad-samples drop
         --optimizer=sgd --sgd-momentum=0 --optimizer-offload :: --optimizer-offload | --sgd-momentum 0
-        --eval-samples=4 :: --eval-samples 4 | --eval-interval
-        --eval-problems=8 :: --eval-problems 8 | --eval-interval
-        --eval-temperature=0.6 :: --eval-temperature 0.6 | --eval-interval
-        --eval-answers=0 :: --eval-answers 0 | --eval-interval
-        --eval-data x --eval-interval=2 :: --eval-data x | --prompt-data
-        --input-key=question :: --input-key question | --prompt-data
-        --label-key=answer :: --label-key answer | --prompt-data
-        --overlong-prompts=error :: --overlong-prompts error | --prompt-data
         --reward-workers=2 :: --reward-workers 2 | --task count_up
         --reward-timeout=2 --reward=exact :: --reward-timeout 2.0 | --reward exact
         --reward-errors=stop --reward-on-error=1 :: --reward-on-error 1.0 | --reward-errors stop
-        --overlong-buffer=4 :: --overlong-buffer 4 | --overlong keep | penalise
-        --overlong=mask --overlong-penalty-factor=2 :: --overlong-penalty-factor 2.0 | --overlong mask
-        --q-lora-rank=12 :: --q-lora-rank 12 | --multi-latent-attention
         --moe-layer-freq=[0,1,1,1] :: --moe-layer-freq [0]*1+[1]*3 | --num-experts
-        --moe-router-topk=2 :: --moe-router-topk 2 | --num-experts
-        --moe-aux-loss-coeff=0 :: --moe-aux-loss-coeff 0.0 | --num-experts
-        --moe-router-pre-softmax :: --moe-router-pre-softmax | --num-experts
         @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
         @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
-        --critic-lr=0.1 :: --critic-lr 0.1 | --advantage-estimator | gae
-        --critic-offload :: --critic-offload | --advantage-estimator | gae
         """,
     ),
-    "bias": (GPT2, "", True, "--add-qkv-bias :: --add-qkv-bias | --disable-bias-linear"),
     "schedule": (
         LLAMA,
         "",
@@ -227,15 +174,10 @@ TABLES = {
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
         --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
         --train-samples=64 --lr-warmup-iters=1 :: --lr-warmup-iters 1 | --lr-warmup-samples
-        --lr-warmup-samples=16 :: --lr-warmup-samples 16 | --train-samples
         --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
-        --lr-warmup-fraction=1 :: --lr-warmup-fraction 1.0 must be below 1
         --lr-warmup-fraction=0.1 --lr-warmup-iters=2 :: --lr-warmup-fraction 0.1 | --lr-warmup-iters 2
         --lr-warmup-init=1 :: --lr-warmup-init 1.0 | --lr 0.02
         --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
-        --lr-wsd-decay-iters=3 :: --lr-wsd-decay-iters 3 | WSD
-        --lr-wsd-decay-style=linear :: --lr-wsd-decay-style linear | --lr-decay-style constant | WSD
-        --start-weight-decay=0.1 :: --start-weight-decay 0.1 | --weight-decay-incr-style constant
         --weight-decay-incr-style=linear :: --start-weight-decay | --end-weight-decay
         --weight-decay-incr-style=linear --end-weight-decay=0.1 :: --start-weight-decay
         """,
@@ -252,7 +194,6 @@ TABLES = {
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
         --moe-router-topk=9 :: --moe-router-topk 9 | [2, 8]
         --moe-router-pre-softmax --moe-router-topk=9 :: --moe-router-topk 9 | [1, 8]
-        --moe-aux-loss-coeff=-1 :: --moe-aux-loss-coeff -1.0 must be 0 or more
         --moe-router-load-balancing-type=none --moe-aux-loss-coeff=0.1 :: --moe-aux-loss-coeff 0.1 | none
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
@@ -263,12 +204,9 @@ TABLES = {
         --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
         --moe-layer-freq=[0,2,1,1] :: -freq | '[0,2,1,1]'
         --moe-layer-freq=0 :: -freq | '0'
-        --moe-router-num-groups=4 :: --moe-router-num-groups 4 | --moe-router-group-topk
-        --moe-router-group-topk=2 :: --moe-router-group-topk 2 | --moe-router-num-groups
         --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
         --moe-router-num-groups=4 --moe-router-group-topk=3 :: --moe-router-topk 4 | --moe-router-group-topk = 3
         --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
-        --moe-router-enable-expert-bias :: --moe-router-enable-expert-bias | softmax | sigmoid
         --moe-router-bias-update-rate=0.1
         --moe-router-score-function=sigmoid --moe-router-pre-softmax :: --moe-router-pre-softmax | sigmoid
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
@@ -296,7 +234,6 @@ TABLES = {
         --no-rope-freq=2 :: --no-rope-freq | --multi-latent-attention
         --rope-type=rope --mscale=2 :: --mscale 2.0 | --rope-type rope | yarn
         --qk-pos-emb-head-dim=5
-        --rope-type=linear :: --rope-type | 'linear'
         @2 --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | --sequence-parallel
         """,
     ),
@@ -305,7 +242,6 @@ TABLES = {
         "--advantage-estimator=gae --rollout-is=none --rollout-is-threshold=none",
         False,
         """
-        --value-clip=0 :: --value-clip 0.0 must be positive
         --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
         --critic-min-lr=1e-3 :: --critic-min-lr 0.001 | --critic-lr-decay-style constant
         --critic-lr-warmup-iters=100 :: --critic-lr-warmup-iters 100 | --lr-decay-iters 100
@@ -314,7 +250,6 @@ TABLES = {
         --critic-load-hf=nowhere
         --correct-values=mask --bypass-mode :: --correct-values mask | --bypass-mode
         --correct-values=weights :: --correct-values weights | --rollout-is
-        --correct-values=some :: --correct-values | 'some'
         """,
     ),
     "rewards": (
@@ -331,9 +266,6 @@ TABLES = {
         --reward-on-error=1e39 :: --reward-on-error 1e+39
         --reward={USER}:too_few :: --reward | prompt, response, label and record
         --task={USER}:BadReward :: --task | prompt, response, label and record
-        --reward-on-error=bad :: --reward-on-error | 'bad'
-        --reward-errors=ignore :: --reward-errors | 'ignore'
-        --overlong=cut :: --overlong | 'cut'
         --overlong=penalise :: --overlong penalise | --overlong-buffer
         --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
         """,
@@ -373,8 +305,6 @@ TABLES = {
         True,
         """
         --num-layers=1000000000 :: --num-layers 1000000000 must be at most 1000
-        --vocab-size=100000000000000000000 :: at most 2147483648
-        --seed=100000000000000000000 :: at most 9007199254740992
         --rollout-staleness=1000000000 :: at most 10000
         --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
         --overlap-grad-reduce --ddp-bucket-size=100000000000000000 :: --ddp-bucket-size 100000000000000000 | at most
@@ -419,8 +349,6 @@ TABLES = {
         --no-initialization :: --no-initialization | --load
         --glu-linear-offset=nan
         --no-rope-freq=often :: --no-rope-freq | 'often'
-        --ddp-bucket-size=many :: --ddp-bucket-size | 'many'
-        --fp8-format=e5m2 :: --fp8-format | 'e5m2'
         --recompute-modules :: --recompute-modules
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
         @2 PP --decoder-first-pipeline-num-layers=4 :: --num-layers 4 | leaves 0
@@ -464,6 +392,28 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
     ]
     assert missing == [], sentence
     assert "\n" not in sentence
+
+
+DEFAULTS = build_parser().parse_args([])
+# Options with the first condition that the defaults do not meet.
+UNMET = [
+    (option, next((need for need in option.needs if not is_met(need, DEFAULTS)), ""))
+    for _, option in flag_options().values()
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "need"), [pair for pair in UNMET if pair[1]], ids=lambda part: getattr(part, "flag", part)
+)
+def test_a_flag_without_the_one_that_it_needs_is_refused(tmp_path, option, need):
+    word = flag(f"no_{option.flag}" if option.default is True else option.flag)
+    value = (*option.choices, "0.5" if option.kind is float else "1")[0]
+    words = [word] if option.kind is bool else [word, value]
+    with pytest.raises(ConfigurationError) as caught:
+        configure([*flags(tmp_path, model=GPT2), *words], 1, engine=False)
+    name, _, values = need.partition("=")
+    assert str(caught.value).startswith(f"{word} ")
+    assert [part for part in (flag(name), *values.split("|")) if part not in str(caught.value)] == []
 
 
 # Flags of Megatron's that do nothing here go into its configs, as every other field does.

@@ -100,6 +100,8 @@ REFUSED = f"""
 --nnodes=1:2:3 :: --nnodes 1:2:3 | FEWEST:MOST
 --nnodes=4:1 :: --nnodes 4:1 | 1:4
 --nproc-per-node=gpus
+--nproc-per-node=1000000000 :: --nproc-per-node 1000000000 | --nnodes 1 must be at most 262144
+--nproc-per-node=8 --nnodes=1:1000000000 --dry-run :: --nproc-per-node 8 | --nnodes 1:1000000000 must be at most 262144
 --nnodes=1:4 :: --nnodes 1:4 | --rdzv-backend c10d | --rdzv-endpoint
 --nnodes=1:4 {MEETING} :: --nnodes 1:4 | {SAFE}
 --nnodes=2 --rdzv-backend=c10d :: --rdzv-backend c10d | --rdzv-endpoint HOST:PORT

@@ -33,6 +33,10 @@ def test_no_flag_and_no_field_is_declared_twice_and_every_number_has_a_sign():
         misses = [out_of_range(one, value) for value in (0, -1, float("nan"), float("inf"))]
         wanted = "must be positive" if one.positive else "must be 0 or more" if one.not_negative else ""
         assert misses == [wanted * one.positive, *[wanted] * 3], one.field
+        # Whole numbers that no run has would fill the memory before another check finds them.
+        if one.kind is int:
+            assert out_of_range(one, 10**19), one.field
+            assert not out_of_range(one, one.most if isinstance(one.most, int) else 10**15), one.field
 
 
 def test_what_is_called_megatrons_is_there():
