@@ -71,9 +71,9 @@ def group_advantages(
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above.
-        lengths: [n], tokens of each response that count; ``opo`` needs it, the others have no use for it.
+        lengths: [n], tokens of each response that count; needed and used by ``opo`` alone.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
-        f_norm: of ``gpg``; the others have no use for it.
+        f_norm: used by ``gpg`` alone.
         num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
         groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
