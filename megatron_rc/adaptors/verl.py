@@ -97,7 +97,9 @@ class VerlCorrection:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a micro-batch of whole responses, as verl's registry calls it, in a worker.
+        """Loss and metrics of a micro-batch of whole responses, as verl's registry calls it, in a worker.
+
+        The loss is 0-D, with the factors that verl's ``agg_loss`` puts on it.
 
         Args:
             old_log_prob: [b, r] log π_old; in bypass mode log π_rollout.
@@ -109,9 +111,6 @@ class VerlCorrection:
                 ``global_batch_info`` with the denominators of verl's losses.
             rollout_is_weights: [b, r], of ``add_to_batch``; ignored in bypass mode.
 
-        Returns:
-            (0-D loss, with the factors that verl's ``agg_loss`` puts on it; metrics).
-
         Collectives: none: verl hands over whole responses on every context-parallel rank.
 
         Raises:
@@ -120,21 +119,24 @@ class VerlCorrection:
         like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
         _check_call(config, log_prob, {**like, "rollout_is_weights": rollout_is_weights})
         mask, own = response_mask != 0, self._config(_of_the_loss(config))
-        accepted, algorithm, metrics = mask, self.algorithm, {}
+        accepted, weights, metrics, algorithm = mask, rollout_is_weights, {}, self.algorithm
         if own.bypass_mode:
             algorithm = own.loss_type
-            given = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
-            result, weights, accepted = corrected_rows(log_prob.detach(), old_log_prob, mask, own, **given)
-            metrics, rollout_is_weights = result.metrics(), weights if own.applies_weights else None
-            if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
-                mask = mask & is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())
+            mask, accepted, weights, metrics = self._bypassed(own, log_prob.detach(), old_log_prob, mask, advantages)
         clips = _clips(config, dual=objective_of(algorithm).takes_dual_clip)
-        found = policy_loss(
-            log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=rollout_is_weights, **clips
-        )
-        info = config.get("global_batch_info", None) or {}
-        loss = _aggregated(found.per_token, accepted, loss_agg_mode, info)
+        found = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **clips)
+        loss = _aggregated(found.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
         return loss.to(log_prob.dtype), {**_actor_metrics(found.statistics), **metrics}
+
+    def _bypassed(
+        self, own: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
+        """(tokens with usable log-probs, accepted tokens, applied weights, metrics) of bypass mode."""
+        more = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
+        result, weights, accepted = corrected_rows(train, rollout, mask, own, **more)
+        if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
+            mask = mask & is_log_prob(rollout) & is_log_prob(train)
+        return mask, accepted, weights if own.applies_weights else None, result.metrics()
 
     def _config(self, given: Any) -> RolloutCorrectionConfig:
         if self.config is None:
