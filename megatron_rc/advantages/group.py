@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages.shards import check_floats
-from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -121,8 +121,7 @@ def group_advantages(
 
 def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | None) -> Tensor:
     """The responses that count, [n] bool, of arguments that are checked."""
-    if estimator not in tuple(GROUP_ESTIMATORS):  # a list has no hash
-        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
+    one_of("estimator", estimator, GROUP_ESTIMATORS)
     check_tensors({"kept": kept}, group_ids=group_ids)
     if group_ids.dtype != torch.int64 or group_ids.dim() != 1:
         raise ValueError(f"group_ids is {group_ids.dtype} {tuple(group_ids.shape)}: expected int64, one a sequence")

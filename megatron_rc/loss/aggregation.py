@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
-from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import SequenceLayout
@@ -111,8 +111,7 @@ def denominator(mode: str, loss_scale_factor: float | None, tokens: Tensor, sequ
 
 def check_aggregation(mode: str, loss_scale_factor: float | None) -> None:
     """Raise ValueError for a mode that does not exist, or a scale factor that it does not fit."""
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
+    one_of("aggregation", mode, AGGREGATIONS)
     if (mode in _SCALED) != (loss_scale_factor is not None):
         raise ValueError(
             f"loss_scale_factor={loss_scale_factor} with aggregation={mode!r}: token-sum and "

@@ -12,7 +12,7 @@ from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
 from megatron_rc.numerics import check_mask, k2, k3
-from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -59,8 +59,7 @@ class PolicyLossConfig:
         _check_clips(objective, self.clip_low, self.clip_high, self.dual_clip)
         check_number("clip_low", self.clip_low, lambda x: x <= 1, "must lie in [0, 1]")
         check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
+        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
 
 
@@ -170,8 +169,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
     """
     check_tensors({}, log_probs=log_probs, ref_log_probs=ref_log_probs)
     check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs)
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
+    one_of("estimator", estimator, KL_ESTIMATORS)
     difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
     # k3 is clamped in both terms: the gradient of an unclamped second one would point away from the reference.
     values: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": k2, "k3": lambda d: k3(-d)}
