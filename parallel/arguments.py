@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,15 @@ def check_integer(name: str, value: object, least: float = -math.inf) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number")
     if value < least:
         raise ValueError(f"{name}={value} must be {f'at least {least}' if least else '0 or more'}")
+
+
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    """Raise ValueError, naming the choices, unless the value is one of them."""
+    if value not in tuple(allowed):
+        known = list(map(str, allowed))
+        near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}{meant}")
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:

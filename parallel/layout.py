@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rc.parallel.arguments import check_integer, check_kind
+from megatron_rc.parallel.arguments import check_integer, check_kind, one_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
 Split = Literal["zigzag", "contiguous"]
@@ -52,8 +52,7 @@ def _check_rank(cp_rank: int, cp_size: int) -> None:
 
 def _num_chunks(length: int, cp_size: int, split: Split) -> int:
     """Number of equal chunks that a sequence is cut into; raises ValueError if its length does not divide."""
-    if split not in ("zigzag", "contiguous"):
-        raise ValueError(f"split={split!r} is unknown: use 'zigzag' or 'contiguous'")
+    one_of("split", split, ("zigzag", "contiguous"))
     chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
     if length % chunks:
         raise ValueError(f"a sequence of {length} tokens does not divide into {chunks} chunks: pad it to a multiple")
@@ -105,17 +104,10 @@ class SequenceLayout:
     def padded(
         cls, batch_size: int, local_length: int, *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
     ) -> SequenceLayout:
-        """A layout of local tensors ``[b, s/cp]``: all sequences are padded to the same length.
+        """A layout of local tensors ``[b, s/cp]``: ``batch_size`` sequences, all padded to the same length.
 
-        Args:
-            batch_size: b, the number of sequences.
-            local_length: s/cp, the tokens of each sequence on this rank.
-            cp_rank: this rank inside the CP group.
-            cp_size: number of CP ranks.
-            split: how a sequence is cut.
-
-        Raises:
-            ValueError: the length does not divide, or the rank lies outside the group.
+        ``local_length`` is s/cp, the tokens of each sequence on this rank. ValueError if the length does not divide, or
+        the rank lies outside the group.
         """
         for name, value in (("batch_size", batch_size), ("local_length", local_length)):
             check_integer(name, value, least=0)
@@ -129,14 +121,8 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """A layout of local tensors ``[t/cp]``: sequences one after the other, each cut by itself.
 
-        Args:
-            local_cu_seqlens: [n + 1], cumulative local lengths, starting with 0; on the host.
-            cp_rank: this rank inside the CP group.
-            cp_size: number of CP ranks.
-            split: how a sequence is cut.
-
-        Raises:
-            ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
+        ``local_cu_seqlens``: [n + 1], cumulative local lengths, starting with 0; on the host. ValueError unless it is a
+        cumulative sum, each length divides, and the rank lies inside the group.
         """
         # tolist: of tensors and of NumPy's arrays
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
@@ -189,16 +175,10 @@ class SequenceLayout:
         return torch.cat(self._positions(self.cp_rank) or [torch.empty(0, dtype=torch.int64)]).view(self.shape)
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's shard of a tensor that holds whole sequences.
+        """This rank's shard, a copy, of a tensor that holds whole sequences.
 
-        Args:
-            full: ``[b, s, ...]`` padded or ``[t, ...]`` packed.
-
-        Returns:
-            ``[b, s/cp, ...]`` or ``[t/cp, ...]``, a copy.
-
-        Raises:
-            ValueError: the shape is not the whole batch's.
+        From ``[b, s, ...]`` padded or ``[t, ...]`` packed to ``[b, s/cp, ...]`` or ``[t/cp, ...]``. ValueError for
+        another shape.
         """
         rest = self._check(full, self._full_shape, "whole sequences")
         flat = full.reshape(sum(self.full_lengths), *rest)

@@ -86,8 +86,8 @@ def linear_log_probs_and_entropy(
             :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`.
     """
     spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile)
-    _check(hidden, weight, bias, labels, mask, spec, sequence_parallel, gradient_accumulation)
     options = _Options(spec, sequence_parallel, gradient_accumulation)
+    _check(hidden, weight, bias, labels, mask, options)
     with _no_autocast(hidden.device):
         result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, labels, mask, options
@@ -96,14 +96,7 @@ def linear_log_probs_and_entropy(
 
 
 def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    mask: Tensor | None,
-    spec: CallSpec,
-    sequence_parallel: bool,
-    gradient_accumulation: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor | None, options: _Options
 ) -> None:
     check_tensors({"bias": bias, "mask": mask}, hidden=hidden, weight=weight, labels=labels)
     if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
@@ -113,18 +106,18 @@ def _check(
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}: expected one number a row of the weight")
     shape = list(hidden.shape[:-1])
-    if sequence_parallel:
+    if options.sequence_parallel:
         if not shape:
             raise ValueError("sequence_parallel needs hidden states with a sequence dimension in front")
-        shape[0] *= group_size(spec.tp_group)
+        shape[0] *= options.ranks
     if tuple(shape) != tuple(labels.shape):
         raise ValueError(
             f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}: expected {tuple(shape)}"
-            + (" (all slices of the sequence)" if sequence_parallel else "")
+            + (" (all slices of the sequence)" if options.sequence_parallel else "")
         )
-    if gradient_accumulation and not hasattr(weight, "main_grad"):
+    if options.gradient_accumulation and not hasattr(weight, "main_grad"):
         raise ValueError("gradient_accumulation needs weight.main_grad, which Megatron's DDP makes")
-    check_call(labels, mask, spec, weight.shape[0])
+    check_call(labels, mask, options.spec, weight.shape[0])
 
 
 @dataclass(frozen=True)

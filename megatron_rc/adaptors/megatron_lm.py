@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.shared import checked_tensor
+from megatron_rc.adaptors.shared import checked_tensor, refuse
 from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
@@ -215,8 +215,7 @@ class MegatronCorrection:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that need data which Megatron-LM's micro-batches do not have."""
-    for name in ("proximal_interpolation", "rollout_staleness_scale"):
-        if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r} needs weight versions, which the data lack: drop it")
+    lacks = "the data lack weight versions"
+    refuse(config, proximal_interpolation=lacks, rollout_staleness_scale=lacks)
     if config.needs_prompts:
         raise ValueError(f"rollout_rs={config.rollout_rs!r} needs prompts, which the data lack: drop those criteria")

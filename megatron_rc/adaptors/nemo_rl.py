@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected_rows, measured
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -72,7 +73,7 @@ class CorrectedLoss:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The corrected loss of one micro-batch of whole sequences, as NeMo-RL calls it.
+        """Corrected loss and metrics, which add up, of one micro-batch of whole sequences, as NeMo-RL calls it.
 
         Args:
             next_token_logprobs: [b, s - 1] log π_θ; differentiated.
@@ -81,9 +82,6 @@ class CorrectedLoss:
             global_valid_seqs: sequences of the global batch.
             global_valid_toks: tokens of the global batch.
 
-        Returns:
-            (loss, metrics); the correction's metrics add up over micro-batches, as NeMo-RL's do.
-
         Collectives: none: NeMo-RL hands over whole sequences on every context-parallel rank.
 
         Raises:
@@ -91,24 +89,18 @@ class CorrectedLoss:
         """
         if not hasattr(data, "get"):
             raise ValueError(f"data is {type(data).__name__}: expected NeMo-RL's BatchedDataDict")
-        rows, columns = checked_tensor("next_token_logprobs", next_token_logprobs).shape
-        shape = (rows, columns + 1)
-        current = next_token_logprobs.detach()
-        advantages = _entry(data, "advantages", shape)
+        current = pad(checked_tensor("next_token_logprobs", next_token_logprobs).detach(), (1, 0))
+        shape = tuple(current.shape)
+        old = current if self._on_policy else _entry(data, "prev_logprobs", shape)
         rollout = _entry(data, "generation_logprobs", shape)
-        on_policy = getattr(self.loss_fn, "force_on_policy_ratio", False)
-        old = torch.nn.functional.pad(current, (1, 0)) if on_policy else _entry(data, "prev_logprobs", shape)
-        mask = (_entry(data, "token_mask", shape) != 0) & (_entry(data, "sample_mask", shape[:1]) != 0).unsqueeze(1)
-        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
-        given = {"allow_zero_log_probs": self.allow_zero_log_probs}
-        _, weights, accepted = corrected_rows(old, rollout, mask, self.config, **given)
+        mask = _trained(data, shape)
+        advantages = _entry(data, "advantages", shape)
+        _, weights, accepted = corrected_rows(
+            old, rollout, mask, self.config, allow_zero_log_probs=self.allow_zero_log_probs
+        )
         changed = {"advantages": advantages if weights is None else advantages * weights.to(advantages.dtype)}
         changed |= self._rejected(data, mask, accepted)
-        if self.config.bad_log_probs != "error":  # a NaN times 0 is NaN
-            filler = torch.nn.functional.pad(current, (1, 0))
-            bad = mask & ~accepted
-            changed |= {} if on_policy else {"prev_logprobs": torch.where(bad, filler.to(old.dtype), old)}
-            changed["generation_logprobs"] = torch.where(bad, filler.to(rollout.dtype), rollout)
+        changed |= self._usable(data, accepted | ~mask, current)
         loss, metrics = self.loss_fn(
             next_token_logprobs=next_token_logprobs,
             data=type(data)({**data, **changed}),
@@ -116,6 +108,18 @@ class CorrectedLoss:
             global_valid_toks=global_valid_toks,
         )
         return loss, {**metrics, **self._measured(old - rollout, mask, accepted, weights, global_valid_toks)}
+
+    @property
+    def _on_policy(self) -> bool:
+        """True if NeMo-RL takes log π_θ for log π_old."""
+        return bool(getattr(self.loss_fn, "force_on_policy_ratio", False))
+
+    def _usable(self, data: Mapping[str, Any], kept: Tensor, current: Tensor) -> dict[str, Tensor]:
+        """The log-probs, with log π_θ at rejected tokens if these may be NaN: NaN times 0 is NaN."""
+        if self.config.bad_log_probs == "error":
+            return {}
+        known = {name: data[name] for name in ("generation_logprobs", "prev_logprobs")[: 2 - self._on_policy]}
+        return {name: torch.where(kept, value, current.to(value.dtype)) for name, value in known.items()}
 
     def _rejected(self, data: Mapping[str, Any], mask: Tensor, accepted: Tensor) -> dict[str, Tensor]:
         """The mask without the rejected tokens, or without rejected sequences if the loss is a mean over sequences."""
@@ -133,6 +137,12 @@ class CorrectedLoss:
         values = measured(self.config.metric_prefix, log_ratio, mask, accepted, weights)
         sums = torch.stack([value.sum(dtype=torch.float64) for value in values.values()])
         return dict(zip(values, (sums / torch.as_tensor(tokens).clamp(min=1)).tolist(), strict=True))
+
+
+def _trained(data: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """[b, s] bool: the tokens that are trained; False in column 0."""
+    mask = (_entry(data, "token_mask", shape) != 0) & (_entry(data, "sample_mask", shape[:1]) != 0).unsqueeze(1)
+    return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
 
 
 def _entry(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:

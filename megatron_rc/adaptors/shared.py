@@ -60,23 +60,27 @@ def measured(
 def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> None:
     """Raise ValueError for a setting that needs more than the tokens of one micro-batch; ``program`` is its caller."""
     check_config(config)
-    for name in ("bypass_mode", "proximal_interpolation"):
-        if getattr(config, name):
-            raise ValueError(f"{name}=True: {program} computes its loss's ratio itself: leave {name} out")
-    reasons = {
-        "rollout_is_batch_normalize": "the mean of the weights needs the global batch",
-        "rollout_staleness_scale": "it passes no weight versions",
-    }
-    for name, reason in reasons.items():
-        if getattr(config, name):
-            call = f"{program} calls for one micro-batch at a time"
-            raise ValueError(f"{name}={getattr(config, name)!r}: {call}, and {reason}: drop it")
+    call = f"{program} calls for one micro-batch at a time"
+    refuse(
+        config,
+        bypass_mode=f"{program} computes its loss's ratio itself",
+        proximal_interpolation=f"{program} computes its loss's ratio itself",
+        rollout_is_batch_normalize=f"{call}, and the mean of the weights needs the global batch",
+        rollout_staleness_scale=f"{call}, and it passes no weight versions",
+    )
     refuse_criteria(config, program)
     if config.rejects and config.rejection_denominator != "original":
         raise ValueError(
             f"rejection_denominator={config.rejection_denominator!r}: {program} divides its loss by the tokens before "
             "rejection: set rejection_denominator='original'"
         )
+
+
+def refuse(config: RolloutCorrectionConfig, **reasons: str) -> None:
+    """Raise ValueError for the first of these settings that is on, with the reason why the program cannot serve it."""
+    for name, reason in reasons.items():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)!r}: {reason}: drop it")
 
 
 def refuse_criteria(config: RolloutCorrectionConfig, program: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, measured
+from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, measured, refuse
 from megatron_rc.adaptors.slime_chunks import Chunks
 from megatron_rc.batch.api import correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups
@@ -156,11 +156,8 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that slime's call cannot serve."""
     check_config(config)
-    if config.bypass_mode:
-        raise ValueError(
-            "bypass_mode=True: slime computes its loss's ratio itself: leave bypass_mode out; slime's own "
-            "--use-rollout-logprobs is PPO against the engine's log-probs, without weights"
-        )
+    own = "slime's own --use-rollout-logprobs is PPO against the engine's log-probs, without weights"
+    refuse(config, bypass_mode=f"slime computes its loss's ratio itself; {own}")
     for criterion in config.criteria:
         if criterion.only_negative:
             raise ValueError(

@@ -6,20 +6,21 @@ Arguments and results follow verl 0.9.1: ``verl/trainer/ppo/rollout_corr_helper.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.shared import checked_tensor, corrected_rows, refuse_criteria
+from megatron_rc.adaptors.shared import checked_tensor, corrected_rows, refuse, refuse_criteria
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
 from megatron_rc.loss.metrics import SUMS, LossStatistics
 from megatron_rc.loss.objectives import objective_of
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.numerics import is_log_prob
-from megatron_rc.parallel.arguments import check_number
+from megatron_rc.parallel.arguments import check_number, one_of
 from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.records.formats.rows import numbered
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 
@@ -97,7 +98,9 @@ class VerlCorrection:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a micro-batch of whole responses, as verl's registry calls it, in a worker.
+        """Loss and metrics of a micro-batch of whole responses, as verl's registry calls it, in a worker.
+
+        The loss is 0-D, with the factors that verl's ``agg_loss`` puts on it.
 
         Args:
             old_log_prob: [b, r] log π_old; in bypass mode log π_rollout.
@@ -109,9 +112,6 @@ class VerlCorrection:
                 ``global_batch_info`` with the denominators of verl's losses.
             rollout_is_weights: [b, r], of ``add_to_batch``; ignored in bypass mode.
 
-        Returns:
-            (0-D loss, with the factors that verl's ``agg_loss`` puts on it; metrics).
-
         Collectives: none: verl hands over whole responses on every context-parallel rank.
 
         Raises:
@@ -120,21 +120,24 @@ class VerlCorrection:
         like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
         _check_call(config, log_prob, {**like, "rollout_is_weights": rollout_is_weights})
         mask, own = response_mask != 0, self._config(_of_the_loss(config))
-        accepted, algorithm, metrics = mask, self.algorithm, {}
+        accepted, weights, metrics, algorithm = mask, rollout_is_weights, {}, self.algorithm
         if own.bypass_mode:
             algorithm = own.loss_type
-            given = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
-            result, weights, accepted = corrected_rows(log_prob.detach(), old_log_prob, mask, own, **given)
-            metrics, rollout_is_weights = result.metrics(), weights if own.applies_weights else None
-            if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
-                mask = mask & is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())
+            mask, accepted, weights, metrics = self._bypassed(own, log_prob.detach(), old_log_prob, mask, advantages)
         clips = _clips(config, dual=objective_of(algorithm).takes_dual_clip)
-        found = policy_loss(
-            log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=rollout_is_weights, **clips
-        )
-        info = config.get("global_batch_info", None) or {}
-        loss = _aggregated(found.per_token, accepted, loss_agg_mode, info)
+        found = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **clips)
+        loss = _aggregated(found.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
         return loss.to(log_prob.dtype), {**_actor_metrics(found.statistics), **metrics}
+
+    def _bypassed(
+        self, own: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
+        """(tokens with usable log-probs, accepted tokens, applied weights, metrics) of bypass mode."""
+        more = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
+        result, weights, accepted = corrected_rows(train, rollout, mask, own, **more)
+        if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
+            mask = mask & is_log_prob(rollout) & is_log_prob(train)
+        return mask, accepted, weights if own.applies_weights else None, result.metrics()
 
     def _config(self, given: Any) -> RolloutCorrectionConfig:
         if self.config is None:
@@ -153,14 +156,11 @@ class VerlCorrection:
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that verl's calls cannot serve."""
     check_config(config)
-    unknown = dict.fromkeys(("proximal_interpolation", "rollout_staleness_scale"), "its batch has no weight versions")
-    if config.bypass_mode:
-        unknown["rollout_is_batch_normalize"] = (
-            "the mean of the weights needs the global batch, and bypass mode sees one micro-batch at a time"
-        )
-    for name, reason in unknown.items():
-        if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r} is impossible with verl: {reason}: drop it")
+    reasons = dict.fromkeys(
+        ("proximal_interpolation", "rollout_staleness_scale"), "verl's batch has no weight versions"
+    )
+    mean = "the mean of the weights needs the global batch, and verl's bypass mode sees one micro-batch at a time"
+    refuse(config, **reasons, **({"rollout_is_batch_normalize": mean} if config.bypass_mode else {}))
     if config.rejection_denominator != "accepted" and not config.bypass_mode:
         raise ValueError(
             f"rejection_denominator={config.rejection_denominator!r}: verl counts its losses' denominators itself: "
@@ -187,8 +187,7 @@ def _prompts(batch: Any, rows: int) -> Tensor:
     uids = batch.non_tensor_batch.get("uid")
     if uids is None or len(uids) != rows:
         raise ValueError(f"uid of the batch has {0 if uids is None else len(uids)} entries: expected {rows}, one each")
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
+    return torch.tensor(numbered(uids), dtype=torch.int64)
 
 
 def _of_the_loss(config: Any) -> Any:
@@ -233,8 +232,7 @@ def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, A
     ``per_token`` and ``mask``, m', are [b, r]. ``info``, verl's ``global_batch_info``, has dp_size, batch_num_tokens,
     global_batch_size and loss_scale_factor; without one of these the micro-batch's own number counts.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"loss_agg_mode={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
+    one_of("loss_agg_mode", mode, AGGREGATIONS)
     lengths = mask.sum(1, dtype=torch.float64)
     total = loss_sum(per_token, mask, mode, lengths, SequenceLayout.padded(*per_token.shape))
     dp_size = info.get("dp_size") or 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages.shards import check_floats
-from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -81,12 +81,12 @@ def group_advantages(
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above.
-        lengths: [n], tokens of each response that count; ``opo`` needs it, the others have no use for it.
+        lengths: [n], tokens of each response that count; needed and used by ``opo`` alone.
         weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
             ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
             Default: all count alike.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
-        f_norm: of ``gpg``; the others have no use for it.
+        f_norm: used by ``gpg`` alone.
         num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
         groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
@@ -139,8 +139,7 @@ def group_advantages(
 
 def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | None) -> Tensor:
     """The responses that count, [n] bool, of arguments that are checked."""
-    if estimator not in tuple(GROUP_ESTIMATORS):  # a list has no hash
-        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
+    one_of("estimator", estimator, GROUP_ESTIMATORS)
     check_tensors({"kept": kept}, group_ids=group_ids)
     if group_ids.dtype != torch.int64 or group_ids.dim() != 1:
         raise ValueError(f"group_ids is {group_ids.dtype} {tuple(group_ids.shape)}: expected int64, one a sequence")

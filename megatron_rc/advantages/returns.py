@@ -79,37 +79,34 @@ def gae(
     sequence, and behind the last one V and A are 0.    (Schulman et al. 2016, "High-Dimensional Continuous Control
     Using Generalized Advantage Estimation", Eq. 11 to 16)
 
-    Args:
-        rewards: of the layout's local shape, one for each token.
-        values: like ``rewards``: the critic's, of the state in which the token is chosen.
-        response_mask: bool, like ``rewards``, True if the token counts; others change no bit.
-        gamma: γ, the discount.
-        lam: λ; 1 gives return - V, 0 gives δ.
-        layout: which tokens these are. Default: padded, rows of the mask.
-        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
+    ``rewards``, ``values`` (the critic's, of the state in which the token is chosen) and ``response_mask`` (bool, True
+    if the token counts; others change no bit) are of the layout's local shape. ``gamma`` is γ, the discount, ``lam`` λ:
+    1 gives return - V, 0 gives δ. ``layout`` and ``groups`` are as in :func:`outcome_rewards`.
 
-    Returns:
-        In the dtype of ``values``, at least float32; computed in float64. If a counted reward or value is NaN or
-        infinite, so is everything of its sequence up to there; the correction's ``check()`` reports it.
+    The result has the dtype of ``values``, at least float32; computed in float64. If a counted reward or value is not
+    finite, neither is its sequence up to there; the correction's ``check()`` reports it.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong, or γ or λ lies outside [0, 1].
     """
-    groups = ParallelGroups.given(groups)
-    layout = layout_of(response_mask, layout, groups)
-    for name, tensor in (("rewards", rewards), ("values", values)):
-        check_floats(name, tensor, response_mask.shape, "tokens")
+    layout, groups = layout_of(response_mask, layout, groups), ParallelGroups.given(groups)
     for name, factor in (("gamma", gamma), ("lam", lam)):
         check_number(name, factor, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
-    reward, value = (torch.where(response_mask, one.detach().double(), 0) for one in (rewards, values))
+    reward, value = (_counted(*one, response_mask) for one in (("rewards", rewards), ("values", values)))
     # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
     coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)
     after = following_values(coefficients, (1 - lam) * value + lam * reward, layout, groups.cp)
     advantages = torch.where(response_mask, reward - value + gamma * after, 0)
     dtype = torch.promote_types(values.dtype, torch.float32)
     return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))
+
+
+def _counted(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """The values in float64, checked, 0 outside of the mask."""
+    check_floats(name, values, mask.shape, "tokens")
+    return torch.where(mask, values.detach().double(), 0)
 
 
 def discounted_returns(
@@ -137,21 +134,9 @@ def reinforce_plus_plus(
 
     return_t = r_t + γ return_{t+1}.    (Hu et al. 2025, "REINFORCE++")
 
-    Args:
-        rewards: of the layout's local shape, one for each token.
-        response_mask: bool, like ``rewards``, True if the token counts.
-        gamma: γ.
-        layout: which tokens these are. Default: padded, rows of the mask.
-        groups: ``cp`` holds the other slices of the sequences, ``dp_cp`` all other tokens. Default: this process alone.
-
-    Returns:
-        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae` for the returns, and
-        :func:`whiten`, for which one is enough.
-
-    Collectives: as :func:`gae` and :func:`whiten`. Gradient: none.
-
-    Raises:
-        ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
+    Arguments, dtypes, collectives and errors are as in :func:`gae` and :func:`whiten`; ``groups.cp`` holds the other
+    slices of the sequences, ``groups.dp_cp`` all other tokens. A reward that is not finite makes the returns of its
+    sequence so up to there, and all advantages.
     """
     returns = discounted_returns(rewards, response_mask, gamma=gamma, layout=layout, groups=groups)
     return TokenAdvantages(whiten(returns, response_mask, layout=layout, groups=groups), returns)
@@ -169,21 +154,8 @@ def remax(
 
     Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method".
 
-    Args:
-        rewards: of the layout's local shape, one for each token.
-        baselines: [n], for each sequence the reward of its prompt's greedy response.
-        response_mask: bool, like ``rewards``, True if the token counts.
-        layout: which tokens these are. Default: padded, rows of the mask.
-        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
-
-    Returns:
-        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae`; a baseline that is
-        not makes all advantages of its sequence so.
-
-    Collectives: as :func:`gae`. Gradient: none.
-
-    Raises:
-        ValueError: shapes or dtypes are wrong.
+    ``baselines``: [n], for each sequence the reward of its prompt's greedy response; one that is not finite makes all
+    advantages of its sequence so. All else is as in :func:`gae`, with γ = 1 and without values.
     """
     layout = layout_of(response_mask, layout, groups)
     check_floats("baselines", baselines, (layout.num_sequences,), "sequences")

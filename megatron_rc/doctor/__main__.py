@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_rc.doctor.inputs import read_evidence
     from megatron_rc.doctor.other_words import WORDS
     from megatron_rc.doctor.report import UNUSABLE, as_json, examine, in_words
-    from megatron_rc.settings.bounds import one_of
+    from megatron_rc.parallel.arguments import one_of
 
     try:
         if args.dialect is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
-from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import SequenceLayout
@@ -34,54 +34,57 @@ def aggregate_loss(
     Σ mℓ / loss_scale_factor; ``seq-mean-token-sum`` Σ mℓ / N; ``seq-mean-token-mean`` (1/N) Σ_i (Σ_t mℓ) / n_i;
     ``seq-mean-token-sum-norm`` Σ mℓ / (N · loss_scale_factor).
 
-    Args:
-        per_token: the weighted loss of every token, of the layout's local shape; differentiated.
-        mask: bool, like ``per_token``: the tokens that count (m'); others change no bit.
-        mode: see above.
-        denominator_mask: D, which holds all tokens of the mask; default: the mask.
-        loss_scale_factor: needed by ``token-sum`` and ``seq-mean-token-sum-norm``, and only there.
-        layout: which tokens these are. Default: padded, rows of ``per_token``.
-        groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
+    ``per_token``, the weighted loss of every token, and the masks are of the layout's local shape; tokens outside of
+    ``mask``, m', change no bit. ``denominator_mask``, D, holds all tokens of the mask; default: the mask. ``layout``:
+    which tokens these are; default: padded, rows of ``per_token``. ``groups.cp`` and ``dp_cp`` hold the other tokens;
+    default: this process alone. Only ``token-sum`` and ``seq-mean-token-sum-norm`` take a ``loss_scale_factor``.
 
-    Returns:
-        0-D float64: the global loss on every rank; 0 if D is empty. The gradient at the local ``per_token`` is the
-        gradient of the global loss, without any factor for the number of ranks.
+    The result is 0-D float64, the global loss on every rank; 0 if D is empty. The gradient at the local ``per_token``
+    is the gradient of the global loss, without any factor for the number of ranks.
 
     Collectives: one SUM of [n] over ``cp``, one SUM of four numbers over ``dp_cp``. Host synchronisations: none.
 
     Raises:
-        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit, groups that
-            do not fit the layout; on every rank, tokens of the mask of any rank outside D: a mean would not be
-            one. A GPU finds those itself, by a device-side assertion with the same words, because the host would have
-            to wait for their number: there it is a CUDA error at the next synchronisation.
+        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes or groups that do not fit;
+            on every rank, a token of any rank's mask outside D. On a GPU the last is a device-side assertion.
     """
     check_aggregation(mode, loss_scale_factor)
-    check_tensors({"denominator_mask": denominator_mask}, per_token=per_token, mask=mask)
-    counted = mask if denominator_mask is None else denominator_mask
-    check_alike("per_token", per_token, mask=mask, denominator_mask=counted)
-    check_mask("mask", mask)
-    check_mask("denominator_mask", counted)
+    counted = _denominator_mask(per_token, mask, denominator_mask)
     groups = ParallelGroups.given(groups)
     groups.check_sums()
     layout = SequenceLayout.given(layout, "per_token", per_token, groups)
     lengths = all_reduce_sum(layout.sum_sequences(counted), groups.cp)
     local = loss_sum(per_token, mask, mode, lengths, layout)
-    # Whole sequences are counted on the first CP rank alone.
-    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(groups.cp) == 0)
-    sums = torch.cat([local.detach().view(1), counts, (mask & ~counted).sum().view(1)])
-    total, tokens, sequences, strays = all_reduce_sum(sums, groups.dp_cp).unbind()
-    _refuse(strays)
+    total, tokens, sequences = _over_ranks(local, lengths, (mask & ~counted).sum(), groups)
     divisor = denominator(mode, loss_scale_factor, tokens.clamp(min=1), sequences.clamp(min=1))
     return torch.where(tokens > 0, (local - local.detach() + total) / divisor, 0.0)
 
 
-def _refuse(strays: Tensor) -> None:
-    """Refuse tokens of the mask outside the denominator mask, of which there are so many, 0-D."""
+def _denominator_mask(per_token: Tensor, mask: Tensor, given: Tensor | None) -> Tensor:
+    """D, of arguments that are checked."""
+    check_tensors({"denominator_mask": given}, per_token=per_token, mask=mask)
+    counted = mask if given is None else given
+    check_alike("per_token", per_token, mask=mask, denominator_mask=counted)
+    check_mask("mask", mask)
+    check_mask("denominator_mask", counted)
+    return counted
+
+
+def _over_ranks(local: Tensor, lengths: Tensor, strays: Tensor, groups: ParallelGroups) -> tuple[Tensor, ...]:
+    """The loss, and the tokens and the sequences that D counts, summed over all ranks; 0-D float64.
+
+    ValueError if any rank has ``strays``, tokens of the mask outside D; a GPU's host does not wait for their number.
+    """
+    # Whole sequences are counted on the first CP rank alone.
+    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(groups.cp) == 0)
+    sums = torch.cat([local.detach().view(1), counts, strays.view(1)])
+    *found, strays = all_reduce_sum(sums, groups.dp_cp).unbind()
     words = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"
     if strays.device.type != "cpu":
         torch._assert_async(strays == 0, words)
     elif strays:
         raise ValueError(f"{int(strays)} {words}")
+    return tuple(found)
 
 
 def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:
@@ -97,11 +100,7 @@ def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout
 
 
 def denominator(mode: str, loss_scale_factor: float | None, tokens: Tensor, sequences: Tensor) -> Tensor:
-    """G of the aggregation, 0-D, from the tokens and the sequences that D counts over the whole mini-batch.
-
-    ``token-mean`` Σ D; ``token-sum`` the loss_scale_factor; ``seq-mean-token-sum`` and ``seq-mean-token-mean`` (whose
-    terms are divided by n_i already) N; ``seq-mean-token-sum-norm`` N · loss_scale_factor.
-    """
+    """G of :func:`aggregate_loss`, 0-D, from the tokens and the sequences that D counts over the whole mini-batch."""
     scale = 1.0 if loss_scale_factor is None else loss_scale_factor
     if mode == "token-mean":
         return tokens
@@ -112,8 +111,7 @@ def denominator(mode: str, loss_scale_factor: float | None, tokens: Tensor, sequ
 
 def check_aggregation(mode: str, loss_scale_factor: float | None) -> None:
     """Raise ValueError for a mode that does not exist, or a scale factor that it does not fit."""
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
+    one_of("aggregation", mode, AGGREGATIONS)
     if (mode in _SCALED) != (loss_scale_factor is not None):
         raise ValueError(
             f"loss_scale_factor={loss_scale_factor} with aggregation={mode!r}: token-sum and "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import EXP_LIMIT
+from megatron_rc.parallel.arguments import one_of
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def define(*objectives: Objective) -> None:
 
 def objective_of(name: str) -> Objective:
     """The objective of this name; ValueError for an unknown one."""
-    if name not in tuple(OBJECTIVES):  # a list has no hash
-        raise ValueError(f"algorithm={name!r} is unknown: use one of {', '.join(OBJECTIVES)}")
+    one_of("algorithm", name, OBJECTIVES)
     return OBJECTIVES[name]
 
 

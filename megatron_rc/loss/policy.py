@@ -12,7 +12,7 @@ from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
 from megatron_rc.numerics import check_mask, k2, k3
-from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -54,14 +54,12 @@ class PolicyLossConfig:
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.algorithm is not None:
-            _check_dual_clip(objective_of(self.algorithm), self.dual_clip)
+        objective = None if self.algorithm is None else objective_of(self.algorithm)
         check_aggregation(self.aggregation, self.loss_scale_factor)
-        _check_clips(self.clip_low, self.clip_high, self.dual_clip)
+        _check_clips(objective, self.clip_low, self.clip_high, self.dual_clip)
         check_number("clip_low", self.clip_low, lambda x: x <= 1, "must lie in [0, 1]")
         check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
+        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
 
 
@@ -125,16 +123,11 @@ def policy_loss(
             ``cp``, or for ``gspo`` rows that are no slices of as many ranks as ``cp`` has.
     """
     objective = objective_of(algorithm)
-    _check_dual_clip(objective, dual_clip)
-    _check_clips(clip_low, clip_high, dual_clip)
-    check_tensors(
-        {"weights": weights, "sequence_log_ratio": sequence_log_ratio},
-        log_probs=log_probs,
-        old_log_probs=old_log_probs,
-        advantages=advantages,
-        response_mask=response_mask,
-    )
-    check_alike("log_probs", log_probs, old_log_probs=old_log_probs, response_mask=response_mask, weights=weights)
+    _check_clips(objective, clip_low, clip_high, dual_clip)
+    like = {"old_log_probs": old_log_probs, "response_mask": response_mask}
+    optional = {"weights": weights, "sequence_log_ratio": sequence_log_ratio}
+    check_tensors(optional, log_probs=log_probs, advantages=advantages, **like)
+    check_alike("log_probs", log_probs, **like, weights=weights)
     check_mask("response_mask", response_mask)
     given, groups = groups, ParallelGroups.given(groups)
     # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
@@ -142,19 +135,16 @@ def policy_loss(
     layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compared else None)
     # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
-    zero = log_probs.new_zeros(())
-    log_probs = torch.where(response_mask, log_probs, zero)
-    log_ratio = log_probs - torch.where(response_mask, old_log_probs.detach(), zero)
+    log_probs = torch.where(response_mask, log_probs, 0)
+    log_ratio = log_probs - torch.where(response_mask, old_log_probs.detach(), 0)
     measured = log_ratio.detach()
     if objective.by_sequence:
         mean = _sequence_mean(measured, response_mask, layout, groups, sequence_log_ratio)
         log_ratio = mean + (log_probs - log_probs.detach())
-    advantages = torch.where(response_mask, _per_token(advantages, layout), zero)
+    advantages = torch.where(response_mask, _per_token(advantages, layout), 0)
     found = objective.loss(TokenTerms(log_probs, log_ratio, advantages, clip_low, clip_high, dual_clip))
-    loss = found.loss
-    if weights is not None:
-        loss = loss * torch.where(response_mask, weights.detach(), zero)
-    return PolicyLoss(torch.where(response_mask, loss, zero), _measure(measured, response_mask, found))
+    loss = found.loss if weights is None else found.loss * torch.where(response_mask, weights.detach(), 0)
+    return PolicyLoss(torch.where(response_mask, loss, 0), _measure(measured, response_mask, found))
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
@@ -179,8 +169,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
     """
     check_tensors({}, log_probs=log_probs, ref_log_probs=ref_log_probs)
     check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs)
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
+    one_of("estimator", estimator, KL_ESTIMATORS)
     difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
     # k3 is clamped in both terms: the gradient of an unclamped second one would point away from the reference.
     values: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": k2, "k3": lambda d: k3(-d)}
@@ -191,12 +180,9 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
     return value.detach() + (gradient - gradient.detach())
 
 
-def _check_dual_clip(objective: Objective, dual_clip: float | None) -> None:
-    if dual_clip is not None and not objective.takes_dual_clip:
+def _check_clips(objective: Objective | None, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
+    if dual_clip is not None and objective is not None and not objective.takes_dual_clip:
         raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
-
-
-def _check_clips(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
     check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
     check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
     if dual_clip is not None:

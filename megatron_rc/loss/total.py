@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,36 +37,32 @@ def token_loss(
     check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
     # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
-    policy = policy_loss(
-        log_probs,
-        old_log_probs,
-        advantages,
-        response_mask,
-        algorithm=objective.algorithm or "ppo_clip",
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip,
-        weights=weights,
-        layout=layout,
-        groups=groups,
-        sequence_log_ratio=sequence_log_ratio,
-    )
+    settings = {name: getattr(objective, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    settings["algorithm"] = objective.algorithm or "ppo_clip"
+    place: dict[str, Any] = {"layout": layout, "groups": groups, "sequence_log_ratio": sequence_log_ratio}
+    policy = policy_loss(log_probs, old_log_probs, advantages, response_mask, weights=weights, **settings, **place)
     per_token, sums = policy.per_token, {}
-    if entropy is not None:
-        entropy = entropy.to(arithmetic(entropy.dtype))
-        sums["entropy"] = _sum(entropy, response_mask)
-        per_token = per_token - objective.entropy_coef * entropy
-    elif objective.entropy_coef:
-        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
-    if objective.kl_coef:
-        if ref_log_probs is None:
-            raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
-        here, there = (torch.where(response_mask, value, 0.0) for value in (log_probs, ref_log_probs))
-        penalty = kl_penalty(here, there, objective.kl_estimator)
-        sums["reference_kl"] = _sum(penalty, response_mask)
-        per_token = per_token + objective.kl_coef * penalty
+    penalty = _penalty(objective, log_probs, ref_log_probs, response_mask)
+    for name, factor, values in (
+        ("entropy", -objective.entropy_coef, _bonus(objective, entropy)),
+        ("reference_kl", objective.kl_coef, penalty),
+    ):
+        if values is not None:
+            sums[name] = torch.where(response_mask, values.detach(), 0).double().sum()
+            per_token = per_token + factor * values
     return PolicyLoss(per_token, policy.statistics.plus(**sums))
 
 
-def _sum(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values.detach(), 0).double().sum()
+def _bonus(objective: PolicyLossConfig, entropy: Tensor | None) -> Tensor | None:
+    if entropy is None and objective.entropy_coef:
+        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
+    return None if entropy is None else entropy.to(arithmetic(entropy.dtype))
+
+
+def _penalty(objective: PolicyLossConfig, log_probs: Tensor, ref: Tensor | None, mask: Tensor) -> Tensor | None:
+    if not objective.kl_coef:
+        return None
+    if ref is None:
+        raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
+    here, there = (torch.where(mask, value, 0.0) for value in (log_probs, ref))
+    return kl_penalty(here, there, objective.kl_estimator)

@@ -40,10 +40,10 @@ def value_loss(
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", Eq. 9 (the squared error), and the clipping of its
     published implementation (Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients").
 
-    Tensors are like ``values``, V of the state that each label is predicted from, of the layout's local shape;
-    differentiated. ``returns``: R, the targets. ``mask``: bool, the tokens that count; others change no bit of the
-    result or the gradient. ``old_values``: V_old, of the critic before its steps on the rollout batch; needed with
-    ``clip``, c, in the unit of the rewards. ``weights``: w, detached; default 1.
+    Tensors are like ``values``, V of the state before each label, of the layout's local shape; differentiated.
+    ``returns``: R. ``mask``: bool, the tokens that count; others change no bit of result and gradient. ``old_values``:
+    V_old, of the critic before its steps on the rollout batch; needed with ``clip``, c, in the unit of the rewards.
+    ``weights``: w, detached; default 1.
 
     Raises:
         ValueError: shapes that do not fit, a clip that is not positive, or one without old values.
@@ -55,21 +55,17 @@ def value_loss(
         words = "must be positive and finite, and needs old_values: pass both, or neither"
         check_number("clip", clip, lambda c: 0 < c < torch.inf and old_values is not None, words)
     values = values.to(arithmetic(values.dtype))
-    zero = values.new_zeros(())
-    values, returns = torch.where(mask, values, zero), torch.where(mask, returns.detach().to(values.dtype), zero)
-    free = (values - returns).square()
-    loss, clipped = free, torch.zeros_like(mask)
+    values, returns = torch.where(mask, values, 0), torch.where(mask, returns.detach().to(values.dtype), 0)
+    loss, clipped = (values - returns).square(), torch.zeros_like(mask)
     if clip is not None and old_values is not None:
-        before = torch.where(mask, old_values.detach().to(values.dtype), zero)
+        before = torch.where(mask, old_values.detach().to(values.dtype), 0)
         held = (torch.maximum(torch.minimum(values, before + clip), before - clip) - returns).square()
-        clipped = held > free
-        loss = torch.where(clipped, held, free)
-    loss = 0.5 * loss
-    if weights is not None:
-        loss = loss * torch.where(mask, weights.detach(), 0).to(loss.dtype)
+        clipped = held > loss
+        loss = torch.where(clipped, held, loss)
+    factor = 0.5 if weights is None else 0.5 * torch.where(mask, weights.detach(), 0).to(loss.dtype)
     errors = (returns - values.detach()).double()
     terms = (mask, clipped, values.detach(), returns, returns.double().square(), errors, errors.square())
-    return ValueLoss(loss, torch.stack([term.double().sum() for term in terms]))
+    return ValueLoss(factor * loss, torch.stack([term.double().sum() for term in terms]))
 
 
 def derive_value_metrics(sums: Mapping[str, float]) -> dict[str, float]:

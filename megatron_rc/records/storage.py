@@ -63,17 +63,8 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
     ImportError without safetensors; FileNotFoundError without a file; ValueError if it is cut off, damaged, or another.
     """
-    need_safetensors()
-    from safetensors import SafetensorError, safe_open
-
     path = existing(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            # Clones: safetensors' own tensors map the file, which another process may cut off.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as problem:
-        raise ValueError(f"{path} is cut off, damaged or no safetensors file ({problem}): write it again") from problem
+    tensors, metadata = read_safetensors(path)
     if _KEY not in metadata:
         raise ValueError(f"{path} has tensors but no header of megatron_rc: expected a file that save_rollouts wrote")
     try:
@@ -83,6 +74,19 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     if not isinstance(header, dict):
         raise ValueError(f"the header of {path} is a {type(header).__name__}: expected a JSON object")
     return tensors, header
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, on the host, and the metadata of a file; ImportError without safetensors, ValueError for damage."""
+    need_safetensors()
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            # Clones: safetensors' own tensors map the file, which another process may cut off.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as problem:
+        raise ValueError(f"{path} is cut off, damaged or no safetensors file ({problem}): write it again") from problem
 
 
 def existing(path: str | os.PathLike[str]) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.records.storage import need_safetensors
+from megatron_rc.records.storage import read_safetensors
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
 MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file
@@ -25,7 +25,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     _check_size(path)
     if path.suffix == ".npz":
         return _of_numpy(path)
-    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pytorch(path)
+    return read_safetensors(path)[0] if path.suffix == ".safetensors" else _of_pytorch(path)
 
 
 def _check_size(path: Path) -> None:
@@ -38,18 +38,6 @@ def _check_size(path: Path) -> None:
         raise ValueError(f"{path} is cut off or damaged ({problem}): write it again") from None
     if size > MOST_BYTES:
         raise ValueError(f"{path} unpacks to {size} bytes, above the limit of {MOST_BYTES}: write it in several files")
-
-
-def _of_safetensors(path: Path) -> dict[str, Tensor]:
-    need_safetensors()
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as problem:
-        raise ValueError(f"{path} is cut off, damaged or no safetensors file ({problem}): write it again") from None
-    return tensors
 
 
 def _of_pytorch(path: Path) -> dict[str, Tensor]:

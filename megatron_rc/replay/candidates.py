@@ -13,8 +13,8 @@ from megatron_rc.doctor.advice import choose
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.parallel.arguments import one_of
 from megatron_rc.records.rollout import RolloutBatch
-from megatron_rc.settings.bounds import one_of
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.fields import DEFAULTS
 from megatron_rc.settings.overrides import overridden

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable
@@ -62,32 +61,13 @@ def weight_bounds(
                 f"rollout_is_threshold={threshold!r} has a lower bound that rollout_is_mode='truncate' does not use: "
                 "give one number, or the mode mask or clamp"
             )
-        if lower is not None:
-            raise ValueError(
-                f"rollout_is_threshold={threshold!r} has a lower bound already: drop rollout_is_threshold_lower="
-                f"{lower!r}"
-            )
         return mode or "mask", bounds
     if mode in (None, "truncate"):
-        if lower is not None:
-            raise ValueError(
-                f"rollout_is_threshold_lower={lower!r} does nothing with rollout_is_mode='truncate': set the mode to "
-                "mask or clamp, or drop it"
-            )
         return "truncate", (min(1 / bounds, bounds), bounds)
     low = 1 / bounds if lower is None else lower
     positive("rollout_is_threshold_lower", low)
     ordered("rollout_is_threshold", bounds, low, bounds)
     return mode, (low, bounds)
-
-
-def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError, naming the choices, unless the value is one of them."""
-    if value not in allowed:
-        known = list(map(str, allowed))
-        near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}{meant}")
 
 
 def ordered(field: str, value: float | str, lower: float, upper: float) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.settings.bounds import one_of, weight_bounds
-from megatron_rc.settings.consistency import check_together, check_values
+from megatron_rc.parallel.arguments import one_of
+from megatron_rc.settings.bounds import weight_bounds
+from megatron_rc.settings.consistency import check_idle, check_together, check_values
 from megatron_rc.settings.criteria import parse_criteria
 from megatron_rc.settings.description import describe
 from megatron_rc.settings.dialects import known_elsewhere, probable_dialects, translate
@@ -42,6 +43,7 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
     def __post_init__(self, use_policy_gradient: bool | None) -> None:
         check_values(self)
         self._take_policy_gradient(use_policy_gradient)
+        check_idle(self)
         mode, bounds = weight_bounds(self.rollout_is_threshold, self.rollout_is_mode, self.rollout_is_threshold_lower)
         criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
         derived = {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.settings.bounds import one_of, positive
+from megatron_rc.parallel.arguments import one_of
+from megatron_rc.settings.bounds import positive
 from megatron_rc.settings.fields import DEFAULTS, SWITCHES, CorrectionFields
-from megatron_rc.settings.overrides import OF_WEIGHTS
 
+OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rollout_is": (None, "token", "sequence", "geometric"),
     "rollout_is_mode": (None, "truncate", "clamp", "mask"),
@@ -19,8 +22,47 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 _log = logging.getLogger("megatron_rc")
 
 
+_NORMALIZE, _LOWER = "rollout_is_batch_normalize", "rollout_is_threshold_lower"
+
+
+def idle(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields that do nothing beside the others, each with the words of an error."""
+    found: dict[str, str] = {}
+    if fields["rollout_is"] is None:
+        remedy = "set rollout_is to token, sequence or geometric, or drop it"
+        found = dict.fromkeys((*OF_WEIGHTS, _NORMALIZE), f"does nothing without rollout_is: {remedy}")
+    if not fields["rollout_is_apply"]:
+        found.setdefault(_NORMALIZE, "does nothing with rollout_is_apply=False, which applies no weights: drop one")
+    if fields["bypass_mode"]:
+        found["proximal_interpolation"] = "contradicts bypass_mode=True, which uses π_rollout as π_old: set one of them"
+        weighed = [name for name, objective in OBJECTIVES.items() if objective.weighed_in_bypass]
+        if fields["loss_type"] not in weighed:
+            loss, remedy = f"loss_type={fields['loss_type']!r}", f"loss_type={' or '.join(map(repr, weighed))}"
+            words = f"does nothing with bypass_mode and {loss}, which applies no weights: drop it, or use {remedy}"
+            found.setdefault(_NORMALIZE, words)
+    else:
+        found["loss_type"] = "names the objective of bypass mode: set bypass_mode=True, or drop it"
+    if not fields[_NORMALIZE]:
+        found[f"{_NORMALIZE}_scope"] = f"does nothing without {_NORMALIZE}: set that too, or drop it"
+    if "_" in str(fields["rollout_is_threshold"]):
+        pair = f"rollout_is_threshold={fields['rollout_is_threshold']!r}"
+        found.setdefault(_LOWER, f"does nothing: {pair} has a lower bound already: drop one of them")
+    elif fields["rollout_is_mode"] in (None, "truncate"):
+        words = "does nothing with rollout_is_mode='truncate': set the mode to mask or clamp, or drop it"
+        found.setdefault(_LOWER, words)
+    return found
+
+
+def check_idle(config: CorrectionFields) -> None:
+    """Raise ValueError for a field that is given and does nothing beside the others."""
+    fields = config.to_dict()
+    for name, words in idle(fields).items():
+        if fields[name] != DEFAULTS[name]:
+            raise ValueError(f"{name}={fields[name]!r} {words}")
+
+
 def check_values(config: CorrectionFields) -> None:
-    """Raise ValueError for a value that its field does not take, and for settings of weights that do nothing."""
+    """Raise ValueError for a value that its field does not take."""
     for name, allowed in _CHOICES.items():
         one_of(name, getattr(config, name), allowed)
     one_of("loss_type", config.loss_type, tuple(OBJECTIVES))
@@ -31,11 +73,10 @@ def check_values(config: CorrectionFields) -> None:
         raise ValueError(f"metric_prefix={config.metric_prefix!r} must be a text, for example 'rollout_corr/'")
     if config.rollout_token_veto_threshold is not None:
         positive("rollout_token_veto_threshold", config.rollout_token_veto_threshold)
-    _check_weights(config)
 
 
 def check_together(config: CorrectionFields) -> None:
-    """Raise ValueError for fields that contradict each other or do nothing, from fields and derived values."""
+    """Raise ValueError for fields that contradict each other, from fields and derived values."""
     _check_scale(config)
     criteria = config.criteria
     if criteria and all(one.follows_others for one in criteria) and not config.rejects_without_criteria:
@@ -43,23 +84,6 @@ def check_together(config: CorrectionFields) -> None:
             f"rollout_rs={config.rollout_rs!r} tests the rejection by other criteria: name at least one more"
         )
     _check_mode(config)
-
-
-def _check_weights(config: CorrectionFields) -> None:
-    """Refuse settings of the weights that do nothing."""
-
-    def refuse(name: str, reason: str, remedy: str) -> None:
-        raise ValueError(f"{name}={getattr(config, name)!r} does nothing {reason}: {remedy}, or drop {name}")
-
-    if config.rollout_is is None:
-        for name in (*OF_WEIGHTS, "rollout_is_batch_normalize"):
-            if getattr(config, name) != DEFAULTS[name]:
-                refuse(name, "without rollout_is", "set rollout_is to token, sequence or geometric")
-    if config.rollout_is_batch_normalize and not config.rollout_is_apply:
-        remedy = "drop rollout_is_apply=False"
-        refuse("rollout_is_batch_normalize", "with rollout_is_apply=False, which applies no weights", remedy)
-    if config.rollout_is_batch_normalize_scope != "all" and not config.rollout_is_batch_normalize:
-        refuse("rollout_is_batch_normalize_scope", "without rollout_is_batch_normalize", "set that too")
 
 
 def _check_scale(config: CorrectionFields) -> None:
@@ -79,10 +103,6 @@ def _check_scale(config: CorrectionFields) -> None:
 
 
 def _check_mode(config: CorrectionFields) -> None:
-    if config.proximal_interpolation and config.bypass_mode:
-        raise ValueError(
-            "proximal_interpolation=True contradicts bypass_mode=True, which uses π_rollout as π_old: set one of them"
-        )
     if config.corrects_in_loss and config.needs_prompts:
         names = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
         mode = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
@@ -90,28 +110,10 @@ def _check_mode(config: CorrectionFields) -> None:
             f"rollout_rs={names} needs all responses of a prompt before the loss, which {mode} does not have: "
             f"use decoupled mode ({mode}=False), or drop it"
         )
-    if not config.bypass_mode:
-        if config.loss_type != "ppo_clip":
-            raise ValueError(
-                f"loss_type={config.loss_type!r} names the objective of bypass mode: set bypass_mode=True, or drop it"
-            )
-        return
-    if config.rollout_is is not None and not config.applies_weights:
-        if config.rollout_is_batch_normalize:
-            raise ValueError(
-                f"rollout_is_batch_normalize=True does nothing with bypass_mode and loss_type={config.loss_type!r}, "
-                f"which applies no weights: drop it, or use {_weighed_objectives()}"
-            )
-        if not config.rollout_is_apply:
-            return
+    if config.bypass_mode and config.rollout_is is not None and config.rollout_is_apply and not config.applies_weights:
         _log.warning(
             "rollout_is=%s with bypass_mode and loss_type=%s: the weights are measured, not applied; the ratio "
             "π_θ/π_rollout is the correction",
             config.rollout_is,
             config.loss_type,
         )
-
-
-def _weighed_objectives() -> str:
-    names = [repr(name) for name, objective in OBJECTIVES.items() if objective.weighed_in_bypass]
-    return f"loss_type={' or '.join(names)}"

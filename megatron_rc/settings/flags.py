@@ -12,11 +12,12 @@ from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.bounds import DEFAULT_WEIGHT_THRESHOLD
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.consistency import OF_WEIGHTS
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.fields import DEFAULTS, FIELDS, SWITCHES
-from megatron_rc.settings.overrides import OF_WEIGHTS, overridden
+from megatron_rc.settings.overrides import overridden
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
 # Help texts without the default, except of fields whose default is None.

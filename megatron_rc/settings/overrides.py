@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.consistency import idle
 from megatron_rc.settings.fields import DEFAULTS
-
-OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply")
 
 
 def overridden(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,25 +25,13 @@ def overridden(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 def _leftovers(base: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     """Settings that do nothing beside the others of ``now``; thresholds if the criteria are not ``base``'s."""
-    left: set[str] = set()
-    if now["rollout_is"] is None:
-        left.update((*OF_WEIGHTS, "rollout_is_batch_normalize"))
-    if not now["rollout_is_apply"]:
-        left.add("rollout_is_batch_normalize")
-    if now["rollout_is_mode"] in (None, "truncate") or "_" in str(now["rollout_is_threshold"]):
-        left.add("rollout_is_threshold_lower")
+    left = set(idle(now))
+    if "rollout_is_batch_normalize" in left:
+        left.add("rollout_is_batch_normalize_scope")
     if now["rollout_rs"] != base["rollout_rs"]:
         left.update(("rollout_rs_threshold", "rollout_rs_threshold_lower"))
     if now["rollout_is"] is None and not now["rollout_rs"]:
         left.add("rollout_staleness_scale")
     if "_" in str(now["rollout_rs_threshold"]):
         left.add("rollout_rs_threshold_lower")
-    if now["bypass_mode"]:
-        left.add("proximal_interpolation")
-    if not now["bypass_mode"]:
-        left.add("loss_type")
-    elif not (now["loss_type"] in OBJECTIVES and OBJECTIVES[now["loss_type"]].weighed_in_bypass):
-        left.add("rollout_is_batch_normalize")
-    if "rollout_is_batch_normalize" in left or not now["rollout_is_batch_normalize"]:
-        left.add("rollout_is_batch_normalize_scope")
     return left

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron_rc.settings.bounds import one_of
+from megatron_rc.parallel.arguments import one_of
 
 NEWEST = "2026-08"
 RELEASES = (NEWEST, "2025-11")
@@ -34,7 +34,7 @@ def _alias(preset: M, origin: str) -> M:
     return _variant(preset, f"Alias of ``{{preset}}``: {origin}.", {})
 
 
-def _in_bypass_mode(preset: M, loss_type: str, words: str, paper: str) -> M:
+def _bypass(loss_type: str, preset: M, words: str, paper: str = _LIU) -> M:
     """A preset with the same arguments in bypass mode."""
     return _variant(preset, f"{words}\n\n{paper}.", {"bypass_mode": True, "loss_type": loss_type})
 
@@ -83,7 +83,9 @@ class Presets:
         with ``threshold_lower`` or 0.5 as the lower one. Ling Team 2025, "Every Step Evolves: Scaling Reinforcement
         Learning for Trillion-Scale Thinking Model".
         """
-        return cls(**_icepop(threshold, threshold_lower))
+        if "_" in str(threshold):
+            return cls(**_weights("token", threshold), rollout_is_threshold_lower=threshold_lower)
+        return cls(**_weights("token", f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}"))
 
     @classmethod
     def decoupled_seq_is(cls: type[C], threshold: float = 2.0) -> C:
@@ -256,29 +258,26 @@ class Presets:
 
     # Decoupled presets in bypass mode: ρ = π_θ / π_rollout, and π_old := π_rollout needs no extra forward pass.
 
-    bypass_ppo_clip_geo_rs = _in_bypass_mode(
-        decoupled_geo_rs, "ppo_clip", "``bypass_ppo_clip`` with the rejection of ``decoupled_geo_rs``.", _LIU
+    bypass_ppo_clip_geo_rs = _bypass(
+        "ppo_clip", decoupled_geo_rs, "``bypass_ppo_clip`` with the rejection of ``decoupled_geo_rs``."
     )
-    bypass_ppo_clip_k3_rs = _in_bypass_mode(
-        decoupled_k3_rs, "ppo_clip", "``bypass_ppo_clip`` with the rejection of ``decoupled_k3_rs``.", _SCHULMAN
+    bypass_ppo_clip_k3_rs = _bypass(
+        "ppo_clip", decoupled_k3_rs, "``bypass_ppo_clip`` with the rejection of ``decoupled_k3_rs``.", _SCHULMAN
     )
-    bypass_pg_is = _in_bypass_mode(
-        decoupled_seq_is, "reinforce", "REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ.", _LIU
+    bypass_pg_is = _bypass(
+        "reinforce", decoupled_seq_is, "REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ."
     )
-    bypass_pg_token_icepop = _in_bypass_mode(
-        decoupled_token_icepop, "reinforce", "REINFORCE with the weights of ``decoupled_token_icepop``.", _LING
+    bypass_pg_token_icepop = _bypass(
+        "reinforce", decoupled_token_icepop, "REINFORCE with the weights of ``decoupled_token_icepop``.", _LING
     )
-    bypass_pg_geo_rs = _in_bypass_mode(
-        decoupled_geo_rs, "reinforce", "REINFORCE with the rejection of ``decoupled_geo_rs``, without weights.", _LIU
+    bypass_pg_geo_rs = _bypass(
+        "reinforce", decoupled_geo_rs, "REINFORCE with the rejection of ``decoupled_geo_rs``, without weights."
     )
-    bypass_pg_geo_rs_seq_tis = _in_bypass_mode(
-        decoupled_geo_rs_seq_tis, "reinforce", "``bypass_pg_geo_rs`` and ``bypass_pg_is`` together.", _LIU
+    bypass_pg_geo_rs_seq_tis = _bypass(
+        "reinforce", decoupled_geo_rs_seq_tis, "``bypass_pg_geo_rs`` and ``bypass_pg_is`` together."
     )
-    bypass_pg_geo_rs_token_tis = _in_bypass_mode(
-        decoupled_geo_rs_token_tis,
-        "reinforce",
-        "``bypass_pg_geo_rs`` with token weights: less variance, more bias.",
-        _LIU,
+    bypass_pg_geo_rs_token_tis = _bypass(
+        "reinforce", decoupled_geo_rs_token_tis, "``bypass_pg_geo_rs`` with token weights: less variance, more bias."
     )
 
     # Other names of presets, with the name's origin.
@@ -307,12 +306,6 @@ def _is_newest(release: str) -> bool:
 
 def _weights(level: str, threshold: Bound) -> dict[str, Any]:
     return {"rollout_is": level, "rollout_is_threshold": threshold}
-
-
-def _icepop(threshold: Bound, lower: float | None) -> dict[str, Any]:
-    if "_" in str(threshold):
-        return {**_weights("token", threshold), "rollout_is_threshold_lower": lower}
-    return _weights("token", f"{0.5 if lower is None else lower}_{threshold}")
 
 
 def _geometric(

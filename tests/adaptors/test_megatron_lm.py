@@ -146,7 +146,7 @@ def test_masks_of_any_dtype_are_turned():
         ("", {"tokens": torch.ones(4)}, r"tokens of a micro-batch has shape \(4,\): expected \[rows, tokens\]"),
         ("", {"loss_mask": [[1] * 4] * 2}, r"loss_mask of a micro-batch is list: expected a tensor of shape \(2, 4\)"),
         ("", {"advantages": torch.ones(3)}, r"advantages of a micro-batch has shape \(3,\): expected \(2,\)"),
-        ("--proximal-interpolation", {}, "proximal_interpolation=True .* drop it"),
+        ("--proximal-interpolation", {}, "proximal_interpolation=True: .* drop it"),
         ("--rollout-rs group_mean_k1 --rollout-rs-threshold 0.9_1.1", {}, "rollout_rs='group_mean_k1' needs prompts"),
         ("--policy-loss gpso", {}, "--policy-loss: algorithm='gpso' is unknown"),
     ],

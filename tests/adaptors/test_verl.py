@@ -179,13 +179,13 @@ def test_bad_log_probs_reach_no_gradient():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"proximal_interpolation": True}, "proximal_interpolation=True .* versions"),
+        ({"proximal_interpolation": True}, "proximal_interpolation=True: .* versions"),
         ({"rejection_denominator": "original"}, "rejection_denominator='original': verl"),
         ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm': verl .* advantages"),
-        ({**REJECTING, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2' .* versions"),
+        ({**REJECTING, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': .* versions"),
         (
             {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
-            "rollout_is_batch_normalize=True .* global",
+            "rollout_is_batch_normalize=True: .* global",
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:30],

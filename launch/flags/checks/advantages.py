@@ -42,8 +42,8 @@ def check_advantages(config: RunConfig) -> None:
         ),
         "{advantage_baseline} needs log π_old before the loss, which {in_loss} does without: use group, or drop "
         "that": weighs and correction.corrects_in_loss,
-        "{advantage_estimator} needs log π_old before the loss, which {in_loss} does without: use another estimator, or "
-        "drop that": wanted.needs_squares and correction.corrects_in_loss,
+        "{advantage_estimator} needs log π_old before the loss, which {in_loss} does without: use another estimator, "
+        "or drop that": wanted.needs_squares and correction.corrects_in_loss,
         "{advantage_baseline} does nothing with {grpo_group_size}, where no response has a baseline: raise that, or "
         "drop it": weighs and is_alone,
         "{advantage_baseline_weights} needs importance weights: use ratio, or give --rollout-is": (

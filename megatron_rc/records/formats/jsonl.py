@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.records.checks import OPTIONAL, TRAINER_LOG_PROBS
-from megatron_rc.records.formats.rows import experts_of, one_sequence, spans, tensor_of
+from megatron_rc.records.formats.rows import experts_of, one_sequence, spans
 from megatron_rc.records.rollout import (
     FINISH_REASONS,
     SCHEMA_VERSION,
@@ -174,7 +174,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
-    tokens = tensor_of({"tokens": _integers(record, "tokens")}, "tokens", (None,), integers=True).long()
+    tokens = torch.tensor(_integers(record, "tokens"), dtype=torch.int64)
     length = len(tokens)
     mask = _integers(record, "response_mask")
     if len(mask) != length or not set(mask) <= {0, 1}:
@@ -182,40 +182,34 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
     reason = record["finish_reason"]
     if reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason is {reason!r}: expected one of {', '.join(FINISH_REASONS)}")
-    experts = experts_of(record, "routed_experts", (length,))
+    scored = [name for name in TRAINER_LOG_PROBS if record.get(name) is not None]
     return one_sequence(
         tokens,
         torch.tensor(mask, dtype=torch.bool),
-        torch.tensor(_at_sampled(record, "rollout_log_probs", mask, float), dtype=torch.float32),
-        policy_versions=torch.tensor(_at_sampled(record, "policy_versions", mask, int), dtype=torch.int64),
+        _at_sampled(record, "rollout_log_probs", mask, float),
+        policy_versions=_at_sampled(record, "policy_versions", mask, int),
         sample_id=_number(record, "sample_id", int),
         group_id=_number(record, "group_id", int),
         reward=_number(record, "reward", float),
         finish_reason=FINISH_REASONS.index(reason),
         sampling=SamplingParams.from_dict(record["sampling"]),
-        routed_experts=experts,
-        **{
-            name: torch.tensor(_at_sampled(record, name, mask, float, may_lack=True), dtype=torch.float32)
-            for name in TRAINER_LOG_PROBS
-            if record.get(name) is not None
-        },
+        routed_experts=experts_of(record, "routed_experts", (length,)),
+        **{name: _at_sampled(record, name, mask, float, may_lack=True) for name in scored},
     )
 
 
-def _at_sampled(
-    record: Mapping[str, Any], name: str, mask: list[int], kind: type, *, may_lack: bool = False
-) -> list[Any]:
+def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int], kind: type, *, may_lack: bool = False) -> Tensor:
     """A number for each token: 0 for null at a token that was not sampled, NaN for null at a sampled one (may_lack)."""
     values = record[name]
     if not isinstance(values, list) or len(values) != len(mask):
         raise ValueError(f"{name}: expected a list of {len(mask)}, one for each token")
+    found = []
     for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
         if (value is None and sampled and not may_lack) or not (value is None or _is(value, kind)):
             wanted = "an integer of 64 bits" if kind is int else "a number"
             raise ValueError(f"{name} has {value!r} at token {position}: expected {wanted}, or null if not sampled")
-    return [
-        (math.nan if sampled else 0) if value is None else value for value, sampled in zip(values, mask, strict=True)
-    ]
+        found.append(value if value is not None else math.nan if sampled else 0)
+    return torch.tensor(found, dtype=torch.int64 if kind is int else torch.float32)
 
 
 def _integers(record: Mapping[str, Any], name: str) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rc.records.formats.rows import (
+    FILLERS,
     as_int32,
     cut_off,
     experts_of,
@@ -42,7 +43,7 @@ def from_nemo_rl(
     policy_version: int | Sequence[int] = 0,
     group_ids: Sequence[int] | None = None,
 ) -> RolloutBatch:
-    """The records of a training batch, or of a rollout's batch with message logs.
+    """The records, not validated, of a training batch, or of a rollout's batch with message logs.
 
     NeMo-RL's log-probs have one column for each column of ``input_ids``, for the token in that column.
 
@@ -57,9 +58,6 @@ def from_nemo_rl(
             Default: 0, for a synchronous run.
         group_ids: [n]; default: equal prompts are one group, as in NeMo-RL.
 
-    Returns:
-        The records; sample ids count from 0. Not validated.
-
     Raises:
         ValueError: names the field that is missing, has another shape, or does not fit a record.
     """
@@ -68,25 +66,14 @@ def from_nemo_rl(
     rows, shape = len(tokens), tuple(tokens.shape)
     keep = _within(tensor_of(fields, "input_lengths", (rows,), integers=True), shape[1])
     mask = flags_of(fields, "token_mask", shape) & keep
-    if group_ids is None:
-        group_ids = _same_prompts(fields, tokens, mask, keep)
-    one = isinstance(policy_version, int)
-    own = {"policy_version": [policy_version] * rows if one else policy_version, "group_ids": group_ids}
-    # With force_on_policy_ratio NeMo-RL writes zeros.
-    old = trainer_log_probs(fields, "prev_logprobs", shape, mask, 0)
-    versions, groups = (tensor_of(own, name, (rows,), integers=True).to(tokens.device) for name in own)
+    fields["policy_version"] = [policy_version] * rows if isinstance(policy_version, int) else policy_version
+    fields["group_ids"] = _same_prompts(fields, tokens, mask, keep) if group_ids is None else group_ids
     return RolloutBatch(
         tokens=tokens.long(),
         response_mask=mask & _sample_mask(fields, rows).unsqueeze(1),
-        rollout_log_probs=tensor_of(fields, "generation_logprobs", shape),
-        policy_versions=as_int32("policy_version", versions).unsqueeze(1).expand(shape).contiguous(),
         sample_ids=torch.arange(rows, device=tokens.device),
-        group_ids=groups.long(),
-        rewards=tensor_of(fields, "total_reward", (rows,), "score the responses first").float(),
-        finish_reasons=_finish_reasons(fields, tokens),
         sampling=sampling,
-        routed_experts=experts_of(fields, "routed_experts", shape),
-        old_log_probs=old,
+        **_columns(fields, tokens, mask),
     )
 
 
@@ -131,11 +118,24 @@ def _own_names(batch: Mapping[str, Any]) -> dict[str, Any]:
     return fields | (_flatten(batch["message_log"]) if batch.get("message_log") is not None else {})
 
 
-def _finish_reasons(fields: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """[n]: ``length`` or ``stop``, from NeMo-RL's ``truncated``; without it, ``stop`` for all."""
-    if fields.get("truncated") is None:
-        return finish_reasons(tokens.new_zeros(len(tokens), dtype=torch.bool))
-    return finish_reasons(tensor_of(fields, "truncated", (len(tokens),)) != 0)
+def _columns(fields: Mapping[str, Any], tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The record's other fields, by name."""
+    rows, shape = len(tokens), tuple(tokens.shape)
+    versions, groups = (
+        tensor_of(fields, name, (rows,), integers=True).to(tokens.device) for name in ("policy_version", "group_ids")
+    )
+    none = tokens.new_zeros(rows, dtype=torch.bool)
+    truncated = none if fields.get("truncated") is None else tensor_of(fields, "truncated", (rows,)) != 0
+    return {
+        "rollout_log_probs": tensor_of(fields, "generation_logprobs", shape),
+        "policy_versions": as_int32("policy_version", versions).unsqueeze(1).expand(shape).contiguous(),
+        "group_ids": groups.long(),
+        "rewards": tensor_of(fields, "total_reward", (rows,), "score the responses first").float(),
+        "finish_reasons": finish_reasons(truncated),
+        "routed_experts": experts_of(fields, "routed_experts", shape),
+        # With force_on_policy_ratio NeMo-RL writes zeros.
+        "old_log_probs": trainer_log_probs(fields, "prev_logprobs", shape, mask, 0),
+    }
 
 
 def _flatten(logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
@@ -154,8 +154,7 @@ def _flatten(logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         if not messages:
             raise ValueError(f"message_log of sequence {row} has no message with token_ids")
     whole = {name: [torch.cat([message[name] for message in row]) for row in rows] for name in names}
-    fillers = {"routed_experts": NO_EXPERT}
-    flat = {name: pad_sequence(values, True, fillers.get(name, 0)) for name, values in whole.items()}
+    flat = {name: pad_sequence(values, True, FILLERS.get(name, 0)) for name, values in whole.items()}
     return flat | {"input_lengths": torch.tensor([len(value) for value in whole["input_ids"]])}
 
 

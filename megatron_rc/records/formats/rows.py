@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
 
+FILLERS = {"routed_experts": NO_EXPERT}  # values of padding that are not 0, by field
 _STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 
 

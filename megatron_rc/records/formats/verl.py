@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rc.records.formats.nested import padded
 from megatron_rc.records.formats.rows import (
+    FILLERS,
     as_int32,
     experts_of,
     finish_reasons,
@@ -24,9 +26,10 @@ from megatron_rc.records.formats.rows import (
     version_of,
     versions_of,
 )
-from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 _SCORES = ("token_level_scores", "rm_scores")
+_OF_RESPONSES = ("response_mask", "rollout_log_probs", "old_log_probs")
 
 
 def from_verl(
@@ -36,7 +39,7 @@ def from_verl(
     sampling: SamplingParams,
     policy_version: int | None = None,
 ) -> RolloutBatch:
-    """The records of a ``DataProto``: its ``batch`` and its ``non_tensor_batch``.
+    """The records, not validated, of a ``DataProto``: its ``batch`` and its ``non_tensor_batch``.
 
     verl's log-probs have one column for each column of ``responses``, for the token in that column.
 
@@ -51,48 +54,30 @@ def from_verl(
         policy_version: version of the weights that sampled. Default: ``param_version_start``, or 0 without it, as in a
             synchronous run.
 
-    Returns:
-        The records; sample ids count from 0. Not validated.
-
     Raises:
         ValueError: names the field that is missing, has another shape, or is padded on the wrong side.
     """
     tensors = padded(dict(tensors.items()))  # a TensorDict has no `in`
     tokens, attention, width = _tokens(tensors)
-    responses = (len(tokens), tokens.shape[1] - width)
-    mask = _response_mask(tensors, attention[:, width:])
-    remedy = "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"
-    log_probs = tensor_of(tensors, "rollout_log_probs", responses, remedy)
     start, length = width - attention[:, :width].sum(dim=1), attention.sum(dim=1)
-    keep = torch.arange(int(length.max()) if len(length) else 0, device=tokens.device) < length.unsqueeze(1)
-
-    def placed(values: Tensor) -> Tensor:
-        """Values of the responses behind zeros for the prompts, without the padding before them."""
-        return shifted(torch.nn.functional.pad(values, (width, 0)), start, keep, 0)
-
-    versions = _versions(non_tensors, policy_version, len(tokens)).to(tokens.device)
-    experts = experts_of(tensors, "routed_experts", tokens.shape)
-    # In bypass mode verl writes the engine's log-probs.
-    old = trainer_log_probs(tensors, "old_log_probs", responses, mask, log_probs)
-    return RolloutBatch(
-        tokens=shifted(tokens, start, keep, 0),
-        response_mask=placed(mask),
-        rollout_log_probs=placed(log_probs),
-        policy_versions=versions.unsqueeze(1).expand_as(keep).contiguous(),
-        sample_ids=torch.arange(len(tokens), device=tokens.device),
-        group_ids=torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), device=tokens.device).long(),
-        rewards=_scores(tensors, responses),
-        finish_reasons=finish_reasons(attention[:, width:].all(dim=1)),
-        sampling=sampling,
-        routed_experts=None if experts is None else shifted(experts, start, keep, NO_EXPERT),
-        old_log_probs=None if old is None else placed(old),
-    )
+    keep = torch.arange(max(length.tolist(), default=0), device=tokens.device) < length.unsqueeze(1)
+    columns = _columns(tensors, tokens, attention, width)
+    moved = {name: shifted(value, start, keep, FILLERS.get(name, 0)) for name, value in columns.items()}
+    each = {
+        "policy_versions": _versions(non_tensors, policy_version, len(tokens)).unsqueeze(1).expand(keep.shape),
+        "sample_ids": torch.arange(len(tokens)),
+        "group_ids": torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), dtype=torch.int64),
+        "rewards": _scores(tensors, attention[:, width:].shape),
+        "finish_reasons": finish_reasons(attention[:, width:].all(dim=1)),
+    }
+    moved |= {name: value.contiguous().to(tokens.device) for name, value in each.items()}
+    return RolloutBatch(**moved, sampling=sampling)
 
 
 def to_verl(
     batch: RolloutBatch, *, pad_token_id: int, prompt_length: int | None = None, response_length: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """The ``batch`` and the ``non_tensor_batch`` of a ``DataProto``.
+    """The ``batch`` of a ``DataProto``, and lists for its ``non_tensor_batch``, ``numpy.array(..., dtype=object)``.
 
     The prompt is the tokens before the first sampled one; the response follows, up to the last sampled one.
 
@@ -102,41 +87,55 @@ def to_verl(
         prompt_length: columns for prompts; default: the longest prompt's.
         response_length: columns for responses; default: the longest response's, at least 1.
 
-    Returns:
-        Tensors, and lists for verl's ``numpy.array(..., dtype=object)``.
-
     Raises:
         ValueError: a prompt or a response does not fit, or old_log_probs lack some of the tokens.
     """
     first, end = spans(batch)
     width = _width(first, prompt_length, "prompt")
     long = _width(end - first, response_length, "response")
-    offset = first - width
-    source = torch.arange(width + long, device=first.device) + offset.unsqueeze(1)
+    source = torch.arange(width + long, device=first.device) + (first - width).unsqueeze(1)
     keep = (source >= 0) & (source < end.unsqueeze(1))
-    input_ids = shifted(batch.tokens, offset, keep, pad_token_id)
-
-    def of_responses(values: Tensor) -> Tensor:
-        return shifted(values, offset, keep, 0)[:, width:].clone()
-
-    last = (source[:, width:] == (end - 1).unsqueeze(1)) & keep[:, width:]
-    last[:, 0] |= ~last.any(dim=1)  # a sequence without a response keeps its reward
-    tensors = {
-        "prompts": input_ids[:, :width].clone(),
-        "responses": input_ids[:, width:].clone(),
-        "response_mask": of_responses(batch.response_mask.long()),
-        "input_ids": input_ids,
-        "attention_mask": keep.long(),
-        "position_ids": (keep.cumsum(dim=1) - 1).clamp(min=0),
-        "rollout_log_probs": of_responses(sampled_log_probs(batch)),
-        "rm_scores": torch.where(last, batch.rewards.unsqueeze(1), 0.0),
+    columns = {
+        "input_ids": batch.tokens,
+        "response_mask": batch.response_mask.long(),
+        "rollout_log_probs": sampled_log_probs(batch),
+        "routed_experts": batch.routed_experts,
+        "old_log_probs": scored_log_probs(batch, "verl"),
     }
-    if batch.routed_experts is not None:
-        tensors["routed_experts"] = shifted(batch.routed_experts, offset, keep, NO_EXPERT)
-    old = scored_log_probs(batch, "verl")
-    if old is not None:
-        tensors["old_log_probs"] = of_responses(old)
+    fillers = {**FILLERS, "input_ids": pad_token_id}
+    tensors = {
+        name: shifted(values, first - width, keep, fillers.get(name, 0))
+        for name, values in columns.items()
+        if values is not None
+    }
+    tensors |= {name: tensors[name][:, width:].clone() for name in _OF_RESPONSES if name in tensors}
+    ids = tensors["input_ids"]
+    tensors |= {"prompts": ids[:, :width].clone(), "responses": ids[:, width:].clone(), "attention_mask": keep.long()}
+    tensors["position_ids"] = (keep.cumsum(dim=1) - 1).clamp(min=0)
+    tensors["rm_scores"] = _at_end(batch.rewards, keep[:, width:] & (source[:, width:] == (end - 1).unsqueeze(1)))
     return tensors, _non_tensors(batch)
+
+
+def _at_end(rewards: Tensor, last: Tensor) -> Tensor:
+    """[n, r]: each reward at its response's last token, in the first column if there is no response."""
+    last[:, 0] |= ~last.any(dim=1)
+    return torch.where(last, rewards.unsqueeze(1), 0.0)
+
+
+def _columns(tensors: Mapping[str, Any], tokens: Tensor, attention: Tensor, width: int) -> dict[str, Tensor]:
+    """The record's fields of tokens in verl's columns, [n, p + r, ...], 0 at prompts if verl has no values there."""
+    mask = _response_mask(tensors, attention[:, width:])
+    remedy = "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"
+    log_probs = tensor_of(tensors, "rollout_log_probs", mask.shape, remedy)
+    found = {
+        "response_mask": mask,
+        "rollout_log_probs": log_probs,
+        # In bypass mode verl writes the engine's log-probs.
+        "old_log_probs": trainer_log_probs(tensors, "old_log_probs", mask.shape, mask, log_probs),
+    }
+    known = {name: pad(value, (width, 0)) for name, value in found.items() if value is not None}
+    experts = experts_of(tensors, "routed_experts", tokens.shape)
+    return {"tokens": tokens, **known, **({} if experts is None else {"routed_experts": experts})}
 
 
 def _tokens(tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_rc.settings.bounds import one_of
+from megatron_rc.parallel.arguments import one_of
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
 from megatron_rc.settings.dialects.reader import Dialect, Settings
 from megatron_rc.settings.dialects.slime import SLIME
@@ -77,51 +77,31 @@ def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Ma
 
 
 def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[str]]:
-    """The settings inside their sections, with the names of the program's defaults, and keys outside."""
-    inside, unread = _inside(fields, program)
-    given: dict[str, Any] = {}
-    for name, value in inside.items():
-        given = _together(given, {program.spelled(str(name)): value})
-    return given, unread
+    """The settings inside their sections, with the names of the program's defaults, and keys outside.
 
-
-def _together(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of both; ValueError for one with different values."""
-    for name in first.keys() & second.keys():
-        if first[name] != second[name]:
-            raise ValueError(f"{name} has two values, {first[name]!r} and {second[name]!r}: keep one of them")
-    return {**first, **second}
-
-
-def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], list[str]]:
-    """The settings inside their sections, and the keys outside."""
-    fields, elsewhere, unread = _taken_out(fields, program)
-    nested = False
-    for section in program.sections:
-        if section not in fields:
-            continue
-        nested = True
-        unread += [name for name in fields if name != section]
-        inner = fields[section]
-        if inner is None:  # null switches the section off
-            return {**program.switched_off, **elsewhere}, unread
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"{section}={inner!r} must hold settings, one `name: value` a line")
-        fields = inner
-    if nested and program.shares_section:
-        unread += [name for name in fields if name not in program.defaults]
-        fields = {name: value for name, value in fields.items() if name in program.defaults}
-    return _together(fields, elsewhere), unread
-
-
-def _taken_out(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], dict[str, Any], list[str]]:
-    """(fields without the sections of single settings, these settings, other keys of those sections)."""
-    found: dict[str, Any] = {}
+    ValueError for a setting with two values.
+    """
+    elsewhere: list[dict[str, Any]] = []
     unread: list[str] = []
     for section, names in program.elsewhere.items():
         inner = fields.get(section)
         if isinstance(inner, Mapping) and set(names) & set(inner):
-            found = _together(found, {name: inner[name] for name in names if name in inner})
+            elsewhere.append({name: inner[name] for name in names if name in inner})
             unread += [f"{section}.{name}" for name in inner if name not in names]
             fields = {name: value for name, value in fields.items() if name != section}
-    return fields, found, unread
+    for section in program.sections:
+        if section in fields:
+            unread += [name for name in fields if name != section]
+            # null switches the section off
+            fields = program.switched_off if fields[section] is None else fields[section]
+            if not isinstance(fields, Mapping):
+                raise ValueError(f"{section}={fields!r} must hold settings, one `name: value` a line")
+            if program.shares_section and section == program.sections[-1]:
+                unread += [name for name in fields if name not in program.defaults]
+                fields = {name: value for name, value in fields.items() if name in program.defaults}
+    given: dict[str, Any] = {}
+    for key, value in (pair for settings in (fields, *elsewhere) for pair in settings.items()):
+        name = program.spelled(str(key))
+        if given.setdefault(name, value) != value:
+            raise ValueError(f"{name} has two values, {given[name]!r} and {value!r}: keep one of them")
+    return given, unread

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rc.settings.bounds import one_of
+from megatron_rc.parallel.arguments import one_of
 
 # In place of no lower bound: below every ratio of two float64 log-probs whose weight is not 0.
 NO_LOWER_BOUND = 1e-300

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.bounds import one_of
+from megatron_rc.parallel.arguments import one_of
 from megatron_rc.settings.criteria import ALIASES
 from megatron_rc.settings.criterion import Criterion
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
