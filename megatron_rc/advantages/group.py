@@ -68,14 +68,13 @@ def group_advantages(
 
     A prompt with one response has nothing to compare it with: its mean is taken as 0 and its std as 1. The mean of
     ``opo`` is also 0 if no kept response has a token. If only one of several responses is kept, its advantage is 0.
+    ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     With ``weights`` w the mean is Σ w x / Σ w, for ``rloo`` over the other responses, and the variance is
     Σ w (x - mean)² / (Σ w - Σ w² / Σ w), or 1 if fewer than two responses have a weight. With importance weights the
     mean estimates the mean reward of the policy that trains, not of the policy that sampled
-    (self-normalised importance sampling: Hesterberg 1995, "Weighted Average Importance Sampling and Defensive Mixture
+    (self-normalised importance sampling, Hesterberg 1995, "Weighted Average Importance Sampling and Defensive Mixture
     Distributions").
-
-    ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     Args:
         rewards: [n], one for each response; summed in float64.
