@@ -36,7 +36,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
-	bench-peers peers coverage fuzz lint docs docs-links study study-entropy study-hard study-smollm2 format clean
+	bench-peers peers coverage fuzz lint docs docs-links study study-entropy study-baselines study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -63,6 +63,10 @@ study: $(INSTALLED)
 # 16 runs of `make study` again, without the default task's entropy bonus.
 study-entropy: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study --without-entropy
+
+# 27 runs without an entropy bonus: sequence TIS and token TIS, with the group's baseline and a weighted one.
+study-baselines: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study --baselines
 
 # SmolLM2 with rollouts of weights up to eight steps old: three runs.
 study-hard:

@@ -11,16 +11,17 @@ from benchmarks.study.document import put_table
 from benchmarks.study.pictures import draw_measures, draw_rewards
 from benchmarks.study.queue import StudyError, run_all
 from benchmarks.study.results import Outcome, gather, write
-from benchmarks.study.settings import ROOT, all_runs, hard_runs, runs_without_entropy
+from benchmarks.study.settings import ROOT, all_runs, hard_runs, runs_of_baselines, runs_without_entropy
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs and write the documents; end the process with 1 and a sentence if a run fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
-    parser.add_argument("--runs", type=Path, help="folder of the runs; default: runs/study, or as --without-entropy")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; default: runs/ and the study's name")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time; default: 2")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--without-entropy", action="store_true", help="one seed of each run, without an entropy bonus")
+    which.add_argument("--baselines", action="store_true", help="two corrections with two baselines each")
     which.add_argument("--hard", type=Path, metavar="DIR", help="the harder task, with SmolLM2 from this folder")
     args = parser.parse_args(argv)
     if args.at_once < 1:
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, runs = "study", list(all_runs())
     if args.without_entropy:
         name, runs = "study_entropy", list(runs_without_entropy())
+    elif args.baselines:
+        name, runs = "study_baselines", list(runs_of_baselines())
     elif args.hard:
         name, runs = "study_hard", list(hard_runs(args.hard.resolve()))
     folder = (args.runs or Path("runs") / name).resolve()
@@ -46,10 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_documents(outcomes: Sequence[Outcome], name: str) -> None:
-    """Write data, table and figures of docs/study.md."""
+    """Write data, table and figures of docs/study.md; the runs of two baselines have no figure."""
     docs = ROOT / "docs"
     write(outcomes, docs / f"{name}.json")
     put_table(outcomes, docs / "study.md", name)
+    if name == "study_baselines":
+        say(f"written to {docs}: {name}.json, and the table in study.md")
+        return
     draw_rewards(outcomes, docs / f"{name}.png")
     draw_measures(outcomes, docs / f"{name}_measures.png")
     say(f"written to {docs}: {name}.json, {name}.png, {name}_measures.png, and the table in study.md")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.study.results import Outcome, reference_of, verdict
-from benchmarks.study.settings import CORRECTIONS, MISMATCHES, NONE, UNCORRECTED, Correction, Mismatch
+from benchmarks.study.settings import CORRECTIONS, MISMATCHES, NONE, UNCORRECTED, WEIGHTED, Correction, Mismatch
 
 END = "<!-- end of the table -->"
 _VERDICTS = ("collapsed", "degraded", "sound")
@@ -39,7 +40,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "| mismatch | correction | reward of the last weights | | reward of the samples | KL | ESS | gradient norm "
         "| entropy |\n|---|---|---|---|---|---|---|---|---|"
     )
-    kinds = [(NONE, UNCORRECTED), *((kind, how) for kind in MISMATCHES for how in (UNCORRECTED, *CORRECTIONS))]
+    made = {(outcome.mismatch, outcome.correction) for outcome in outcomes}
+    every = itertools.product((NONE, *MISMATCHES), (UNCORRECTED, *CORRECTIONS, *WEIGHTED))
+    kinds = [(kind, how) for kind, how in every if (kind.name, how.name) in made]
     reference = reference_of(outcomes)
     lines = [_line(kind, how, outcomes, reference) for kind, how in kinds]
     seconds = sum(outcome.seconds for outcome in outcomes)

@@ -102,6 +102,12 @@ CORRECTIONS = (
     Correction("bypass", "bypass, PPO-clip", ("--rollout-correction-preset=bypass_ppo_clip",)),
 )
 
+# Both, with group baselines that estimate the mean reward of the trainer's policy instead of the engine's.
+WEIGHTED = tuple(
+    Correction(f"{how.name}_weighted", f"{how.title}, weighted baseline", (*how.flags, "--advantage-baseline=weighted"))
+    for how in CORRECTIONS[:2]
+)
+
 # The verdict on a run, by the expected reward of the trainer's policy at temperature 1:
 # collapsed if its last weights have less than this share of its best reward, or an error ended it;
 COLLAPSE_SHARE = 0.5
@@ -122,6 +128,16 @@ def runs_without_entropy() -> Iterator[Run]:
     """One seed of each run without the default task's entropy bonus; added after the other runs were seen."""
     for run in all_runs():
         if run.seed == SEEDS[0]:
+            yield replace(run, setting=(*run.setting, "--grpo-entropy-term-weight=0"))
+
+
+def runs_of_baselines() -> Iterator[Run]:
+    """27 runs without the entropy bonus: sequence TIS and token TIS with two baselines, and 3 without mismatch."""
+    token, sequence = zip(CORRECTIONS[:2], WEIGHTED, strict=True)
+    for seed in SEEDS:
+        kinds = [(NONE, UNCORRECTED), *((mismatch, how) for mismatch in MISMATCHES for how in sequence)]
+        for mismatch, how in [*kinds, *((MISMATCHES[-1], how) for how in token)]:
+            run = _run(mismatch, how, seed)
             yield replace(run, setting=(*run.setting, "--grpo-entropy-term-weight=0"))
 
 
