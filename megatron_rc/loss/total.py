@@ -42,9 +42,9 @@ def token_loss(
     place: dict[str, Any] = {"layout": layout, "groups": groups, "sequence_log_ratio": sequence_log_ratio}
     policy = policy_loss(log_probs, old_log_probs, advantages, response_mask, weights=weights, **settings, **place)
     per_token, sums = policy.per_token, {}
-    penalty = _penalty(objective, log_probs, ref_log_probs, response_mask)
+    bonus, penalty = _bonus(objective, entropy), _penalty(objective, log_probs, ref_log_probs, response_mask)
     for name, factor, values in (
-        ("entropy", -objective.entropy_coef, _bonus(objective, entropy)),
+        ("entropy", -objective.entropy_coef, bonus),
         ("reference_kl", objective.kl_coef, penalty),
     ):
         if values is not None:

@@ -166,6 +166,7 @@ def test_without_safetensors_its_name_is_said(tmp_path, monkeypatch):
         return original(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for call in (lambda: save_rollouts(example(), tmp_path / "file"), lambda: load_rollouts(tmp_path / "file")):
+    (tmp_path / "old").touch()
+    for call in (lambda: save_rollouts(example(), tmp_path / "file"), lambda: load_rollouts(tmp_path / "old")):
         with pytest.raises(ImportError, match="need safetensors, which is not installed: pip install safetensors"):
             call()
