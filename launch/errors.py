@@ -32,13 +32,16 @@ def missing_packages_noted() -> Iterator[list[str]]:
 
 def require(module: str, user: str, extra: str) -> None:
     """Refuse a flag or command, ``user``, whose optional package is not installed; ``extra`` installs it."""
+    if not has_module(module):
+        refuse_or_note(module, f"{user} needs {module}, which is not installed: {pip_install(extra)}")
+
+
+def has_module(module: str) -> bool:
+    """Whether a module is installed."""
     try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if found:
-        return
-    refuse_or_note(module, f"{user} needs {module}, which is not installed: {pip_install(extra)}")
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
 
 
 def pip_install(extra: str) -> str:

@@ -42,11 +42,8 @@ def _write_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 def visible(text: str) -> str:
     """Return the text with control characters escaped, so that foreign text cannot move or clear a terminal."""
-    return "".join(char if char.isprintable() or char in _LAID_OUT else _escaped(char) for char in text)
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+    hidden = {char for char in text if not char.isprintable()} - set(_LAID_OUT)
+    return text.translate({ord(char): char.encode("unicode_escape").decode("ascii") for char in hidden})
 
 
 def say_error(words: str) -> None:

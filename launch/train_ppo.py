@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import logging
 import os
 import signal
@@ -27,7 +27,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from megatron_rc.launch.ending import ATTEMPT, FOLDER, GUARD, end_forks_with_this_process, tell_ending, tell_start
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, has_module
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.heartbeats import Heartbeats, Missed
 from megatron_rc.launch.run_config import RunConfig
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     Ends the process with 2 for flags that cannot work, 1 for a failed run, 3 for one that a guard ended.
     """
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[_visible_lines()])
+    lines = logging.StreamHandler()
+    lines.setFormatter(VisibleFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[lines])
     tell_start()
     _import_wandb()
     config, task = _configure(sys.argv[1:] if argv is None else argv)
@@ -101,7 +103,7 @@ def _import_wandb() -> None:
     In the system's they would stay behind when a rank is killed.
     """
     folder = os.environ.get(FOLDER)
-    if folder and importlib.util.find_spec("wandb") is not None:
+    if folder and has_module("wandb"):
         before, tempfile.tempdir = tempfile.tempdir, folder
         try:
             with contextlib.suppress(ImportError):
@@ -115,12 +117,6 @@ def _collect_garbage_again() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-
-
-def _visible_lines() -> logging.Handler:
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(message)s"))
-    return handler
 
 
 def ignore_megatron_warnings() -> None:

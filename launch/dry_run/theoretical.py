@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
 from megatron_rc.launch.dry_run.places import expert_tp
+from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.options import values_of
 
@@ -26,7 +26,7 @@ class Theory:
 
 def theoretical_memory(config: RunConfig) -> Theory | None:
     """The memory by the formulas; None before megatron-core 0.19, which first has ``megatron.training``."""
-    if importlib.util.find_spec("megatron.training") is None:
+    if not has_module("megatron.training"):
         return None
     from megatron.training import theoretical_memory_usage as formulas
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
+from megatron_rc.launch.errors import ConfigurationError, flag, has_module, require_multiple
 from megatron_rc.launch.flags.idle import drop_idle, drop_idle_in_loss
 from megatron_rc.launch.flags.parser import PENALTIES
 from megatron_rc.launch.flags.resolve_task import choose_prompts, resolve_task
@@ -140,9 +139,8 @@ def _check_range(args: argparse.Namespace, option: Option) -> None:
 def _resolve_launch(args: argparse.Namespace) -> None:
     args.on_cpu = args.cpu or not (args.elsewhere or torch.cuda.is_available())
     args.run_name = args.run_name or (Path(args.config).stem if args.config else "ppo")
-    has_engine = args.elsewhere or importlib.util.find_spec("transformer_engine") is not None
-    default = "transformer_engine" if has_engine and not args.on_cpu else "local"
-    args.transformer_impl = args.transformer_impl or default
+    has_engine = not args.on_cpu and (args.elsewhere or has_module("transformer_engine"))
+    args.transformer_impl = args.transformer_impl or ("transformer_engine" if has_engine else "local")
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     size = args.micro_batch_size * args.seq_length
     args.rl_sequence_packing_bin_size = args.rl_sequence_packing_bin_size or size

@@ -48,22 +48,18 @@ class EvaluationSection:
     """Interval and size of evaluations; ``eval_temperature`` None takes the most likely response."""
 
     eval_interval: int | None = option(
-        "optimizer steps between evaluations; default: no evaluations", needs="!load_rollouts", positive=True
+        "optimizer steps between evaluations; default: no evaluations", needs="!load_rollouts"
     )
     eval_problems: int = option(
-        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, or all of --eval-data",
-        needs="eval_interval",
-        positive=True,
+        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, or all of --eval-data", needs="eval_interval"
     )
     eval_samples: int = option(
         f"responses to each problem, for pass@1, pass@2, pass@4, ... up to this number; default: {EVAL_SAMPLES}",
         needs="eval_interval",
-        positive=True,
     )
     eval_temperature: float | None = option(
         "temperature of evaluations; default: greedy, or --rl-default-temperature if --eval-samples is above 1",
         needs="eval_interval",
-        positive=True,
     )
     eval_answers: int = option(
         f"problems whose graded answers an evaluation writes to eval/ in the run's folder; default: {EVAL_ANSWERS}",

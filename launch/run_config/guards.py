@@ -24,9 +24,7 @@ class GuardSection:
         default="stop",
     )
     max_skipped_steps: int = option(
-        "optimizer steps in a row without a change of the model (skipped, or gradient 0) that end the run",
-        default=6,
-        positive=True,
+        "optimizer steps in a row without a change of the model (skipped, or gradient 0) that end the run", default=6
     )
     skip_steps_without_signal: bool = option(
         "skip an optimizer step whose policy gradient is exactly 0, because all advantages are 0 and there is no "
@@ -43,7 +41,6 @@ class GuardSection:
         "times that a bad response is sampled again before it is dropped",
         default=3,
         needs="bad_samples=resample !load_rollouts",
-        positive=True,
     )
     stop_if: tuple[str, ...] | None = option(
         "end the run if a metric is out of bounds N steps in a row, as 'rollout_corr/k3_kl > 0.5 for 5'",
@@ -51,7 +48,6 @@ class GuardSection:
     )
     doctor_interval: int | None = option(
         "check the metrics every N optimizer steps, and log a line if the diagnosis changes; see docs/doctor.md",
-        positive=True,
         most="train_iters",
     )
 

@@ -19,20 +19,19 @@ class RewardSection:
         metavar="RULE",
     )
     reward_workers: int | None = option(
-        "scoring processes of each replica; default: CPU cores per rank, at most 8",
-        needs="!load_rollouts",
-        positive=True,
+        "scoring processes of each replica; default: CPU cores per rank, at most 8", needs="!load_rollouts"
     )
-    reward_timeout: float = option(
-        "seconds that scoring one response may take", default=10.0, needs="!load_rollouts", positive=True
-    )
+    reward_timeout: float = option("seconds that scoring one response may take", default=10.0, needs="!load_rollouts")
     reward_errors: Literal["continue", "stop"] = option(
         "for a response that cannot be scored: use --reward-on-error, or end the run",
         default="continue",
         needs="!load_rollouts",
     )
     reward_on_error: float = option(
-        "reward of a response that cannot be scored", default=0.0, needs="!load_rollouts reward_errors=continue"
+        "reward of a response that cannot be scored",
+        default=0.0,
+        needs="!load_rollouts reward_errors=continue",
+        any_sign=True,
     )
     overlong: Literal["keep", "mask", "penalise"] = option(
         "a response that is cut at --max-response-length: train on it, leave it out, or subtract a penalty that grows "
@@ -42,12 +41,9 @@ class RewardSection:
     overlong_buffer: int | None = option(
         "tokens before --max-response-length over which the penalty grows",
         needs="overlong=penalise",
-        positive=True,
         most="max_response_length",
     )
-    overlong_penalty_factor: float = option(
-        "penalty at --max-response-length", default=1.0, needs="overlong=penalise", positive=True
-    )
+    overlong_penalty_factor: float = option("penalty at --max-response-length", default=1.0, needs="overlong=penalise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +69,7 @@ class AdvantageSection:
         not_negative=True,
         most=1,
     )
-    gpg_f_norm: float = option(
-        "divisor of GPG's advantages", default=1.0, needs="advantage_estimator=gpg", positive=True
-    )
+    gpg_f_norm: float = option("divisor of GPG's advantages", default=1.0, needs="advantage_estimator=gpg")
     advantage_scope: Literal["all", "accepted"] = option(
         "responses in the baselines, and tokens in the whitening: all, or those that are not rejected",
         default="all",
@@ -97,7 +91,6 @@ class AdvantageSection:
         "upper bound of a response's ratio in its prompt's baseline",
         default=10.0,
         needs="advantage_baseline_weights=ratio advantage_baseline=weighted",
-        positive=True,
     )
     kl_in_reward: float = option(
         "coefficient of the KL to the reference policy, subtracted from each token's reward",
@@ -110,9 +103,7 @@ class AdvantageSection:
     reward_scaling: Literal["none", "std", "mean-std"] = option(
         "divide rewards by their std over the run so far; mean-std subtracts their mean first", default="none"
     )
-    reward_clip: float | None = option(
-        "clip rewards to ± this number, after any scaling; default: no clipping", positive=True
-    )
+    reward_clip: float | None = option("clip rewards to ± this number, after any scaling; default: no clipping")
 
     @property
     def needs_the_correction(self) -> bool:
@@ -137,7 +128,7 @@ class CriticSection:
 
     NEEDS: ClassVar[str] = "advantage_estimator=gae"
 
-    critic_lr: float = option("highest learning rate of the critic; default: --lr", positive=True)
+    critic_lr: float = option("highest learning rate of the critic; default: --lr")
     critic_min_lr: float = option(
         "lowest learning rate of the critic; default: --min-lr",
         needs="critic_lr_decay_style=linear|cosine|inverse-square-root",
@@ -154,14 +145,13 @@ class CriticSection:
         "first optimizer steps, in which only the critic learns", default=0, not_negative=True, below="train_iters"
     )
     value_clip: float | None = option(
-        "largest change of a value over a rollout batch that still lowers the critic's loss; default: no bound",
-        positive=True,
+        "largest change of a value over a rollout batch that still lowers the critic's loss; default: no bound"
     )
     critic_load_hf: str | None = option(
         "Hugging Face directory of the critic's layers at the start; default: the policy's layers", metavar="DIR"
     )
     critic_offload: bool = option(
-        "keep the critic's weights, gradients and optimizer in host memory while it does not work", default=False
+        "keep the critic's weights, gradients and optimizer in host memory while it does not work"
     )
     correct_values: Literal["none", "mask", "weights"] = option(
         "correction of the critic's loss: none, the rejection mask, or mask and importance weights; default: mask, or "
@@ -182,5 +172,5 @@ class ReferenceSection:
         "Hugging Face directory of the reference policy of the KL; default: the policy at the start", metavar="DIR"
     )
     ref_update_interval: int | None = option(
-        "optimizer steps after which the reference becomes the current policy; default: never", positive=True
+        "optimizer steps after which the reference becomes the current policy; default: never"
     )

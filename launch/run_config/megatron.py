@@ -18,13 +18,13 @@ class ParallelSection:
     ``virtual_pipeline_model_parallel_size``: model chunks of a pipeline stage; None: one, in the plain schedule.
     """
 
-    tensor_model_parallel_size: int = option("TP size: ranks that share each layer", default=1, positive=True)
-    pipeline_model_parallel_size: int = option("PP size: number of pipeline stages", default=1, positive=True)
-    context_parallel_size: int = option("CP size: ranks that share each sequence", default=1, positive=True)
+    tensor_model_parallel_size: int = option("TP size: ranks that share each layer", default=1)
+    pipeline_model_parallel_size: int = option("PP size: number of pipeline stages", default=1)
+    context_parallel_size: int = option("CP size: ranks that share each sequence", default=1)
     expert_model_parallel_size: int = option(
-        "EP size: data and context parallel ranks that share the experts", default=1, positive=True
+        "EP size: data and context parallel ranks that share the experts", default=1
     )
-    sequence_parallel: bool = option("split norms and residuals over the sequence inside the TP group", default=False)
+    sequence_parallel: bool = option("split norms and residuals over the sequence inside the TP group")
     virtual_pipeline_model_parallel_size: int | None
 
     @property
@@ -53,30 +53,29 @@ class ParallelSection:
 class TransformerSection:
     """Shape of a layer without experts: fields of ``TransformerConfig``."""
 
-    num_layers: int = option("number of transformer layers", required=True, positive=True, most=1000)
-    hidden_size: int = option("width of the residual stream", required=True, positive=True, most=2**20)
-    ffn_hidden_size: int = option("width of the MLP; default: 4 times --hidden-size", positive=True, most=2**24)
-    num_attention_heads: int = option("number of query heads", required=True, positive=True, most=2**16)
+    num_layers: int = option("number of transformer layers", required=True, most=1000)
+    hidden_size: int = option("width of the residual stream", required=True, most=2**20)
+    ffn_hidden_size: int = option("width of the MLP; default: 4 times --hidden-size", most=2**24)
+    num_attention_heads: int = option("number of query heads", required=True, most=2**16)
     kv_channels: int = option(
         "width of an attention head; default: --hidden-size divided by --num-attention-heads",
         needs="!multi_latent_attention",
-        positive=True,
         most=2**16,
     )
-    num_query_groups: int = option(
-        "number of key and value heads", default=1, needs="group_query_attention", positive=True
-    )
+    num_query_groups: int = option("number of key and value heads", default=1, needs="group_query_attention")
     normalization: Literal["LayerNorm", "RMSNorm"] = option("kind of norm", default="LayerNorm")
-    layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5, positive=True)
-    gated_linear_unit: bool = option("use a gated MLP with SiLU instead of one with GELU", flag="swiglu", default=False)
+    layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5)
+    gated_linear_unit: bool = option("use a gated MLP with SiLU instead of one with GELU", flag="swiglu")
     add_bias_linear: bool = option("linear layers without a bias", flag="disable_bias_linear", inverted=True)
-    add_qkv_bias: bool = option(
-        "give the query, key and value projection a bias", default=False, needs="disable_bias_linear"
+    add_qkv_bias: bool = option("give the query, key and value projection a bias", needs="disable_bias_linear")
+    qk_layernorm: bool = option("normalise queries and keys")
+    init_method_std: float = option("standard deviation of the initial weights", default=0.02)
+    attention_dropout: float = option(
+        "attention dropout; must be 0, dropout would make the policy noisy", default=0.0, any_sign=True
     )
-    qk_layernorm: bool = option("normalise queries and keys", default=False)
-    init_method_std: float = option("standard deviation of the initial weights", default=0.02, positive=True)
-    attention_dropout: float = option("attention dropout; must be 0, dropout would make the policy noisy", default=0.0)
-    hidden_dropout: float = option("hidden dropout; must be 0, dropout would make the policy noisy", default=0.0)
+    hidden_dropout: float = option(
+        "hidden dropout; must be 0, dropout would make the policy noisy", default=0.0, any_sign=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,38 +84,26 @@ class LatentSection:
 
     NEEDS: ClassVar[str] = "multi_latent_attention"
 
-    multi_latent_attention: bool = option(
-        "compute queries, keys and values from narrow latent vectors of each token", default=False
-    )
-    q_lora_rank: int | None = option(
-        "width of the queries' latent; default: queries without a latent", positive=True, most=2**16
-    )
-    kv_lora_rank: int = option("width of the latent of keys and values", default=32, positive=True, most=2**16)
-    qk_head_dim: int = option(
-        "width of a head's query and key without rotary position", default=128, positive=True, most=2**16
-    )
-    qk_pos_emb_head_dim: int = option(
-        "width of a head's query and key with rotary position", default=64, positive=True, most=2**16
-    )
-    v_head_dim: int = option("width of a head's value", default=128, positive=True, most=2**16)
+    multi_latent_attention: bool = option("compute queries, keys and values from narrow latent vectors of each token")
+    q_lora_rank: int | None = option("width of the queries' latent; default: queries without a latent", most=2**16)
+    kv_lora_rank: int = option("width of the latent of keys and values", default=32, most=2**16)
+    qk_head_dim: int = option("width of a head's query and key without rotary position", default=128, most=2**16)
+    qk_pos_emb_head_dim: int = option("width of a head's query and key with rotary position", default=64, most=2**16)
+    v_head_dim: int = option("width of a head's value", default=128, most=2**16)
     rope_type: Literal["rope", "yarn"] = option("rotary frequencies: plain, or stretched by YaRN", default="yarn")
-    rotary_scaling_factor: float = option(
-        "YaRN's factor on the length", default=1.0, needs="rope_type=yarn", positive=True
-    )
+    rotary_scaling_factor: float = option("YaRN's factor on the length", default=1.0, needs="rope_type=yarn")
     original_max_position_embeddings: int = option(
-        "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn", positive=True, most=2**24
+        "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn", most=2**24
     )
     beta_fast: float = option(
         "frequencies with more turns over the original length are not stretched by YaRN",
         default=32.0,
         needs="rope_type=yarn",
-        positive=True,
     )
     beta_slow: float = option(
         "frequencies with fewer turns over the original length are fully stretched by YaRN",
         default=1.0,
         needs="rope_type=yarn",
-        positive=True,
     )
     mscale: float = option(
         "YaRN's attention scale of the rotated part", default=1.0, needs="rope_type=yarn", not_negative=True
@@ -133,13 +120,12 @@ class ExpertSection:
     NEEDS: ClassVar[str] = "num_experts"
 
     num_moe_experts: int = option(
-        "number of experts that replace each MLP; default: a dense model", flag="num_experts", positive=True, most=2048
+        "number of experts that replace each MLP; default: a dense model", flag="num_experts", most=2048
     )
-    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True, most=2**24)
-    moe_router_topk: int = option("number of experts of each token", default=2, positive=True)
+    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", most=2**24)
+    moe_router_topk: int = option("number of experts of each token", default=2)
     moe_router_pre_softmax: bool = option(
         "weigh a token's experts by their softmax over all experts, not the chosen ones",
-        default=False,
         needs="moe_router_score_function=softmax",
     )
     moe_layer_freq: str = option(
@@ -149,26 +135,20 @@ class ExpertSection:
         metavar="PATTERN",
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        "total width of the experts that every token passes; default: none", positive=True, most=2**24
+        "total width of the experts that every token passes; default: none", most=2**24
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
         "function that makes an expert's score of its logit", default="softmax"
     )
-    moe_router_topk_scaling_factor: float | None = option(
-        "factor on the weights of a token's experts; default: none", positive=True
-    )
+    moe_router_topk_scaling_factor: float | None = option("factor on the weights of a token's experts; default: none")
     moe_router_num_groups: int | None = option(
-        "number of equal groups of experts; default: no groups", needs="moe_router_group_topk", positive=True
+        "number of equal groups of experts; default: no groups", needs="moe_router_group_topk"
     )
     moe_router_group_topk: int | None = option(
-        "groups from which a token's experts are chosen; default: no groups",
-        needs="moe_router_num_groups",
-        positive=True,
+        "groups from which a token's experts are chosen; default: no groups", needs="moe_router_num_groups"
     )
     moe_router_enable_expert_bias: bool = option(
-        "add a bias of each expert to its score for the choice alone",
-        default=False,
-        needs="moe_router_score_function=sigmoid",
+        "add a bias of each expert to its score for the choice alone", needs="moe_router_score_function=sigmoid"
     )
     moe_router_bias_update_rate: float = option(
         "rate at which the expert bias follows the load; must be 0: only the optimizer moves the policy",
@@ -194,11 +174,9 @@ class ExpertSection:
 class ComputeSection:
     """Precision and recomputation: fields of ``TransformerConfig``."""
 
-    bf16: bool = option("bfloat16 weights with float32 master weights", default=False)
-    fp16: bool = option("float16 weights with float32 master weights and a scaled loss", default=False)
-    calculate_per_token_loss: bool = option(
-        "let Megatron normalise gradients by tokens; the gradients are the same", default=False
-    )
+    bf16: bool = option("bfloat16 weights with float32 master weights")
+    fp16: bool = option("float16 weights with float32 master weights and a scaled loss")
+    calculate_per_token_loss: bool = option("let Megatron normalise gradients by tokens; the gradients are the same")
     recompute_granularity: Literal["full", "selective"] | None = option(
         "activations to recompute in the backward pass; default: none"
     )
@@ -206,7 +184,7 @@ class ComputeSection:
         "choice of the layers to recompute", needs="recompute_granularity=full"
     )
     recompute_num_layers: int | None = option(
-        "number of layers of a recomputed unit", needs="recompute_granularity=full", positive=True
+        "number of layers of a recomputed unit", needs="recompute_granularity=full"
     )
 
 
@@ -215,15 +193,15 @@ class OptimizerSection:
     """Fields of ``OptimizerConfig``; ``use_distributed_optimizer`` is a field of Megatron's DDP config too."""
 
     optimizer: Literal["adam", "sgd"] = option("optimizer of Megatron-Core", default="adam")
-    lr: float = option("highest learning rate", required=True, positive=True)
+    lr: float = option("highest learning rate", required=True)
     min_lr: float = option("lowest learning rate", default=0.0, not_negative=True, most="lr")
     weight_decay: float = option("decoupled weight decay", default=0.01, not_negative=True)
     adam_beta1: float = option("Adam's decay of the first moment, below 1", default=0.9, not_negative=True, below=1)
     adam_beta2: float = option("Adam's decay of the second moment, below 1", default=0.999, not_negative=True, below=1)
-    adam_eps: float = option("Adam's epsilon", default=1e-8, positive=True)
+    adam_eps: float = option("Adam's epsilon", default=1e-8)
     sgd_momentum: float = option("momentum of --optimizer sgd", default=0.9, not_negative=True)
     clip_grad: float = option("largest gradient norm; 0: no clipping", default=1.0, not_negative=True)
-    use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks", default=False)
+    use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks")
 
 
 @dataclass(frozen=True, kw_only=True)

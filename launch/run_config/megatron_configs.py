@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 from megatron_rc.launch.run_config.options import values_of
@@ -72,14 +72,6 @@ def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
     own = {"bf16": config.compute.bf16, "fp16": config.compute.fp16, "params_dtype": config.dtype}
     own |= {"optimizer_offload_fraction": 1.0, "barrier_with_L1_time": False}
     return OptimizerConfig(**(values_of(config.optimizer) | own | given))
-
-
-def has_module(module: str) -> bool:
-    """Whether a module is installed."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing
-        return False
 
 
 def _activation(config: RunConfig) -> Callable[[Tensor], Tensor]:

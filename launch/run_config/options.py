@@ -1,6 +1,6 @@
 """Declaration of a setting: a field of a section, from which its flag follows.
 
-    num_layers: int = option("number of transformer layers", required=True, positive=True)
+    num_layers: int = option("number of transformer layers", required=True, most=1000)
 
 makes ``--num-layers``. The annotation gives the type: a ``Literal`` lists the choices, a ``bool`` is a switch, a
 ``tuple`` takes one value or more. A field without ``option`` has no flag: ``flags/resolve.py`` works it out.
@@ -28,15 +28,16 @@ class Option:
     """Flag of a field."""
 
     help: str  # text for ``--help``; stands alone, with the unit and any default that is worked out
-    default: Any = None  # value if the flag is not given; None: worked out from other flags, or nothing
+    # Value if the flag is not given; None: worked out from other flags, or nothing. A switch is off by default.
+    default: Any = None
     flag: str = ""  # name with underscores, if it is not the field's name
     inverted: bool = False  # the flag says the opposite of the field
     required: bool = False  # the user has to give it
     # Conditions of an effect, all of which must hold: ``name`` (that flag is given), ``!name`` (it is not) or
     # ``name=value|value`` (it has one of these values). Without an effect a given flag is refused.
     needs: tuple[str, ...] = ()
-    positive: bool = False  # the value must be a finite number above 0
-    not_negative: bool = False  # the value must be a finite number of at least 0
+    not_negative: bool = False  # the value may be 0; otherwise a number must be positive, and finite
+    any_sign: bool = False  # the number may also be negative
     # Bound that the value must not reach: a number, or the name of another flag; None: no such bound.
     below: float | str | None = None
     # Largest value: a number, beyond which time or memory would run out, or the name of another flag; None: no such
@@ -47,6 +48,7 @@ class Option:
     read: Callable[[str], Any] | None = None
     field: str = ""  # name of the field
     kind: type = str  # type of one value
+    positive: bool = False  # the value must be a finite number above 0
     choices: tuple[str, ...] = ()  # all values, if there are few
     many: bool = False  # the flag takes one value or more
 
@@ -71,6 +73,10 @@ def _read_options(section: type) -> tuple[Option, ...]:
             name = declared.flag or field.name
             needs = declared.needs if name == switch or not switch else (switch, *declared.needs)
             kind = _kind_of(hints[field.name])
+            if kind["kind"] is bool and not declared.inverted:
+                kind["default"] = bool(declared.default)
+            if kind["kind"] in (int, float):
+                kind["positive"] = not (declared.not_negative or declared.any_sign)
             found.append(dataclasses.replace(declared, field=field.name, flag=name, needs=needs, **kind))
     return tuple(found)
 

@@ -21,39 +21,32 @@ class TaskSection:
         "character"
     )
     tokenizer_model: str | None = option("directory of a Hugging Face tokenizer; default: --load-hf", metavar="DIR")
-    apply_chat_template: bool = option(
-        "present problems as turns of a conversation, by the tokenizer's chat template", default=False
-    )
+    apply_chat_template: bool = option("present problems as turns of a conversation, by the tokenizer's chat template")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
     """Size and source of rollout batches; ``knows_versions``: policy versions count optimizer steps of this run."""
 
-    max_response_length: int = option(
-        "most tokens of a response; default: the length that the task needs", positive=True
-    )
-    grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32, positive=True)
-    grpo_group_size: int = option("responses sampled for each prompt", default=2, positive=True)
-    grpo_iterations: int = option("passes over each rollout batch", default=2, positive=True)
+    max_response_length: int = option("most tokens of a response; default: the length that the task needs")
+    grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32)
+    grpo_group_size: int = option("responses sampled for each prompt", default=2)
+    grpo_iterations: int = option("passes over each rollout batch", default=2)
     dynamic_sampling: int = option(
         "replace a prompt whose responses all have the same reward, up to N times",
         default=0,
         needs="!load_rollouts",
         not_negative=True,
     )
-    rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0, positive=True)
+    rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0)
     always_score: bool = option(
-        "score every rollout batch in a forward-only pass; default: only if the update needs log π_old before",
-        default=False,
+        "score every rollout batch in a forward-only pass; default: only if the update needs log π_old before"
     )
     save_rollouts: str | None = option(
         "folder that every rollout batch is written to; default: none", needs="!load_rollouts", metavar="DIR"
     )
     save_log_probs: bool = option(
-        "add the trainer's log-probs to --save-rollouts after the last step on a batch",
-        default=False,
-        needs="save_rollouts",
+        "add the trainer's log-probs to --save-rollouts after the last step on a batch", needs="save_rollouts"
     )
     load_rollouts: str | None = option(
         "train on the rollouts in this folder, without an engine; default: an engine samples", metavar="DIR"
@@ -66,7 +59,7 @@ class RolloutSection:
         most=10_000,
     )
     allow_truncated_sampling: bool = option(
-        "accept rollouts with top_p < 1 or top_k > 0, whose log-probs are not the policy's", default=False
+        "accept rollouts with top_p < 1 or top_k > 0, whose log-probs are not the policy's"
     )
     knows_versions: bool
 
@@ -86,12 +79,12 @@ class EngineSection:
     rollout_weights_dir: str | None = option(
         "folder in which servers find new weights; vllm's default: a folder in memory", metavar="DIR"
     )
-    rollout_concurrency: int = option("requests that a server gets at once", default=64, positive=True)
+    rollout_concurrency: int = option("requests that a server gets at once", default=64)
     rollout_timeout: float = option(
-        "seconds to wait for an answer, for the start of a server, and for a lost server", default=600.0, positive=True
+        "seconds to wait for an answer, for the start of a server, and for a lost server", default=600.0
     )
     rollout_attempts: int = option(
-        "tries of a request that a server answers with status 500 before the run ends", default=6, positive=True
+        "tries of a request that a server answers with status 500 before the run ends", default=6
     )
     rollout_dtype: str = option(
         "number format of the engine's weights at every sync; servers keep the format of their start", default="bf16"
@@ -100,10 +93,8 @@ class EngineSection:
         "mean |log-prob difference| of engine and trainer, in nats, that ends the run or fails check_engine; default: "
         "by --rollout-dtype and --bf16",
         metavar="NATS",
-        positive=True,
     )
     sync_probe_interval: int | None = option(
         "compare the log-probs of engine and trainer on a few prompts after every N-th weight sync; default: after "
-        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on",
-        positive=True,
+        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on"
     )

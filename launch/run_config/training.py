@@ -17,9 +17,9 @@ class LaunchSection:
 
     run_name: str = option("name of the run's folder; default: name of the launch file, or 'ppo'")
     runs_dir: str = option("folder that holds the runs' folders", default="runs", metavar="DIR")
-    distributed_timeout_minutes: int = option("minutes that one collective may take", default=10, positive=True)
+    distributed_timeout_minutes: int = option("minutes that one collective may take", default=10)
     rollout_wait_minutes: float = option(
-        "minutes that all answers to a rollout batch, a check or an evaluation may take", default=240.0, positive=True
+        "minutes that all answers to a rollout batch, a check or an evaluation may take", default=240.0
     )
     on_cpu: bool
     world_size: int
@@ -35,46 +35,34 @@ class ModelSection:
     """Positions, vocabulary and implementation of the model."""
 
     max_position_embeddings: int = option(
-        "tokens of the longest sequence that the model accepts; default: --seq-length", positive=True, most=2**31
+        "tokens of the longest sequence that the model accepts; default: --seq-length", most=2**31
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = option(
         "kind of position embedding", default="learned_absolute"
     )
-    rotary_base: int = option("base of the rotary frequencies", default=10000, positive=True)
+    rotary_base: int = option("base of the rotary frequencies", default=10000)
     rotary_percent: float = option(
-        "share of a head's width that is rotated, at most 1",
-        default=1.0,
-        needs="position_embedding_type=rope",
-        positive=True,
-        most=1,
+        "share of a head's width that is rotated, at most 1", default=1.0, needs="position_embedding_type=rope", most=1
     )
     rope_scaling: bool = option(
         "lower the low rotary frequencies as Llama 3.1 does",
         flag="use_rope_scaling",
-        default=False,
         needs="position_embedding_type=rope",
     )
-    rope_scaling_factor: float = option(
-        "divisor of the low rotary frequencies", default=8.0, needs="use_rope_scaling", positive=True
-    )
+    rope_scaling_factor: float = option("divisor of the low rotary frequencies", default=8.0, needs="use_rope_scaling")
     sliding_window: int | None = option(
-        "attention's reach in the published model, in tokens; a longer --seq-length is refused; default: all",
-        positive=True,
+        "attention's reach in the published model, in tokens; a longer --seq-length is refused; default: all"
     )
-    openai_gelu: bool = option(
-        "compute GELU by its tanh approximation, as the published GPT-2 does", default=False, needs="!swiglu"
-    )
+    openai_gelu: bool = option("compute GELU by its tanh approximation, as the published GPT-2 does", needs="!swiglu")
     untie_embeddings_and_output_weights: bool = option(
-        "give the output layer weights of its own instead of the embedding's", default=False
+        "give the output layer weights of its own instead of the embedding's"
     )
-    vocab_size: int = option("tokens of the vocabulary; default: the tokenizer's", positive=True, most=2**31)
+    vocab_size: int = option("tokens of the vocabulary; default: the tokenizer's", most=2**31)
     make_vocab_size_divisible_by: int = option(
-        "the padded vocabulary is a multiple of this number times the TP size", default=128, positive=True, most=2**20
+        "the padded vocabulary is a multiple of this number times the TP size", default=128, most=2**20
     )
     padded_vocab_size: int = option(
-        "rows of the embedding; default: --vocab-size padded by --make-vocab-size-divisible-by",
-        positive=True,
-        most=2**31,
+        "rows of the embedding; default: --vocab-size padded by --make-vocab-size-divisible-by", most=2**31
     )
     hf_model_type: str | None = option(
         "Hugging Face model_type of the exported model; default: the one of --load-hf, or the first that fits"
@@ -88,38 +76,27 @@ class ModelSection:
 class TrainingSection:
     """Batches, optimizer steps and checks of a step."""
 
-    seq_length: int = option(
-        "tokens of a sequence: prompt, response and padding", required=True, positive=True, most=2**31
-    )
-    micro_batch_size: int = option("sequences of one forward-backward pass", default=1, positive=True, most=2**21)
-    optimizer_offload: bool = option(
-        "keep the policy's optimizer state in host memory between optimizer steps", default=False
-    )
-    global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True, positive=True)
-    train_iters: int = option(
-        "optimizer steps of the run, including those before a loaded checkpoint", required=True, positive=True
-    )
-    fused_linear_log_probs: bool = option(
-        "compute log-probs from hidden states in chunks, without storing logits", default=False
-    )
-    rl_use_sequence_packing: bool = option(
-        "pack sequences of a micro-batch one after another, without padding", default=False
-    )
+    seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True, most=2**31)
+    micro_batch_size: int = option("sequences of one forward-backward pass", default=1, most=2**21)
+    optimizer_offload: bool = option("keep the policy's optimizer state in host memory between optimizer steps")
+    global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True)
+    train_iters: int = option("optimizer steps of the run, including those before a loaded checkpoint", required=True)
+    fused_linear_log_probs: bool = option("compute log-probs from hidden states in chunks, without storing logits")
+    rl_use_sequence_packing: bool = option("pack sequences of a micro-batch one after another, without padding")
     rl_sequence_packing_bin_size: int = option(
         "most tokens of a packed micro-batch; default: --micro-batch-size · --seq-length",
         needs="rl_use_sequence_packing",
-        positive=True,
     )
     check_for_nan_in_loss_and_grad: bool = option(
         "treat a step with a loss or gradient norm that is not finite as a bad step", default=True
     )
     check_for_spiky_loss: bool = option(
-        "treat a step whose loss is ten times the largest of the first 100 steps as a bad step", default=False
+        "treat a step whose loss is ten times the largest of the first 100 steps as a bad step"
     )
     check_for_large_grads: bool = option(
-        "treat a step whose gradient norm is ten times the largest of the first 100 steps as a bad step", default=False
+        "treat a step whose gradient norm is ten times the largest of the first 100 steps as a bad step"
     )
-    train_samples: int | None = option("sequences of the run, instead of --train-iters", positive=True)
+    train_samples: int | None = option("sequences of the run, instead of --train-iters")
     seed: int = option("seed of weights, prompts and sampling", default=1234, not_negative=True)
 
 
@@ -130,9 +107,9 @@ class ScheduleSection:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "decay of the learning rate from --lr to --min-lr", default="linear"
     )
-    lr_decay_iters: int = option("optimizer steps of the learning rate's decay; default: --train-iters", positive=True)
+    lr_decay_iters: int = option("optimizer steps of the learning rate's decay; default: --train-iters")
     lr_decay_samples: int | None = option(
-        "sequences of the learning rate's decay; default: --train-samples", needs="train_samples", positive=True
+        "sequences of the learning rate's decay; default: --train-samples", needs="train_samples"
     )
     lr_warmup_iters: int = option(
         "optimizer steps of linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
@@ -148,10 +125,10 @@ class ScheduleSection:
         "shape of the final decay of a WSD schedule", default="exponential", needs="lr_decay_style=WSD"
     )
     lr_wsd_decay_iters: int | None = option(
-        "optimizer steps of the final decay of a WSD schedule", needs="lr_decay_style=WSD", positive=True
+        "optimizer steps of the final decay of a WSD schedule", needs="lr_decay_style=WSD"
     )
     lr_wsd_decay_samples: int | None = option(
-        "sequences of the final decay of a WSD schedule", needs="train_samples lr_decay_style=WSD", positive=True
+        "sequences of the final decay of a WSD schedule", needs="train_samples lr_decay_style=WSD"
     )
     start_weight_decay: float | None = option(
         "weight decay of the first step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
@@ -176,32 +153,26 @@ class CheckpointSection:
     """Checkpoints and Hugging Face directories that are read and written."""
 
     save: str | None = option("folder that checkpoints are written to; default: none is written", metavar="DIR")
-    save_interval: int | None = option(
-        "optimizer steps between checkpoints; default: one at the end", needs="save", positive=True
-    )
+    save_interval: int | None = option("optimizer steps between checkpoints; default: one at the end", needs="save")
     ckpt_format: Literal["torch_dist"] = option("format of checkpoints", default="torch_dist")
     async_save: bool = option(
-        "write checkpoints in a process of their own while training goes on", default=False, needs="save save_interval"
+        "write checkpoints in a process of their own while training goes on", needs="save save_interval"
     )
     keep_last: int | None = option(
-        "newest checkpoints to keep; older ones are removed; default: all", needs="save save_interval", positive=True
+        "newest checkpoints to keep; older ones are removed; default: all", needs="save save_interval"
     )
     save_retain_interval: int | None = option(
         "keep checkpoints at multiples of this many steps and the newest --keep-last (1 if not given); remove others",
         needs="save save_interval",
-        positive=True,
     )
     continue_after_failed_save: bool = option(
-        "go on if a checkpoint before the end cannot be written", default=False, needs="save save_interval"
+        "go on if a checkpoint before the end cannot be written", needs="save save_interval"
     )
     save_hf: str | None = option(
         "write the model as a Hugging Face directory, DIR/step-N, at the end of the run; default: no", metavar="DIR"
     )
     save_hf_interval: int | None = option(
-        "also write --save-hf every N optimizer steps; default: at the end only",
-        needs="save_hf",
-        positive=True,
-        most="train_iters",
+        "also write --save-hf every N optimizer steps; default: at the end only", needs="save_hf", most="train_iters"
     )
     load: str | None = option(
         "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
@@ -213,23 +184,21 @@ class CheckpointSection:
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
         "a GPU if it is installed and knows the model, else none"
     )
-    finetune: bool = option("take only the weights of --load, and start at step 0", default=False, needs="load")
-    no_save_optim: bool = option("leave the optimizer out of checkpoints", default=False, needs="save")
-    no_load_optim: bool = option("do not load the optimizer of --load", default=False, needs="load")
+    finetune: bool = option("take only the weights of --load, and start at step 0", needs="load")
+    no_save_optim: bool = option("leave the optimizer out of checkpoints", needs="save")
+    no_load_optim: bool = option("do not load the optimizer of --load", needs="load")
     verify_integrity: bool = option(
         "compare every file of --load with its checksum before it is read", default=True, needs="load"
     )
     load_last_valid: bool = option(
-        "if the newest checkpoint of --load is damaged, load the newest undamaged one", default=False, needs="load"
+        "if the newest checkpoint of --load is damaged, load the newest undamaged one", needs="load"
     )
     override_opt_param_scheduler: bool = option(
         "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's",
-        default=False,
         needs="load !finetune !no_load_optim !use_checkpoint_opt_param_scheduler",
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         "use the learning rate, schedule, weight decay and optimizer of the checkpoint, not the flags'",
-        default=False,
         needs="load !finetune !no_load_optim",
     )
 
@@ -242,9 +211,7 @@ class CheckpointSection:
 class LoggingSection:
     """TensorBoard, Weights & Biases, timers and profiles."""
 
-    log_interval: int = option(
-        "optimizer steps between two TensorBoard and Weights & Biases entries", default=1, positive=True
-    )
+    log_interval: int = option("optimizer steps between two TensorBoard and Weights & Biases entries", default=1)
     tensorboard_dir: str | None = option(
         "folder of TensorBoard's files; default: tensorboard/ in the run's folder", metavar="DIR"
     )
@@ -257,24 +224,24 @@ class LoggingSection:
         "folder of Weights & Biases' files; default: the run's folder", needs="wandb_project", metavar="DIR"
     )
     device_peak_tflops: float | None = option(
-        "peak speed of a device in TFLOP/s, for perf/utilization; default: known for some GPUs in bf16", positive=True
+        "peak speed of a device in TFLOP/s, for perf/utilization; default: known for some GPUs in bf16"
     )
-    log_timers_to_tensorboard: bool = option("log Megatron's timers of each optimizer step", default=False)
+    log_timers_to_tensorboard: bool = option("log Megatron's timers of each optimizer step")
     timing_log_level: int | None = option(
         "timers to log: 0 the step, 1 also its parts and collectives, 2 also each micro-batch; default: 0",
         needs="log_timers_to_tensorboard",
         not_negative=True,
         most=2,
     )
-    profile: bool = option("record some optimizer steps with PyTorch's profiler; see docs/runs.md", default=False)
+    profile: bool = option("record some optimizer steps with PyTorch's profiler; see docs/runs.md")
     profile_step_start: int | None = option(
         "optimizer steps before the profiler records; default: 10", needs="profile", not_negative=True
     )
-    profile_step_end: int | None = option(
-        "optimizer step after which the profiler stops; default: 12", needs="profile", positive=True
+    profile_step_end: int | None = option("optimizer step after which the profiler stops; default: 12", needs="profile")
+    profile_ranks: tuple[int, ...] | None = option(
+        "ranks that the profiler records; default: 0", needs="profile", any_sign=True
     )
-    profile_ranks: tuple[int, ...] | None = option("ranks that the profiler records; default: 0", needs="profile")
-    record_memory_history: bool = option("record allocations on each GPU, for PyTorch's memory viewer", default=False)
+    record_memory_history: bool = option("record allocations on each GPU, for PyTorch's memory viewer")
 
     @property
     def profiled_steps(self) -> tuple[int, int]:

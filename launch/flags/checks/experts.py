@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.errors import refuse_or_note, require, require_multiple
+from megatron_rc.launch.errors import has_module, refuse_or_note, require, require_multiple
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
-from megatron_rc.launch.run_config.megatron_configs import has_module
 
 
 def check_experts(config: RunConfig) -> None:

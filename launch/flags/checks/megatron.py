@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, has_module
 from megatron_rc.launch.flags.checks.refuse import refuse, typed
 from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.launch.run_config.megatron_configs import (
     build_ddp_config,
     build_optimizer_config,
     build_transformer_config,
-    has_module,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
 from megatron_rc.launch.run_config.options import MOST

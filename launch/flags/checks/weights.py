@@ -25,10 +25,8 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     family, unknown = find_family(config), model_flags(config)
     fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
     remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
-    wrong = {
-        "{hf_model_type} does not fit the flags of this model: {remedy}": config.model.hf_model_type and not family
-    }
-    refuse(config, wrong, remedy=remedy)
+    unfit = "{hf_model_type} does not fit the flags of this model: {remedy}"
+    refuse(config, {unfit: config.model.hf_model_type and not family}, remedy=remedy)
     if not _converts(config, samples):
         return
     check_transformers()

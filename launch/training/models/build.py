@@ -18,8 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config, has_module
+from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.weights.named_weights import kept_buffers
 

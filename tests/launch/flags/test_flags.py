@@ -10,7 +10,6 @@ import torch
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks import experts as expert_checks
 from megatron_rc.launch.flags.configure import configure, parse_args
-from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.weights import find_family
 from megatron_rc.records.rollout import save_rollouts
@@ -87,17 +86,6 @@ def test_a_model_has_the_family_of_its_flags(tmp_path):
 def test_a_class_brings_its_longest_response(tmp_path):
     words = [word for word in flags(tmp_path, f"--task={USER}:Doubles") if "max-response-length" not in word]
     assert run_config(words).rollouts.max_response_length == 2
-
-
-# Those for many GPUs are tried in tests/launch/dry_run, and smollm2_sums in tests/examples, which makes its prompts.
-SMALL = [path.stem for path in sorted((CONFIGS / "launch").glob("*.yaml")) if not path.match("*gpus.yaml")]
-SMALL.remove("smollm2_sums")
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_every_launch_file_works(name, tmp_path):
-    config = run_config(["--config", name, f"--runs-dir={tmp_path}"], 4)
-    assert config.launch.run_name == name
 
 
 def test_flags_override_the_launch_file(tmp_path):

@@ -39,9 +39,7 @@ GIVEN = {
         "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": 2.5,
     },
-    f"{EXPERTS} --moe-shared-expert-intermediate-size=48": {"moe_shared_expert_intermediate_size": 48},
     f"{EXPERTS} --moe-router-num-groups=4 --moe-router-group-topk=2": {"moe_router_num_groups": 4},
-    f"{EXPERTS} --moe-router-load-balancing-type=seq_aux_loss --moe-aux-loss-coeff=0.1": {"moe_aux_loss_coeff": 0.1},
 }
 
 

@@ -85,7 +85,6 @@ TABLES = {
         --apply-chat-template
         ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
-        ALONE --advantage-estimator=grpo-passk-no-std :: --advantage-estimator grpo-passk-no-std | --grpo-group-size 1
         ALONE --advantage-estimator=rloo-vectorized :: --advantage-estimator rloo-vectorized | --grpo-group-size 1
         --grpo-clamp-eps-lower=1.5 :: --grpo-clamp-eps-lower
         --rollout-is=batch :: rollout_is='batch'
@@ -105,8 +104,6 @@ TABLES = {
         --train-iters=4 --save-hf=x --save-hf-interval=5 :: --save-hf-interval 5 | --train-iters 4
         --metric-prefix=step :: --metric-prefix 'step'
         --metric-prefix= :: --metric-prefix ''
-        --metric-prefix=/ :: --metric-prefix '/'
-        --metric-prefix=none :: --metric-prefix 'none'
         --rollout-engine=vllm-server :: --rollout-engine vllm-server needs --rollout-url
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load=/nowhere
@@ -116,7 +113,6 @@ TABLES = {
         --record-memory-history
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
         --profile --profile-ranks 4 :: --profile-ranks 4
-        --profile --profile-step-start=12 :: --profile-step-start 12 | --profile-step-end 12
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo
         --advantage-baseline=weighted --bypass-mode :: --advantage-baseline weighted | --bypass-mode
@@ -133,10 +129,8 @@ TABLES = {
         --save=. --keep-last=2 :: --keep-last 2 | --save-interval
         --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override | --use-checkpoint
         --load=. --override-opt-param-scheduler --finetune :: --override-opt-param-scheduler | --finetune
-        --rollout-concurrency=64 :: --rollout-concurrency 64 | --rollout-engine transformers
         --rollout-attempts=2 :: --rollout-attempts 2 | vllm-server or sglang-server
         --rollout-url=http://a:1 :: --rollout-url http://a:1 | transformers | vllm-server or sglang-server
-        --rollout-weights-dir=w :: --rollout-weights-dir w | --rollout-engine transformers
         --rollout-engine=vllm-server --rollout-url=http://a:1 :: --rollout-engine vllm-server | --rollout-weights-dir
         --rollout-engine=sglang-server --rollout-weights-dir=w :: --rollout-engine sglang-server | --rollout-url
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
@@ -244,7 +238,6 @@ TABLES = {
         """
         --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
         --critic-min-lr=1e-3 :: --critic-min-lr 0.001 | --critic-lr-decay-style constant
-        --critic-lr-warmup-iters=100 :: --critic-lr-warmup-iters 100 | --lr-decay-iters 100
         --num-critic-only-steps=100 :: --num-critic-only-steps 100 | --train-iters 100
         --num-critic-only-steps=3 :: --num-critic-only-steps 3 | 2 optimizer steps
         --critic-load-hf=nowhere
@@ -309,7 +302,6 @@ TABLES = {
         --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
         --overlap-grad-reduce --ddp-bucket-size=100000000000000000 :: --ddp-bucket-size 100000000000000000 | at most
         --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
-        --multi-latent-attention --original-max-position-embeddings=1000000000 :: at most 16777216
         """,
     ),
     "megatron": (
@@ -353,7 +345,6 @@ TABLES = {
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
         @2 PP --decoder-first-pipeline-num-layers=4 :: --num-layers 4 | leaves 0
         @2 PP --decoder-last-pipeline-num-layers=0
-        @2 PP --decoder-last-pipeline-num-layers=-1
         @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: leaves 1
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,

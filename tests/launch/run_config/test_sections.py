@@ -78,7 +78,7 @@ def test_nothing_can_be_written_to_it(tmp_path):
 class Example:
     """A section with one field of each kind."""
 
-    width: int = option("how wide", required=True, positive=True)
+    width: int = option("how wide", required=True)
     rate: float | None = option("how fast")
     shape: Literal["round", "square"] = option("of what form", default="round", flag="form")
     plain: bool = option("without decoration", flag="decorated", inverted=True)
