@@ -1,15 +1,11 @@
-"""The benchmarks' own checks: a comparison or measurement of nothing is an error."""
+"""The benchmarks' own arithmetic."""
 
 import math
-import runpy
-import sys
-import types
 
 import pytest
 import torch
 
-from benchmarks import correction, peers, step
-from tests.support.paths import ROOT
+from benchmarks import correction, peers
 
 
 def test_contenders_of_which_one_gives_nan_differ():
@@ -20,36 +16,6 @@ def test_contenders_of_which_one_gives_nan_differ():
     for eager, other in ((1.0, math.nan), (math.nan, 1.0), (1.0, 1.1)):
         with pytest.raises(AssertionError, match="rollout_is_mean is"):
             correction.check_alike({"eager": result(eager), "other": result(other)})
-
-
-def test_a_step_in_which_nothing_was_timed_has_no_share():
-    def method():
-        """A method that is timed."""
-
-    owner = types.SimpleNamespace(plan=method, corrected=method, finish_step=method)
-    owner.steps = types.SimpleNamespace(count=method, record=method)
-    with pytest.raises(RuntimeError, match="no call of the correction was timed"), step.timed_correction(owner):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("scaling.py", "--ranks", "8", "7"), "--ranks 8 7: take some of 8, 64, 512, 4096, 16384"),
-        (("alignment.py", "--batches", "0"), "--batches 0: take 1 or more"),
-        (("peers.py", "model", "--trl", "python", "--steps", "1"), "--steps 1 --rounds 2: take at least 2 steps"),
-    ],
-    ids=["scaling", "alignment", "peers"],
-)
-def test_numbers_that_would_measure_nothing(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", list(words))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "benchmarks" / words[0]), run_name="__main__")
-    assert stopped.value.code == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert not said.out
 
 
 def test_a_step_beside_trl_is_the_sum_of_its_phases():

@@ -185,20 +185,14 @@ def test_packed_tokens_micro_batches_and_blocks_give_the_same(name, monkeypatch)
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("name", CASES)
-def test_shards_give_the_same(name, split, monkeypatch):
+def test_shards_give_the_same(name, split):
     """Two replicas of two or three context-parallel ranks, whose pairs are added by hand."""
-    want, _, (train, rollout, mask), sides = whole(name)
+    _, config, tensors, sides = whole(name)
     counts = {key: sides.pop(key) for key in ("num_groups", "current_version", "max_staleness") if key in sides}
-    monkeypatch.setattr("tests.correction.test_properties.SIZES", counts)
-    monkeypatch.setattr("tests.correction.test_properties.CONFIGS", CASES)
-    monkeypatch.setattr("tests.correction.test_properties.WIDTH", 12)
-    batch = {"train_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask, **sides}
-    if want.weights is None:
-        monkeypatch.setitem(CASES, name, {**CASES[name], "rollout_is": "token"})
-        want = correct_rollouts(**batch, config=RolloutCorrectionConfig(**CASES[name]), **counts)
-    weights, kept, metrics, _ = correct_split(
-        batch, name, [[0, 1, 5], [2, 3, 4]], 3 if split == "contiguous" else 2, split
-    )
+    batch = {"train_log_probs": tensors[0], "rollout_log_probs": tensors[1], "response_mask": tensors[2], **sides}
+    config = dataclasses.replace(config, rollout_is="token")
+    want, cp_size = correct_rollouts(**batch, config=config, **counts), 3 if split == "contiguous" else 2
+    weights, kept, metrics, _ = correct_split(batch, config, counts, [[0, 1, 5], [2, 3, 4]], cp_size, split)
     assert torch.equal(kept, want.mask)
     torch.testing.assert_close(weights, want.weights, rtol=1e-12, atol=0)
     assert metrics == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)

@@ -22,7 +22,7 @@ AGGREGATIONS = {
     "seq-mean-token-mean": None,
     "seq-mean-token-sum-norm": 5.0,
 }
-NAMES = [name for name, case in CASES.items() if "groups" not in case.sides]
+NAMES = [name for name, case in CASES.items() if "group_ids" not in case.sides]
 ALONE = ParallelGroups()
 
 

@@ -239,17 +239,13 @@ def test_packed_tokens_give_the_same(name, num_tokens, monkeypatch):
     """Rows cut to different lengths, none at all among them, one after the other."""
     use_blocks(monkeypatch, num_tokens)
     batch, found = clear_batch(name)
-    packed, layout, keep = pack(batch)
+    packed, layout, kept = pack(batch)
     result = correct(name, packed, layout=layout)
-    dense = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
-    weights = None if result.weights is None else torch.zeros(ROWS, WIDTH, dtype=result.weights.dtype)
-    for row, (mask, weight) in enumerate(
-        zip(result.mask.split(keep), (result.mask if weights is None else result.weights).split(keep), strict=True)
-    ):
-        dense[row, : len(mask)] = mask
-        if weights is not None:
-            weights[row, : len(mask)] = weight
-    assert_same(dataclasses.replace(result, mask=dense, weights=weights), found)
+    weights = result.weights
+    if weights is not None:
+        weights = torch.zeros(ROWS, WIDTH, dtype=weights.dtype).masked_scatter(kept, weights)
+    mask = torch.zeros_like(kept).masked_scatter(kept, result.mask)
+    assert_same(dataclasses.replace(result, mask=mask, weights=weights), found)
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])

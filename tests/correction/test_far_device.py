@@ -1,7 +1,5 @@
 """The correction on a device that is not the CPU: the same numbers, and the host waits for it once."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -9,17 +7,11 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, 
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import CASES, clear_batch
-from tests.support.correction_comparison import assert_same, correct, pack
+from tests.support.correction_comparison import assert_same, correct, moved, pack
 from tests.support.far_device import NAME, far_device
 
 # Eager operations of a whole correction: what a GPU is asked for by the host, one after the other.
 MOST_KERNELS = 620
-
-
-def moved(batch):
-    sides = {name: value.to(NAME) for name, value in batch.sides.items()}
-    tensors = {name: getattr(batch, name).to(NAME) for name in ("train", "rollout", "mask")}
-    return dataclasses.replace(batch, **tensors, sides=sides)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -31,7 +23,7 @@ def test_the_host_waits_once(name, packed):
         batch, layout, _ = pack(batch)
     expected = correct(name, batch, layout=layout)
     with far_device() as device:
-        there = moved(batch)
+        there = moved(batch, NAME)
         device.waits.clear()
         device.kernels = 0
         result = correct(name, there, layout=layout)
@@ -89,7 +81,7 @@ def test_a_plan_in_both_modes():
         config = RolloutCorrectionConfig(rollout_is="token", **fields)
         found = []
         with far_device() as device:
-            for each in (batch, moved(batch)):
+            for each in (batch, moved(batch, NAME)):
                 correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
                 device.waits.clear()
                 train = None if config.bypass_mode else each.train

@@ -84,21 +84,31 @@ def near(values, share):
     return low * math.exp(-widths[0]) - 1e-12, high * math.exp(widths[1]) + 1e-12
 
 
+def usable(batch):
+    """The tokens that count and whose log-probs are log-probs under both policies."""
+    both = torch.stack([batch.train, batch.rollout])
+    return batch.mask & (both.isfinite() & (both <= 1e-4)).all(0)
+
+
+def weights_of(found, counted):
+    """The oracle's weights of tokens, and their means of sequences."""
+    weights = torch.tensor(found.weights_unnormalized, dtype=torch.float64)
+    rows = zip(weights, counted, strict=True)
+    return weights[counted].tolist(), [row[valid].mean().item() for row, valid in rows if valid.any()]
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.fields.get("rollout_is")])
 def test_quantiles_of_weights_are_those_of_the_oracle_within_a_bin(name):
     batch, found = clear_batch(name)
     metrics, config = correct(name, batch).metrics(), config_of(name)
-    usable = batch.mask & batch.train.isfinite() & batch.rollout.isfinite()
-    usable &= (batch.train <= 1e-4) & (batch.rollout <= 1e-4)
-    weights = torch.tensor(found.weights_unnormalized, dtype=torch.float64)
-    per_sequence = [row[valid].mean().item() for row, valid in zip(weights, usable, strict=True) if valid.any()]
+    weights, per_sequence = weights_of(found, usable(batch))
     of_tokens = config.rollout_is != "token" or config.staleness_scale is None
     for percent in (25, 50, 75):
         low, high = near(per_sequence, percent / 100)
         assert low <= metrics[f"rollout_corr/rollout_is_seq_p{percent}"] <= high
         assert (f"rollout_corr/rollout_is_p{percent}" in metrics) == of_tokens
         if of_tokens:
-            low, high = near(weights[usable].tolist(), percent / 100)
+            low, high = near(weights, percent / 100)
             assert low <= metrics[f"rollout_corr/rollout_is_p{percent}"] <= high
 
 
@@ -149,18 +159,15 @@ def weight_widened(weight):
 def test_distributions_count_what_the_oracle_has(name):
     batch, found = clear_batch(name)
     config = config_of(name)
-    usable = batch.mask & batch.train.isfinite() & batch.rollout.isfinite()
-    usable &= (batch.train <= 1e-4) & (batch.rollout <= 1e-4)
     got = correct(name, batch).distributions()
     prefix = config.metric_prefix
-    logs = (batch.train.double() - batch.rollout.double())[usable].clamp(-32, 32).tolist()
+    logs = (batch.train.double() - batch.rollout.double())[usable(batch)].clamp(-32, 32).tolist()
     assert_counts_of(got.pop(f"{prefix}log_ratio"), logs, log_widened)
     if config.rollout_is is not None:
-        weights = torch.tensor(found.weights_unnormalized, dtype=torch.float64)
-        per_sequence = [row[valid].mean().item() for row, valid in zip(weights, usable, strict=True) if valid.any()]
+        weights, per_sequence = weights_of(found, usable(batch))
         assert_counts_of(got.pop(f"{prefix}rollout_is_seq"), per_sequence, weight_widened)
         if config.rollout_is != "token" or config.staleness_scale is None:
-            assert_counts_of(got.pop(f"{prefix}rollout_is"), weights[usable].tolist(), weight_widened)
+            assert_counts_of(got.pop(f"{prefix}rollout_is"), weights, weight_widened)
     assert not got
 
 

@@ -89,17 +89,16 @@ def added(pairs):
     return sum(sums), functools.reduce(torch.maximum, maxima)
 
 
-def correct_split(batch, name, replicas, cp_size, split):
-    """(weights, mask) [n, WIDTH] and metrics from shards whose pairs are added by hand."""
-    config = RolloutCorrectionConfig.from_dict(CONFIGS[name], "megatron_rc")
-    shards = {}
+def correct_split(batch, config, sizes, replicas, cp_size, split):
+    """(weights, mask) [n, s], metrics and denominators from shards whose pairs are added by hand."""
+    shards, length = {}, batch[TRAIN].shape[1] // cp_size
     for replica, rows in enumerate(replicas):
         for rank in range(cp_size):
-            layout = SequenceLayout.padded(len(rows), WIDTH // cp_size, cp_rank=rank, cp_size=cp_size, split=split)
+            layout = SequenceLayout.padded(len(rows), length, cp_rank=rank, cp_size=cp_size, split=split)
             part = rows_of(batch, torch.tensor(rows, dtype=torch.int64))
             cut = {key: layout.cut(value) if value.dim() == 2 else value for key, value in part.items()}
             inputs = PlanInputs(**cut, layout=layout)
-            shards[replica, rank] = sequence_sums(collect_shards(inputs, AgreedCounts(**SIZES)), config)
+            shards[replica, rank] = sequence_sums(collect_shards(inputs, AgreedCounts(**sizes)), config)
     over_cp = {
         replica: added([shards[replica, rank].pair for rank in range(cp_size)]) for replica in range(len(replicas))
     }
@@ -150,7 +149,8 @@ def test_splitting_over_ranks_changes_nothing(batch, name, data):
     owners = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
     replicas = [[row for row in range(n) if owners[row] == replica] for replica in range(3)]
     cp_size, split = data.draw(st.sampled_from([(1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (4, "contiguous")]))
-    assert_equal(correct_split(batch, name, replicas, cp_size, split), correct(batch, name))
+    result = correct(batch, name)
+    assert_equal(correct_split(batch, result.config, SIZES, replicas, cp_size, split), result)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,14 +1,12 @@
 """The correction on the device: the numbers of the CPU, and what it costs."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from tests.gpu import measure
 from tests.support.correction_cases import CASES, clear_batch
-from tests.support.correction_comparison import correct, pack
+from tests.support.correction_comparison import correct, moved, pack
 from tests.support.errors import largest_error
 
 CONFIGS = {
@@ -16,12 +14,6 @@ CONFIGS = {
     "sequence": RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.043),
 }
 MOST_LAUNCHES = 320
-
-
-def moved(batch, device):
-    sides = {name: value.to(device) for name, value in batch.sides.items()}
-    tensors = {name: getattr(batch, name).to(device) for name in ("train", "rollout", "mask")}
-    return dataclasses.replace(batch, **tensors, sides=sides)
 
 
 def large_batch(shape):

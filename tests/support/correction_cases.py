@@ -25,7 +25,7 @@ class Case:
     Attributes:
         fields: fields of RolloutCorrectionConfig.
         settings: the oracle's settings.
-        sides: names of the side inputs: advantages, token_advantages, groups, versions, token_versions.
+        sides: names of side inputs; ``token_``: one value a token.
         spread: standard deviation of log ρ.
         bad: True: the batch has tokens with unusable log-probs.
         rejects: names of criteria that must reject between 10 % and 90 % of the tokens.
@@ -48,13 +48,13 @@ token:
   fields: {rollout_is: token, rollout_is_threshold: 1.5, rollout_rs: 'token_k1, seq_mean_k3,seq_sum_k1',
     rollout_rs_threshold: '0.5_1.9,0.2,0.08_6'}
   settings: {level: token, upper: 1.5, criteria: [token_k1 0.5 1.9, seq_mean_k3 -inf 0.2, seq_sum_k1 0.08 6]}
-  sides: [rewards, versions]
+  sides: [rewards, policy_versions]
 token clamp:
   fields: {rollout_is: token, rollout_is_mode: clamp, rollout_is_threshold: 1.5, rollout_is_threshold_lower: 0.7,
     rollout_is_batch_normalize: true, rollout_rs: 'token_k2,seq_max_k3', rollout_rs_threshold: '0.3,0.6'}
   settings: {level: token, mode: clamp, lower: 0.7, upper: 1.5, batch_normalize: true, criteria: [token_k2 -inf 0.3,
     seq_max_k3 -inf 0.6]}
-  sides: [token_versions]
+  sides: [token_policy_versions]
 token icepop:
   fields: {rollout_is: token, rollout_is_threshold: 0.6_1.6, rejection_denominator: original, rollout_rs: token_k3,
     rollout_rs_threshold: 0.4}
@@ -93,29 +93,29 @@ groups:
     '0.05_9,0.85_1.2,0.2'}
   settings: {level: token, criteria: [seq_sum_k1 0.05 9, group_mean_k1 0.85 1.2, group_mean_k3 -inf 0.2, group_any -inf
     inf]}
-  sides: [groups]
+  sides: [group_ids]
   rejects: [seq_sum_k1, group_mean_k1]
 group of the vetoed:
   fields: {rollout_is: token, rollout_token_veto_threshold: 0.4, rollout_rs: 'group_any,opsm,group_mean_k2',
     rollout_rs_threshold: '0.02,0.16'}
   settings: {level: token, veto: 0.4, criteria: [opsm -0.02 inf, group_mean_k2 -inf 0.16, group_any -inf inf]}
-  sides: [groups, advantages]
+  sides: [group_ids, advantages]
 token by staleness:
   fields: {rollout_is: token, rollout_is_mode: clamp, rollout_is_threshold: 0.7_1.4, rollout_staleness_scale:
     '1:1.5,3:0.8', rollout_rs: 'token_k1,token_k2,seq_max_k3', rollout_rs_threshold: '0.6_1.6,0.3,0.5'}
   settings: {level: token, mode: clamp, lower: 0.7, upper: 1.4, staleness: [[1, 1.5], [3, 0.8]], criteria: [token_k1
     0.6 1.6, token_k2 -inf 0.3, seq_max_k3 -inf 0.5]}
-  sides: [token_versions]
+  sides: [token_policy_versions]
 sequence by staleness:
   fields: {rollout_is: sequence, rollout_is_threshold: 2.5, rollout_is_batch_normalize: true, rollout_staleness_scale:
     '1:0.5,4:2', rollout_rs: 'seq_sum_k1,seq_mean_k3,opsm', rollout_rs_threshold: '0.2_4,0.15,0.04'}
   settings: {level: sequence, upper: 2.5, batch_normalize: true, staleness: [[1, 0.5], [4, 2.0]], criteria: [seq_sum_k1
     0.2 4, seq_mean_k3 -inf 0.15, opsm -0.04 inf]}
-  sides: [versions, advantages]
+  sides: [policy_versions, advantages]
 icepop by staleness:
   fields: {rollout_is: geometric, rollout_is_threshold: 0.85_1.2, rollout_staleness_scale: '4:0.6'}
   settings: {level: geometric, mode: mask, lower: 0.85, upper: 1.2, staleness: [[4, 0.6]]}
-  sides: [token_versions]
+  sides: [token_policy_versions]
 bad tokens:
   fields: {rollout_is: sequence, bad_log_probs: reject_token, rejection_denominator: original, rollout_rs: token_k1,
     rollout_rs_threshold: 2}
@@ -183,20 +183,10 @@ def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
         for row, column, value in ((1, 0, math.nan), (5, 3, math.inf), (9, 7, -math.inf), (0, 0, 0.01)):
             mask[row, column] = True
             (train if row % 2 else rollout)[row, column] = value
-    wanted = {"sequence_ids", "mini_batch_ids", *(_SIDE[name] for name in case.sides)}
+    wanted = {"sequence_ids", "mini_batch_ids", *case.sides}
     chosen = {name.removeprefix("token_"): value for name, value in sides.items() if name in wanted}
     train, rollout = (torch.where(mask, values, filler).double() for values in (train, rollout))
     return Batch(train, rollout, mask, chosen)
-
-
-_SIDE = {
-    "rewards": "rewards",
-    "advantages": "advantages",
-    "token_advantages": "token_advantages",
-    "groups": "group_ids",
-    "versions": "policy_versions",
-    "token_versions": "token_policy_versions",
-}
 
 
 def sizes(batch: Batch) -> dict[str, int]:
@@ -207,21 +197,11 @@ def sizes(batch: Batch) -> dict[str, int]:
     return found
 
 
-def ask_oracle(case: Case, batch: Batch) -> oracle.Result:
-    """The oracle's result for the whole batch."""
-    given, known = {name: value.tolist() for name, value in batch.sides.items()}, sizes(batch)
-    return oracle.correct(
-        *(tensor.tolist() for tensor in (batch.train, batch.rollout, batch.mask)),
-        case.settings,
-        advantages=given.get("advantages"),
-        rewards=given.get("rewards"),
-        group_ids=given.get("group_ids"),
-        versions=given.get("policy_versions"),
-        current_version=known.get("current_version"),
-        max_staleness=known.get("max_staleness", 0),
-        mini_batch_ids=given["mini_batch_ids"],
-        num_mini_batches=3,
-    )
+def sides_of(batch: Batch) -> dict[str, Any]:
+    """The side inputs that decide about tokens, under the oracle's names."""
+    names = {"advantages": "advantages", "group_ids": "group_ids", "policy_versions": "versions"}
+    found = {other: batch.sides[name].tolist() for name, other in names.items() if name in batch.sides}
+    return found | {"current_version": sizes(batch).get("current_version")}
 
 
 @functools.cache
@@ -230,15 +210,12 @@ def clear_batch(name: str) -> tuple[Batch, oracle.Result]:
     case = CASES[name]
     for seed in range(500):
         batch = make_batch(case, seed)
-        sides: dict[str, Any] = {
-            key: batch.sides[key].tolist() for key in ("advantages", "group_ids") if key in batch.sides
-        }
-        if "policy_versions" in batch.sides:
-            sides |= {"versions": batch.sides["policy_versions"].tolist(), "current_version": 7}
-        whole = (tensor.tolist() for tensor in (batch.train, batch.rollout, batch.mask))
-        if oracle.distance_to_bounds(*whole, case.settings, **sides) < NEAREST:
+        whole = [tensor.tolist() for tensor in (batch.train, batch.rollout, batch.mask)]
+        if oracle.distance_to_bounds(*whole, case.settings, **sides_of(batch)) < NEAREST:
             continue
-        found = ask_oracle(case, batch)
+        more = {name: batch.sides[name].tolist() for name in ("rewards", "mini_batch_ids") if name in batch.sides}
+        more |= {"max_staleness": sizes(batch).get("max_staleness", 0)} | SIZES
+        found = oracle.correct(*whole, case.settings, **sides_of(batch), **more)
         shares = [found.metrics[f"rollout_rs_{criterion}_masked_fraction"] for criterion in case.rejects]
         if all(0.1 < share < 0.9 for share in shares) and found.metrics["rollout_rs_masked_fraction"] < 0.95:
             return batch, found

@@ -36,8 +36,15 @@ def use_blocks(monkeypatch, num_tokens):
     monkeypatch.setattr(tokens, "MAX_BLOCK", num_tokens)
 
 
+def moved(batch, device):
+    """The batch on another device."""
+    sides = {name: value.to(device) for name, value in batch.sides.items()}
+    tensors = {name: getattr(batch, name).to(device) for name in ("train", "rollout", "mask")}
+    return dataclasses.replace(batch, **tensors, sides=sides)
+
+
 def pack(batch):
-    """The rows cut at the ends of their responses and concatenated: (batch, layout, ends)."""
+    """The rows cut at the ends of their responses and concatenated: (batch, layout, mask of what is kept)."""
     ends = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in batch.mask]
 
     def join(tensor):
@@ -47,7 +54,8 @@ def pack(batch):
     packed = dataclasses.replace(
         batch, train=join(batch.train), rollout=join(batch.rollout), mask=join(batch.mask), sides=sides
     )
-    return packed, SequenceLayout.packed([0, *torch.tensor(ends).cumsum(0).tolist()]), ends
+    kept = torch.arange(batch.mask.shape[1]) < torch.tensor(ends).unsqueeze(1)
+    return packed, SequenceLayout.packed([0, *torch.tensor(ends).cumsum(0).tolist()]), kept
 
 
 def is_quantile(name):

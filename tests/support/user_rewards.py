@@ -13,10 +13,6 @@ import numpy as np
 NUMBER = 3
 
 
-def label_in_response(prompt, response, label, record):
-    return float(str(label) in response)
-
-
 def parts(prompt, response, label, record):
     """A dict of components."""
     found = {"reward": float(response == label), "length": len(response)}
