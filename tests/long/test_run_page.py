@@ -8,8 +8,8 @@ import re
 import pytest
 
 from megatron_rc.launch.training.reporting.run_page.page import page_data, write_page
-from tests.launch.training.reporting.test_run_page import HOSTILE, made
 from tests.launch.training.reporting.test_picture import run
+from tests.launch.training.reporting.test_run_page import HOSTILE, made
 from tests.long.test_replay_page import BROWSER, shown
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
