@@ -31,7 +31,8 @@ OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval
 
 
 def test_the_runs():
-    """45, three to compare them with, and 16 without an entropy bonus; all train the default task."""
+    """45, three to compare them with, 16 without an entropy bonus, 27 of baselines; all train the default task."""
+    assert len({run.name for run in settings.runs_of_baselines()}) == 27
     assert len(RUNS) == len({run.name for run in RUNS}) == 48
     assert sum(run.mismatch is settings.NONE for run in RUNS) == 3
     found = list(settings.runs_without_entropy())
@@ -322,7 +323,11 @@ def committed(name="study"):
     return results.read(ROOT / "docs" / f"{name}.json")
 
 
-SETS = {"study": RUNS, "study_entropy": list(settings.runs_without_entropy())}
+SETS = {
+    "study": RUNS,
+    "study_entropy": list(settings.runs_without_entropy()),
+    "study_baselines": list(settings.runs_of_baselines()),
+}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -334,7 +339,7 @@ def test_the_data_and_the_page_are_those_of_all_runs(name):
     text = (ROOT / "docs" / "study.md").read_text()
     _, _, after = text.partition(f"{document.begin_of(name)}\n")
     assert after.partition(document.END)[0] == f"\n{document.table(committed(name))}\n"
-    for picture in (f"{name}.png", f"{name}_measures.png"):
+    for picture in (f"{name}.png", f"{name}_measures.png") * (name != "study_baselines"):
         assert (ROOT / "docs" / picture).stat().st_size < 150_000
 
 
@@ -387,6 +392,26 @@ def test_what_the_page_concludes_without_an_entropy_bonus():
         assert 0 < last[mismatch, "token_tis"] - last[mismatch, "uncorrected"] < usual
     assert last["staleness", "geo_rs_token_tis"] < last["staleness", "uncorrected"]
     assert max(of("temperature", how, "study_entropy")[0] for how in ("seq_tis", "bypass")) < 0.3
+
+
+def test_what_the_page_concludes_of_two_baselines():
+    verdicts = {}
+    for kind, how in [*((kind.name, "seq_tis") for kind in settings.MISMATCHES), ("temperature", "token_tis")]:
+        group, weighted = (of(kind, name, "study_baselines") for name in (how, f"{how}_weighted"))
+        verdicts[kind, how] = {after > before for before, after in zip(group, weighted, strict=True)}
+        shown = [", ".join(f"{reward:.2f}" for reward in rewards[:2]) for rewards in (group, weighted)]
+        assert {reward for part in shown for reward in part.split(", ")} <= words_of("docs/study.md")
+    assert verdicts == {
+        ("rounding", "seq_tis"): {True},
+        ("staleness", "seq_tis"): {True, False},
+        ("temperature", "seq_tis"): {True},
+        ("temperature", "token_tis"): {True, False},
+    }
+    data = committed("study_baselines")
+    said = {one.correction: results.verdict(one, results.reference_of(data)) for one in data}
+    assert (said["seq_tis"], said["seq_tis_weighted"]) == ("collapsed", "sound"), "the last ones are of temperature"
+    norms = [one.mean("grad_norm") for one in data if one.correction == "token_tis_weighted"]
+    assert f"{sum(norms) / 3:.0f}" == "225"
 
 
 def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path):
