@@ -494,21 +494,23 @@ def test_the_mean_of_the_engines_rewards_turns_a_truncated_gradient_around():
     assert ascent(toy, 2.0, 1)[1] < 0 < ascent(toy, 2.0, 2)[1] < ascent(toy, 2.0, 10)[1]
 
 
-@pytest.mark.parametrize("upper", [2.0, 10.0])
-def test_the_bias_of_a_baseline_is_that_of_the_truncated_part(upper):
+@pytest.mark.parametrize(
+    ("threshold", "mode"), [(2.0, "truncate"), (10.0, "truncate"), ("0.5_2.0", "mask"), ("0.5_2.0", "clamp")]
+)
+def test_the_bias_of_a_baseline_is_that_of_the_lost_part(threshold, mode):
     toy = learned()
-    lost = (toy.ratio - upper).clamp(min=0)
-    bounds = {}
+    weights = weights_of(toy, "sequence", threshold, rollout_is_mode=mode)
+    lost, bounds = toy.ratio - weights[:, 0], {}
     for baseline in torch.linspace(0, 1, 41).tolist():
         advantages = toy.rewards - baseline
-        found = estimate(toy, weights_of(toy, "sequence", upper), advantages=advantages) - toy.wanted()
+        found = estimate(toy, weights, advantages=advantages) - toy.wanted()
         of_lost = toy.gradient((lost * advantages * toy.train.sum(1)).mean())
         torch.testing.assert_close(found, -of_lost, rtol=0, atol=1e-12)
-        bounds[baseline] = float((lost * advantages.abs()).mean())
+        bounds[baseline] = float((lost * advantages).abs().mean())
         assert found.norm() <= 4 * SCORE * bounds[baseline] + 1e-12
     best = min(bounds, key=bounds.get)
-    below, above = (float(lost[side].sum()) for side in (toy.rewards < best, toy.rewards > best))
-    assert max(below, above) <= float(lost.sum()) / 2, "a median of the rewards that are lost"
+    below, above = (float(lost[side].abs().sum()) for side in (toy.rewards < best, toy.rewards > best))
+    assert max(below, above) <= float(lost.abs().sum()) / 2, "a median of the rewards of the lost part"
 
 
 @pytest.mark.parametrize("size", [2, 3])
