@@ -68,7 +68,7 @@ class RolloutSampler:
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
         first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
         seed = config.training.seed + 1_000_003 * step + replica
-        answered = self._answered(self.task.problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
+        answered = self._scored(self.task.problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
         replaced = self._replace_flat(answered, first, seed, step)
         greedy = self._greedy(answered, seed, step) if config.advantages.advantage_estimator == "remax" else None
         samples = [sample for one in answered for sample in one.samples]
@@ -103,7 +103,7 @@ class RolloutSampler:
             begin = _REPLACED_FROM + number * _APART + first
             problems = [self.task.problems(begin + place, 1)[0] for place in flat]
             seed_of_try = derive_seed(seed, _REPLACED_FROM + number)
-            others = self._answered(problems, self.config.rollouts.grpo_group_size, seed_of_try, step)
+            others = self._scored(problems, self.config.rollouts.grpo_group_size, seed_of_try, step)
             for place, other in zip(flat, others, strict=True):
                 answered[place] = other
             replaced += len(flat)
@@ -111,16 +111,16 @@ class RolloutSampler:
 
     def _greedy(self, answered: list[Answered], seed: int, step: int) -> Tensor:
         """[responses], reward of the greedy response to each response's prompt; 0 if that response was dropped."""
-        best = self._answered([one.problem for one in answered], 1, seed, step, SamplingParams(top_k=1))
+        best = self._scored([one.problem for one in answered], 1, seed, step, SamplingParams(top_k=1))
         rewards = torch.tensor([one.values[0] for one in best], dtype=torch.float32)
         return rewards.repeat_interleave(self.config.rollouts.grpo_group_size)
 
-    def _answered(
+    def _scored(
         self, problems: Sequence[Problem], size: int, seed: int, step: int, sampling: SamplingParams | None = None
     ) -> list[Answered]:
         """Sample and reward ``size`` responses to each problem; ``sampling`` None: as rollouts are sampled."""
         longest = self.config.rollouts.max_response_length
-        encoded, samples = self._answers(problems, size, sampling or self.sampling, longest, seed)
+        encoded, samples = self._responses(problems, size, sampling or self.sampling, longest, seed)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
         texts = [self.task.text.decode(samples[index].token_ids) for index in kept]
         rewards = self.rewarder.score([problems[index // size] for index in kept], texts, step=step)
@@ -139,7 +139,7 @@ class RolloutSampler:
         """Sample responses to the replica's first prompts, the same at each call, without rewards."""
         problems = self.task.problems(self.replica * rows, rows)
         seed = self.config.training.seed + self.replica
-        encoded, samples = self._answers(problems, 1, self.sampling, longest, seed)
+        encoded, samples = self._responses(problems, 1, self.sampling, longest, seed)
         batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
         usable = batch.response_mask
         if self.config.correction.bad_log_probs != "error":
@@ -161,7 +161,7 @@ class RolloutSampler:
         tries, longest = self.config.evaluation.eval_samples, self.config.rollouts.max_response_length
         repeated = [problem for problem in problems for _ in range(tries)]
         seed = self.config.training.seed + 1_000_003 * part + self.replica
-        _, samples = self._answers(problems, tries, sampling_of(self.config), longest, seed)
+        _, samples = self._responses(problems, tries, sampling_of(self.config), longest, seed)
         texts = [self.task.text.decode(sample.token_ids) for sample in samples]
         rewards = self.rewarder.score(repeated, texts, step=self.engine.version, held_out=True)
         for index, problem in enumerate(problems):
@@ -172,7 +172,7 @@ class RolloutSampler:
         """End the processes that score."""
         self.rewarder.close()
 
-    def _answers(
+    def _responses(
         self, problems: Sequence[Problem], size: int, sampling: SamplingParams, longest: int, seed: int
     ) -> tuple[list[list[int]], list[Sample]]:
         """``size`` responses to each problem, and the token ids of the prompt of each response."""

@@ -22,7 +22,7 @@ def parse_line(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("is empty: every line is one JSON object")
     try:
-        row = json.loads(text, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object)
+        row = json.loads(text, parse_constant=_refuse, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at column {error.colno}): every line is one JSON object") from error
     except RecursionError as error:
@@ -112,13 +112,6 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"holds {constant}, which is no JSON value")
-
-
-def _integer(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError as error:  # Python limits the digits of an integer
-        raise ValueError(f"holds an integer of {len(word)} digits, which is too large a number") from error
 
 
 def _among(row: Row) -> str:

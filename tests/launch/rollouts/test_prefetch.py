@@ -122,35 +122,35 @@ class CountingEngine:
         return self.busy
 
 
-def run_with(words, engine, watch=None):
+def run_with(words, engine, watch=lambda engines, iteration: None):
     """The loop with an engine of ours on the ranks that have one: (error, versions that sampled, threads left)."""
-    from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.checks.engine_distance import EngineDistance
     from megatron_rc.launch.training.checks.sync_check import SyncCheck
     from megatron_rc.launch.training.trainer import Trainer
 
-    made, default, update = [], RolloutCollector._default_engine, Trainer.update
+    made, update = [], Trainer.update
+
+    def make(_):
+        made.append(engine())
+        return made[-1]
 
     def watched(trainer, prepared, mini_batch):
         watch(made, trainer.iteration)
         return update(trainer, prepared, mini_batch)
 
-    RolloutCollector._default_engine = lambda self: made.append(engine()) or made[-1]
-    Trainer.update = watched if watch else update
-    # The engine has no model that could agree.
-    no_probe = mock.patch.object(SyncCheck, "__call__", return_value={})
-    try:
-        with no_probe, mock.patch.object(EngineDistance, "check", return_value={}):
-            error = run_training(words)
-    finally:
-        RolloutCollector._default_engine, Trainer.update = default, update
+    with (
+        mock.patch.object(RolloutCollector, "_default_engine", make),
+        mock.patch.object(Trainer, "update", watched),
+        # The engine has no model that could agree.
+        mock.patch.object(SyncCheck, "__call__", return_value={}),
+        mock.patch.object(EngineDistance, "check", return_value={}),
+    ):
+        error = run_training(words)
     return error, [one.calls for one in made], [one.threads for one in made], sampling_threads()
 
 
 AGES = [0, 1, 2, 1, 2, 1]  # with two batches ahead
 STALE = ["--rollout-staleness=2", "--train-iters=6"]
-
-
 # With two batches ahead; without the flag every batch is fresh.
 VERSIONS = [
     (STALE, [0, 0, 0, 2, 2, 4], AGES),
@@ -298,11 +298,8 @@ def run_elsewhere(words, elsewhere):
     """The loop with the engine of the flags, said to be in another process or not."""
     from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 
-    TransformersEngine.is_elsewhere = elsewhere
-    try:
+    with mock.patch.object(TransformersEngine, "is_elsewhere", elsewhere):
         return run_training(words), sampling_threads()
-    finally:
-        TransformersEngine.is_elsewhere = False
 
 
 def test_a_thread_samples_what_the_trainer_would(ranks, tmp_path):

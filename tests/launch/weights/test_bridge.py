@@ -5,6 +5,7 @@ layers have on a GPU. The stand-in has the signatures of mbridge 0.15.1.
 """
 
 import importlib.util
+import re
 import sys
 import types
 from dataclasses import replace
@@ -40,34 +41,44 @@ def installed(monkeypatch):
     return pretend
 
 
-def check(tmp_path, *more, model=LLAMA, engine=True, world_size=1):
-    return run_config(flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model), world_size, engine=engine)
+def check(tmp_path, *more, model=LLAMA, engine=True):
+    words = flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model)
+    return run_config(words, 1 + (PP2 in more), engine=engine)
+
+
+def chosen(tmp_path, *more, model=LLAMA):
+    return run_config(flags(tmp_path, "--no-cpu", *more, model=model), 1 + (PP2 in more)).checkpoints.weights_bridge
 
 
 BOTH, PP2 = ("transformer_engine", "mbridge"), "--pipeline-model-parallel-size=2"
-# Packages that are there, a flag, the model, and the sentence.
+# Packages that are there, flags, the model, and parts of the reason.
 REFUSED = {
-    "local": ([], "", LLAMA, r"--transformer-impl transformer_engine.* local.*pip install .*\[gpu\]'"),
-    "no-te": (
-        *([], "--transformer-impl=transformer_engine", LLAMA),
-        r"needs transformer_engine, .*pip install .*\[gpu\]'",
-    ),
-    "no-mbridge": (BOTH[:1], "", LLAMA, r"mbridge needs mbridge, which is not .*pip install .*\[bridge\]'"),
-    "local-asked-for": (BOTH, "--transformer-impl=local", LLAMA, "--transformer-impl .* local"),
-    "experts": (BOTH, "--num-experts=4", LLAMA, "not mixtral: drop it"),
-    "gpt2": (BOTH, "", GPT2, "llama, qwen2, qwen3.* gpt2"),
-    "tied": (BOTH, PP2, LLAMA, "--pipeline-model-parallel"),
+    "local": (BOTH[1:], [], LLAMA, r"--transformer-impl transformer_engine.* local.*\[gpu\]'"),
+    "no-mbridge": (BOTH[:1], [], LLAMA, r"needs mbridge, .*\[bridge\]'"),
+    "local-asked-for": (BOTH, ["--transformer-impl=local"], LLAMA, "--transformer-impl .* local"),
+    "experts": (BOTH, ["--num-experts=4"], LLAMA, "not mixtral"),
+    "gpt2": (BOTH, [], GPT2, "llama, qwen2, qwen3.* not gpt2"),
+    "mistral": (BOTH, ["--hf-model-type=mistral"], LLAMA, "not mistral"),
+    "tied": (BOTH, [PP2], LLAMA, "--pipeline-model-parallel"),
 }
 
 
-@pytest.mark.parametrize(("there", "more", "model", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_it_cannot_convert_is_refused(tmp_path, installed, there, more, model, message):
+@pytest.mark.parametrize(("there", "more", "model", "reason"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused_for_a_reason_for_which_the_tables_convert(
+    tmp_path, installed, caplog, there, more, model, reason
+):
     installed(*there)
-    with pytest.raises(ConfigurationError, match=message):
-        check(tmp_path, *more.split(), model=model, world_size=2 if more == PP2 else 1)
+    with pytest.raises(ConfigurationError, match=reason):
+        check(tmp_path, *more, model=model)
+    assert chosen(tmp_path, *more, model=model) == "none"
+    assert caplog.messages[0].startswith("this program's own tables convert the weights: --weights-bridge mbridge ")
+    assert re.search(reason, caplog.messages[0])
 
 
 def test_it_is_refused_where_it_has_nothing_to_convert(tmp_path, installed):
+    installed()
+    with pytest.raises(ConfigurationError, match=r"needs transformer_engine, .*\[gpu\]'"):
+        check(tmp_path, "--transformer-impl=transformer_engine")
     installed(*BOTH)
     with pytest.raises(ConfigurationError, match=r"--weights-bridge mbridge .*--load-hf or --save-hf"):
         check(tmp_path, engine=False)
@@ -82,11 +93,7 @@ def test_it_is_refused_where_it_has_nothing_to_convert(tmp_path, installed):
 )
 def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
     installed(*BOTH)
-    assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).checkpoints.weights_bridge == "mbridge"
-
-
-def chosen(tmp_path, *more, model=LLAMA):
-    return run_config(flags(tmp_path, "--no-cpu", *more, model=model)).checkpoints.weights_bridge
+    assert check(tmp_path, *more).checkpoints.weights_bridge == "mbridge"
 
 
 def test_it_is_the_default_where_it_can_convert(tmp_path, installed, caplog):
@@ -102,23 +109,6 @@ def test_it_is_the_default_where_it_can_convert(tmp_path, installed, caplog):
     caplog.clear()
     assert chosen(tmp_path, "--weights-bridge=none") == "none"
     assert not caplog.messages
-
-
-ELSEWHERE = {
-    "no-mbridge": (BOTH[:1], "", LLAMA, "needs mbridge, which is not installed"),
-    "local": (BOTH[1:], "", LLAMA, "--transformer-impl transformer_engine, got local"),
-    "experts": (BOTH, "--num-experts=4", LLAMA, "not mixtral"),
-    "gpt2": (BOTH, "", GPT2, "not gpt2"),
-    "mistral": (BOTH, "--hf-model-type=mistral", LLAMA, "not mistral"),
-}
-
-
-@pytest.mark.parametrize(("there", "more", "model", "message"), ELSEWHERE.values(), ids=ELSEWHERE)
-def test_elsewhere_the_tables_convert_and_say_why(tmp_path, installed, caplog, there, more, model, message):
-    installed(*there)
-    assert chosen(tmp_path, *more.split(), model=model) == "none"
-    assert caplog.messages[0].startswith("this program's own tables convert the weights: --weights-bridge mbridge ")
-    assert message in caplog.messages[0]
 
 
 class Bridge:
