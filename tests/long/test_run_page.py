@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_rc.launch.training.reporting.run_page.page import page_data, write_page
-from tests.launch.training.reporting.test_page import HOSTILE, made
+from tests.launch.training.reporting.test_run_page import HOSTILE, made
 from tests.launch.training.reporting.test_picture import run
 from tests.long.test_replay_page import BROWSER, shown
 
