@@ -8,6 +8,5 @@ flags=(
     --rollout-is token                                    # algorithm.rollout_is_level=token
     # algorithm.rollout_is_mode=truncate, the meaning of one number as threshold
     --rollout-is-threshold 2                              # algorithm.rollout_is_threshold=2.0
-    --rollout-token-veto-threshold none                   # the veto of 1e-4 counted there, and rejected nothing
 )
 exec "$(dirname "$0")/token_weights.sh" "${flags[@]}" "$@"

@@ -61,7 +61,7 @@ def decide_sequences(
             accept_negative = verdict if accept_negative is None else accept_negative & verdict
         else:
             accept = accept & verdict
-    if sums.vetoed is not None:
+    if sums.vetoed is not None and config.rejecting_veto is not None:
         accept = accept & (sums.vetoed == 0)
     if config.bad_log_probs == "reject_sequence":
         accept = accept & (sums.response == sums.valid)

@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="Program whose settings are proposed: megatron_rc, verl, verl-2025-11, verl-2025-10, slime or nemo-rl. "
         "Default: the program that wrote the input.",
     )
+    parser.add_argument(
+        "--rollout-is",
+        choices=("token", "sequence", "geometric", "none"),
+        help="Level of the weights in exported metrics. Default: read from config.yaml, or from the metrics.",
+    )
     args = parser.parse_args(argv)
     from megatron_rc.doctor.inputs import read_evidence
     from megatron_rc.doctor.other_words import WORDS
@@ -44,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dialect is not None:
             one_of("--dialect", args.dialect, tuple(WORDS))
         evidence = read_evidence(args.path)
+        if args.rollout_is is not None:
+            evidence = evidence.of_level(args.rollout_is)
         report = examine(evidence if args.dialect is None else replace(evidence, dialect=args.dialect))
     except (ValueError, ImportError) as problem:
         sys.stderr.write(f"{problem}\n")

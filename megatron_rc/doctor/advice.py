@@ -12,9 +12,10 @@ import torch
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.other_words import OWN, settings_lines
-from megatron_rc.doctor.rule import Verdict
+from megatron_rc.doctor.rule import REPAIR, Verdict
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.signs import K3
+from megatron_rc.measures.sequence_measures import REWARD_SIGNS
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
 EXP_LIMIT = 20.0  # nats; larger log-ratios are clamped
@@ -66,7 +67,7 @@ class Effect:
 def choose(facts: Facts, verdicts: Sequence[Verdict], sampled: Sampled | None = None) -> Choice | None:
     """The preset for these facts; None if too few are known."""
     names = {verdict.rule.name for verdict in verdicts}
-    broken = next((verdict.rule for verdict in verdicts if verdict.rule.repair), None)
+    broken = next((verdict.rule for verdict in verdicts if verdict.rule.kind == REPAIR), None)
     if broken is not None:
         return Choice(
             "disabled",
@@ -87,8 +88,7 @@ def _for_noise(facts: Facts, is_long: bool, bound: str | None) -> Choice:
         why = f"k3 is at most {K3}: these weights change almost nothing now, and bound later ratios"
         return Choice("decoupled_token_is", why, {"threshold": upper})
     if facts["sequence_eff_sample_size"] >= 0.5 and not is_long:
-        share = facts["sequence_eff_sample_size"]
-        why = f"sequence weights are unbiased, and leave {share:.0%} of this batch"
+        why = f"sequence weights are unbiased, and leave {facts['sequence_eff_sample_size']:.0%} of the batch"
         return Choice("decoupled_seq_is", why, {"threshold": 2.0})
     if bound is None:
         why = "token weights do not depend on the length; bounds for whole sequences need a recorded batch"
@@ -141,14 +141,12 @@ def effect(choice: Choice, sampled: Sampled) -> Effect:
     """Try a correction on a batch with log-probs of the trainer."""
     fields = choice.config().to_dict() | {"bad_log_probs": "reject_token", "metric_prefix": ""}
     metrics = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards).metrics()
-    signs = {
-        sign: metrics.get(f"rollout_rs_masked_fraction_reward_{sign}") for sign in ("negative", "zero", "positive")
-    }
+    by_sign = {sign: f"rollout_rs_masked_fraction_reward_{sign}" for sign in REWARD_SIGNS}
     return Effect(
         choice,
         eff_sample_size=metrics.get("rollout_is_eff_sample_size", 1.0),
         mean_weight=metrics.get("rollout_is_mean", 1.0),
         rejected_tokens=metrics["rollout_rs_masked_fraction"],
         rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],
-        rejected_by_reward={sign: share for sign, share in signs.items() if share is not None},
+        rejected_by_reward={sign: metrics[name] for sign, name in by_sign.items() if name in metrics},
     )

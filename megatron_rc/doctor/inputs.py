@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,7 @@ from megatron_rc.doctor.metric_names import program_of
 from megatron_rc.doctor.other_records import is_own, is_record, read_tensor_record, sampled_of_objects
 from megatron_rc.doctor.other_words import OWN, WORDS
 from megatron_rc.doctor.sampled import Sampled
-from megatron_rc.doctor.series import facts_of_series
+from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import object_of, own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
 from megatron_rc.records.tensor_files import SUFFIXES
 
@@ -35,6 +35,16 @@ class Evidence:
     sampled: Sampled | None = None  # the responses of a recorded batch; None for metrics
     notes: tuple[str, ...] = ()
     dialect: str = OWN  # of the settings of the program that wrote it
+    history: History | None = None  # the metrics of a run; None for a batch
+    settings: Mapping[str, str] | None = None  # flags of the run; None if they are unknown
+
+    def of_level(self, level: str) -> Evidence:
+        """The same metrics of a run, read as those of weights of this level; ``none`` without weights."""
+        if self.history is None:
+            raise ValueError(
+                f"--rollout-is {level} is for metrics: a recorded batch is judged without weights; drop it"
+            )
+        return replace(self, facts=facts_of_series(self.history, self.settings, level))
 
 
 def read_evidence(path: Path) -> Evidence:
@@ -155,9 +165,10 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
 def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
     found, bad, names = own_rows(rows, path, prefix)
     notes = (f"{bad} rows are left out: a number in them is NaN or infinite",) if bad else ()
-    settings = read_settings(path.parent) if path.name == METRICS_FILE else None
+    settings = (read_settings(path.parent) if path.name == METRICS_FILE else None) or None
     dialect = OWN if settings else program_of(map(str, names)) or OWN
-    return Evidence(f"{path}: {found.num_rows} steps", facts_of_series(found, settings or None), None, notes, dialect)
+    facts = facts_of_series(found, settings)
+    return Evidence(f"{path}: {found.num_rows} steps", facts, None, notes, dialect, found, settings)
 
 
 def read_settings(folder: Path) -> Mapping[str, str]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig
-from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.levels import of_tokens
+from megatron_rc.doctor.facts import Facts, of_tokens
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.measures.shift import measure_shift
 
@@ -18,11 +17,6 @@ NOISE = 0.02  # nats; smaller log-ratios are rounding
 _FEW = 8  # tokens; shorter sequences are not judged
 _UNCERTAIN = 0.25  # nats a token: a probability of 0.78
 _CAP = 0.5  # nats; the most that one token adds to its sequence
-# Metrics that depend on the bound of the weights.
-_BOUNDED = (
-    *("rollout_is_ratio_fraction", "rollout_is_seq_", "rollout_is_applied_", "rollout_is_eff", "rollout_is_p"),
-    *("rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min", "rollout_rs_"),
-)
 _SHARPER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5)
 _OTHERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
@@ -68,24 +62,19 @@ def _sampling_facts(sampled: Sampled) -> dict[str, float]:
 
 
 def _library_metrics(sampled: Sampled) -> dict[str, float]:
-    """Metrics of token weights, the effective sample size of sequence weights, and the test for a shift.
+    """Metrics of the two policies, the effective sample size of sequence weights, and the test for a shift.
 
     The test compares log-probs of neighbouring positions with log-probs of equal positions.
     """
-    measured, found = {}, {}
-    for level in ("token", "sequence"):
-        config = RolloutCorrectionConfig(
-            level, 2.0, rollout_is_apply=False, bad_log_probs="reject_token", metric_prefix=""
-        )
-        result = sampled.corrected(config)
-        measured[level] = result.metrics()
-    shift = measure_shift(result.on_host.data.shift)
+    config = RolloutCorrectionConfig(bad_log_probs="reject_token", metric_prefix="")
+    result = sampled.corrected(config)
+    measured, shift = result.metrics(), measure_shift(result.on_host.data.shift)
+    # No run has chosen these weights and their bounds.
+    found = {name: value for name, value in measured.items() if not name.startswith(("rollout_is_", "rollout_rs_"))}
+    found |= of_tokens(measured) | {"sequence_eff_sample_size": measured["rollout_is_raw_eff_sample_size"]}
     if shift.is_enough:
-        found = {"shift_share": shift.share, "shift_lag": float(shift.lag)}
-    # No run has chosen these weights' bounds.
-    kept = {name: value for name, value in measured["token"].items() if not name.startswith(_BOUNDED)}
-    kept |= of_tokens(kept)
-    return kept | found | {"sequence_eff_sample_size": measured["sequence"]["rollout_is_raw_eff_sample_size"]}
+        found |= {"shift_share": shift.share, "shift_lag": float(shift.lag)}
+    return found
 
 
 def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:

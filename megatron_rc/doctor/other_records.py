@@ -41,10 +41,6 @@ def is_record(names: Mapping[str, Any]) -> bool:
     return any(isinstance(names.get(name), (list, Tensor)) for name in ROLLOUT)
 
 
-class NoRecordError(ValueError):
-    """A file of tensors that cannot be read, or has no log-probs of an engine."""
-
-
 def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
     """Our own record, or responses from another program's tensors by name; ValueError if the file is neither."""
     if path.suffix not in SUFFIXES:
@@ -56,20 +52,12 @@ def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
         except ValueError as problem:
             own = problem
     try:
-        return sampled_of_file(existing(path))
-    except NoRecordError as other:
-        raise own or other from None
-
-
-def sampled_of_file(path: Path) -> Sampled:
-    """Responses from a file of tensors by name; NoRecordError if it cannot be read or is none, else ValueError."""
-    try:
-        tensors = read_tensors(path)
+        tensors = read_tensors(existing(path))
     except ValueError as problem:
-        raise NoRecordError(str(problem)) from None
+        raise own or problem from None
     if not is_record(tensors):
         names = ", ".join(sorted(tensors)[:5]) or "none"
-        raise NoRecordError(
+        raise own or ValueError(
             f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give the tensors of a rollout batch by name"
         )
     return sampled_of_tensors(tensors, path)

@@ -12,11 +12,11 @@ from megatron_rc.settings.dialects.writer import written
 
 OWN = "megatron_rc"
 _SIGNAL = "more prompts a step, other prompts for those whose rewards are alike, a warm-up or a lower learning rate"
+_OTHERS = {"signal": _SIGNAL, "scale": ""}
 _VERL = {
-    "signal": _SIGNAL,
+    **_OTHERS,
     "temperature": "actor_rollout_ref.rollout.temperature",
     "staleness": "async_training.staleness_threshold",
-    "scale": "",
     "veto": "rollout_token_veto_threshold",
     "record": "old_log_probs beside rollout_log_probs",
 }
@@ -35,18 +35,16 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "verl-2025-11": _VERL,
     "verl-2025-10": {**_VERL, "veto": "rollout_is_veto_threshold"},
     "slime": {
-        "signal": _SIGNAL,
+        **_OTHERS,
         "temperature": "--rollout-temperature",
         "staleness": "--update-weights-interval",
-        "scale": "",
         "veto": "rs_veto_threshold",
         "record": "log_probs beside rollout_log_probs",
     },
     "nemo-rl": {
-        "signal": _SIGNAL,
+        **_OTHERS,
         "temperature": "policy.generation.temperature",
         "staleness": "grpo.async_grpo.max_trajectory_age_steps",
-        "scale": "",
         "veto": "seq_logprob_error_threshold",
         "record": "prev_logprobs beside generation_logprobs",
     },

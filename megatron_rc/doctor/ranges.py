@@ -47,14 +47,7 @@ RANGES: tuple[Range, ...] = (
         "rounding to bfloat16 leaves k3 near 0.001, and at 0.1 nats a token the two probabilities of 50 tokens differ "
         "by a factor of e⁵ = 148; so `precision` is a verdict from k3 = 0.002 on",
     ),
-    Range(
-        "rollout_is_mean",
-        0.5,
-        2.0,
-        _MIGRATION,
-        "the mean ratio is exactly 1 if the engine reports the probabilities that it sampled with; a difference of "
-        "0.01 and 4 standard errors shows another fault",
-    ),
+    Range("rollout_is_mean", 0.5, 2.0, _MIGRATION),
     Range("rollout_is_eff_sample_size", 0.3, math.inf, _MIGRATION),
     Range("rollout_is_std", _ANY, 1.0, _MIGRATION),
     Range("rollout_is_veto_fraction", _ANY, 0.1, _MIGRATION),

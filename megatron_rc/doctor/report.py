@@ -10,9 +10,10 @@ from megatron_rc.doctor.advice import EXP_LIMIT, Choice, Effect, candidates, cho
 from megatron_rc.doctor.inputs import Evidence
 from megatron_rc.doctor.other_words import WORDS
 from megatron_rc.doctor.ranges import RANGES
-from megatron_rc.doctor.rule import Rule, Verdict
+from megatron_rc.doctor.rule import WEIGHTS, Rule, Verdict
 from megatron_rc.doctor.rules import judge, not_looked_at
 from megatron_rc.doctor.signs import OTHER_DISTANCES
+from megatron_rc.measures.sequence_measures import REWARD_SIGNS
 
 HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
 # Upper limit of k3 in nats for each sentence.
@@ -53,7 +54,7 @@ class Report:
     @property
     def code(self) -> int:
         """The exit code."""
-        if self.verdicts:
+        if any(verdict.rule.kind != WEIGHTS for verdict in self.verdicts):
             return WRONG
         return HEALTHY if any(map(self.evidence.facts.has, ("k3_kl", *OTHER_DISTANCES))) else TOO_LITTLE
 
@@ -102,9 +103,10 @@ def _distance(report: Report) -> list[str]:
 
 def _found(report: Report) -> list[str]:
     lines = ["", "What is wrong"]
-    if not report.verdicts:
+    if report.code != WRONG:
         unknown = "no fault found, but the input has no log-probs of the trainer"
-        return [*lines, f"  {'nothing wrong' if report.code == HEALTHY else unknown}"]
+        lines.append(f"  {'nothing wrong' if report.code == HEALTHY else unknown}")
+        lines += ["", "What other weights would improve"] if report.verdicts else []
     for number, verdict in enumerate(report.verdicts, start=1):
         rule = verdict.rule
         lines += [f"  {number}. {rule.title} ({rule.name})", f"     {verdict.words}"]
@@ -121,8 +123,7 @@ def _proposed(report: Report) -> list[str]:
         lines.append(f"  {'on this batch':<46}{'ESS':>7}{'mean w':>9}{'tokens rejected':>17}{'of reward -/0/+':>22}")
     for one in report.effects:
         by_sign = "/".join(
-            f"{one.rejected_by_reward[sign]:.0%}" if sign in one.rejected_by_reward else "-"
-            for sign in ("negative", "zero", "positive")
+            f"{one.rejected_by_reward[sign]:.0%}" if sign in one.rejected_by_reward else "-" for sign in REWARD_SIGNS
         )
         values = map(str, one.choice.arguments.values())
         name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *values])
@@ -137,9 +138,9 @@ def _complaints(report: Report) -> list[str]:
 
 
 def _recommended(report: Report) -> list[str]:
-    head = ["", "Outside of published ranges (docs/doctor.md says where ours differ)"]
     complaints = [f"  {one}" for one in _complaints(report)]
-    return [*head, *complaints] if complaints else []
+    head = ["", "Outside of published ranges (docs/doctor.md says where ours differ)"]
+    return complaints and [*head, *complaints]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -152,6 +153,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "verdicts": [
             {
                 "name": verdict.rule.name,
+                "kind": verdict.rule.kind,
                 "title": verdict.rule.title,
                 "words": verdict.words,
                 "advice": verdict.rule.advice_in(report.evidence.dialect),

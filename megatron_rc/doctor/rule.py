@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.other_words import WORDS
 
+REPAIR = "repair"  # the data are wrong, and no correction can replace the repair
+CORRECT = "correct"  # the run needs a correction, or another setting of it
+WEIGHTS = "weights"  # nothing is broken; weights of another level would use more of the batch
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -22,7 +26,7 @@ class Rule:
     advice: str  # the remedy, with names from ``WORDS`` as ``{name}``
     sources: str  # publications of the test and its thresholds
     unless: tuple[str, ...] = ()  # rules that explain the same numbers better: if one holds, this rule is silent
-    repair: bool = False  # the data are wrong, and no correction can replace the repair
+    kind: str = CORRECT
 
     def advice_in(self, dialect: str) -> str:
         """The remedy with the names of a program's settings."""

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import re
 from string import Formatter
 
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.rule import Rule, Verdict
+from megatron_rc.doctor.rule import REPAIR, WEIGHTS, Rule, Verdict
 from megatron_rc.doctor.signs import K3
 from megatron_rc.measures.shift import MIN_PAIRS, RATIO
 
-_UNKNOWN = re.compile(r"\bnan%?")
-
-YAO = (
-    "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, "
-    "fengyao.notion.site/off-policy-rl"
-)
-MA = (
-    "Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, "
-    "arXiv 2510.11370"
-)
 LIU = "Liu et al. 2025, When Speed Kills Stability"
 VERL = "verl, docs/algo/rollout_corr.md"
 OWN = "own measurement (docs/doctor.md)"
-
+FIRST = "verl, docs/advance/rollout_is_migration.md of October 2025"
+_BROKEN = ("unusable", "shift", "truncated_sampling", "stale_cache", "log_prob_mode", "temperature")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -38,7 +27,7 @@ RULES: tuple[Rule, ...] = (
         "as the engine's log-probs",
         "ask the engine for the log-prob of every sampled token, and check the response mask for padding",
         "docs/rollouts.md; TRL#6166",
-        repair=True,
+        kind=REPAIR,
     ),
     Rule(
         "shift",
@@ -51,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         "the distance is {shift_share:.0%} of the distance at the same token",
         "align both to the label tokens; shift whole sequences before they are cut",
         "megatron_rc/measures/shift.py; ms-swift#8196, verl#4250",
-        repair=True,
+        kind=REPAIR,
     ),
     Rule(
         "truncated_sampling",
@@ -62,11 +51,11 @@ RULES: tuple[Rule, ...] = (
         "nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2), because the engine normalises over "
         "the tokens that it kept; the mean ratio is then the probability that the trainer gives to these tokens",
         "the mean ratio is {ratio_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
-        "give to the tokens that the engine kept (recorded: top_p {top_p:.3g}, top_k {top_k:.0f})",
+        "give to the tokens that the engine kept; recorded: top_p {top_p:.3g}, top_k {top_k:.0f}",
         "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",
         "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, 3.1",
         ("shift",),
-        repair=True,
+        kind=REPAIR,
     ),
     Rule(
         "stale_cache",
@@ -81,7 +70,7 @@ RULES: tuple[Rule, ...] = (
         "trainer's weights",
         "SkyRL#2246 (stale prefix cache: mean difference 0.87); vLLM's reset_prefix_cache",
         ("shift",),
-        repair=True,
+        kind=REPAIR,
     ),
     Rule(
         "log_prob_mode",
@@ -92,11 +81,12 @@ RULES: tuple[Rule, ...] = (
         "below) and the mean ratio is above 1 by 0.01 and by 4 standard errors: then the engine sampled from another "
         "distribution than it reports",
         "the mean ratio is {ratio_mean:.3f}, but log-probs of the sampling distribution give 1; the two "
-        "policies differ like temperatures with a ratio of {temperature_ratio:.2f}",
+        "policies differ like temperatures with a ratio of {temperature_ratio:.2f}; recorded: temperature "
+        "{temperature:.3g}",
         "ask the engine for processed log-probs (vLLM: logprobs_mode=processed_logprobs)",
         "TRL#4159 (vLLM's raw_logprobs at temperature 0.6: ratio 2)",
         ("shift", "stale_cache", "truncated_sampling"),
-        repair=True,
+        kind=REPAIR,
     ),
     Rule(
         "temperature",
@@ -109,7 +99,7 @@ RULES: tuple[Rule, ...] = (
         "score with the temperature that the engine samples with (setting: {temperature})",
         OWN,
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode"),
-        repair=True,
+        kind=REPAIR,
     ),
     Rule(
         "staleness",
@@ -166,49 +156,57 @@ RULES: tuple[Rule, ...] = (
         f"k3 > {K3:g}; the 5th and 95th percentile of log ρ are less than 0.2 apart; and k3 is more than 8 times the "
         "k3 of normal log-ratios with these percentiles",
         "k3 is {k3_kl:.2g} although nine tokens of ten have log ρ between {log_ratio_p05:.3f} and {log_ratio_p95:.3f}: "
-        "a few tokens carry it (1st percentile {log_ratio_p01:.2f})",
+        "a few tokens carry it; 1st percentile {log_ratio_p01:.2f}",
         "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); the usual "
         "causes are routing of experts and tokens of low probability",
-        f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); {MA}",
-        ("unusable", "shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
+        f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); Ma et al. 2025, Stabilizing MoE Reinforcement "
+        "Learning by Aligning Training and Inference Routers, arXiv 2510.11370",
+        _BROKEN,
     ),
     Rule(
         "precision",
-        "coarse rounding, or other weights",
+        "policies that differ by more than rounding",
         tuple((name,) for name in ("k3_kl", *signs.OTHER_DISTANCES)),
         signs.is_noisy,
         f"k3 > {K3:g} and no rule above explains it; if k3 is unknown, a mean difference of probabilities above 0.01, "
         "a multiplicative error above 1.05, or a mean |log ρ| or a KL above 0.1",
-        "the policies differ by noise of both signs; k3 {k3_kl:.2g}; mean |log ρ| {abs_log_ratio:.2g} nats; mean "
-        "difference of probabilities {probs_diff_mean:.2g}",
-        "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers); if it "
-        "is equal, the weights differ: check the weight sync, and staleness if versions are not recorded",
-        f"{YAO}; verl, docs/faq/faq.rst (0.01); NeMo-RL, docs/guides/dtensor-tp-accuracy.md (1.05); {OWN}",
+        "k3 {k3_kl:.2g}; {share_above:.0%} of the tokens are at least 2 % more probable under the trainer, "
+        "{share_below:.0%} less probable; mean |log ρ| {abs_log_ratio:.2g} nats; mean difference of probabilities "
+        "{probs_diff_mean:.2g}",
+        "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers), their "
+        "weights (the weight sync, and staleness if versions are not recorded) and their temperature (setting: "
+        "{temperature}), which metrics alone do not tell from rounding",
+        "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, "
+        "fengyao.notion.site/off-policy-rl; verl, docs/faq/faq.rst (0.01); NeMo-RL, "
+        f"docs/guides/dtensor-tp-accuracy.md (1.05); {OWN}",
         ("shift", "truncated_sampling", "stale_cache", "log_prob_mode", "temperature", "staleness", "tails"),
     ),
     Rule(
         "growing_length",
         "responses grow, and the mismatch of whole sequences with them",
         (("response_length_growth", "chi2_seq_growth"),),
-        lambda facts: facts["response_length_growth"] > 1.3 and facts["chi2_seq_growth"] > 2 and facts["chi2_seq"] > 1,
+        signs.grows,
         "from the first third of the run to the last third the mean length grows 1.3-fold, and χ² of sequences 2-fold, "
-        "to more than 1",
+        "to more than 1; not if the weights are known to be of another level than sequences",
         "responses are {response_length_growth:.2g} times as long as at the start ({response_length:.0f} tokens), and "
         "χ² of sequences {chi2_seq_growth:.2g} times as large ({chi2_seq:.2g})",
         "use token weights, or geometric means of sequences; they do not grow with the length",
         f"{LIU}; {VERL}",
+        kind=WEIGHTS,
     ),
     Rule(
         "long_products",
         "sequence weights that few responses carry",
-        (("rollout_is_eff_sample_size", "chi2_token"),),
-        lambda facts: facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3,
-        "effective sample size < 0.3 although χ² of tokens is < 0.3: products over long responses",
-        "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f}, but χ² of tokens is only "
-        "{chi2_token:.2g}",
+        tuple((name, near) for name in signs.SYMPTOMS for near in ("chi2_token", "k3_kl")),
+        signs.are_long_products,
+        "effective sample size < 0.3, standard deviation > 1 or mean weight < 0.5, although χ² of tokens is < 0.3 (or, "
+        f"if it is unknown, k3 at most {K3:g}) and the mean ratio is above 0.7: products over long responses",
+        "effective sample size of the weights {rollout_is_eff_sample_size:.2f}; standard deviation "
+        "{rollout_is_std:.2f}; mean {rollout_is_mean:.2f}; χ² of tokens only {chi2_token:.2g}; k3 only {k3_kl:.2g}",
         "use token weights, and reject sequences by their geometric mean",
         f"{VERL} (effective sample size < 0.3); {LIU}",
-        ("precision", "growing_length"),
+        (*_BROKEN, "growing_length"),
+        kind=WEIGHTS,
     ),
     Rule(
         "gspo_with_sequence_weights",
@@ -251,9 +249,32 @@ RULES: tuple[Rule, ...] = (
         (("rollout_is_veto_fraction",),),
         lambda facts: facts["rollout_is_veto_fraction"] > 0.1,
         "more than 10 % of the sequences are vetoed",
-        "the veto rejects {rollout_is_veto_fraction:.0%} of the sequences",
+        "{rollout_is_veto_fraction:.0%} of the sequences have a token below the veto's threshold",
         "lower {veto}, or find out why the trainer gives these tokens almost no probability",
-        "verl, docs/advance/rollout_is_migration.md of October 2025 (0.1)",
+        f"{FIRST} (0.1)",
+    ),
+    Rule(
+        "wide_weights",
+        "weights that vary too much",
+        (("rollout_is_std",), ("rollout_is_eff_sample_size",)),
+        lambda facts: facts["rollout_is_std"] > 1 or facts["rollout_is_eff_sample_size"] < 0.3,
+        "standard deviation of the weights > 1, or effective sample size < 0.3",
+        "standard deviation of weights {rollout_is_std:.2f}; effective sample size {rollout_is_eff_sample_size:.2f}",
+        "lower the upper bound of the weights, or reject outliers, until the policies are closer",
+        f"{FIRST} (1; 0.3)",
+        (*_BROKEN, "growing_length", "long_products", "threshold_cuts_half"),
+    ),
+    Rule(
+        "mean_weight",
+        "a mean weight far from 1",
+        (("rollout_is_mean",),),
+        lambda facts: facts["rollout_is_mean"] < 0.5 or facts["rollout_is_mean"] > 2,
+        "mean weight below 0.5 or above 2",
+        "the mean weight is {rollout_is_mean:.2f}: it multiplies the loss",
+        "check that both log-probs are of the sampled tokens, and that engine and trainer have the same weights and "
+        "{temperature}; a mean that stays far from 1 is divided out by normalisation over the batch",
+        f"{FIRST} (0.5 to 2)",
+        (*_BROKEN, "growing_length", "long_products", "threshold_cuts_half"),
     ),
 )
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -272,15 +293,10 @@ def judge(facts: Facts) -> list[Verdict]:
 
 
 def _in_words(rule: Rule, facts: Facts) -> str:
-    """The rule's sentence, without the clauses (between semicolons) whose numbers are all unknown."""
+    """The rule's sentence, without the clauses (between semicolons) that have an unknown number."""
     clauses = rule.words.split("; ")
-    kept = [clause for clause in clauses if _says_something(clause, facts)]
-    return _UNKNOWN.sub("unknown", "; ".join(kept or clauses).format_map(facts))
-
-
-def _says_something(clause: str, facts: Facts) -> bool:
-    names = [name for _, name, _, _ in Formatter().parse(clause) if name]
-    return not names or any(not math.isnan(facts[name]) for name in names)
+    names = ([name for _, name, _, _ in Formatter().parse(clause) if name] for clause in clauses)
+    return "; ".join(one for one, of in zip(clauses, names, strict=True) if facts.has(*of)).format_map(facts)
 
 
 def not_looked_at(facts: Facts) -> list[Rule]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 
-from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.levels import level_in, level_of, of_tokens
+from megatron_rc.doctor.facts import Facts, level_of, of_tokens
 
 WINDOW = 10  # the last steps, whose medians are the present
 GROWING = ("response_length", "chi2_seq")  # numbers whose growth is a fact
@@ -29,17 +28,14 @@ _DEVIATION = 1.048  # standard deviation of normal noise over the median distanc
 
 @dataclass
 class Track:
-    """One number over a run: its steps in order, and its value at each."""
+    """One number over a run: its steps in order, and its value at each; 16 bytes a step."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 class History:
-    """The last ``WINDOW`` rows of a run's metrics, under our names, and the numbers of ``OVER_THE_RUN`` of every step.
-
-    A track takes 16 bytes for each number and step.
-    """
+    """The last ``WINDOW`` rows of a run's metrics, under our names, and ``OVER_THE_RUN`` of every step."""
 
     def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
         self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
@@ -59,11 +55,11 @@ class History:
                 track.values.append(row[name])
 
 
-def facts_of_series(history: History, settings: Mapping[str, str] | None = None) -> Facts:
+def facts_of_series(history: History, settings: Mapping[str, str] | None = None, level: str | None = None) -> Facts:
     """Medians of the last steps of at least one, and changes over the run.
 
-    ``settings`` are the run's flags without leading dashes; None if they are unknown. If they do not have the level of
-    the weights, the metrics may tell it.
+    ``settings`` are the run's flags without leading dashes; None if they are unknown. ``level`` is the level of the
+    weights, or ``none`` without weights. Default: the level in the settings, else the one that the metrics tell.
     """
     last: dict[str, list[float]] = {}
     for row in history.last:
@@ -77,8 +73,9 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None)
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
     facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | trends(history.tracks, WINDOW)
     facts |= signal(history.tracks["reward"], history.tracks["nonzero_advantages"], WINDOW)
-    told = filter(None, map(level_of, reversed(history.last)))
-    facts |= _of_level(facts, level_in(settings or {}) or next(told, None))
+    in_metrics = filter(None, map(level_of, reversed(history.last)))
+    level = level or (settings or {}).get("rollout-is") or next(in_metrics, None)
+    facts |= _of_level(facts, level)
     if settings is not None:
         facts["gspo"] = float(settings.get("policy-loss") == "gspo")
         applied = settings.get("rollout-is-apply", "true") == "true"

@@ -17,6 +17,7 @@ CUTS = (
     "rollout_is_oob_ratio",
     "rollout_is_ratio_fraction_high",
 )
+SYMPTOMS = ("rollout_is_eff_sample_size", "rollout_is_std", "rollout_is_mean")  # of weights that few tokens carry
 
 
 def ratio_error(facts: Facts) -> float:
@@ -76,6 +77,20 @@ def is_drifting(facts: Facts) -> bool:
     smaller = facts["ess_fall"] > 0.1 and facts["of_sequences"] != 1
     suffers = facts["reward_fall"] > 3 or smaller or facts["grad_norm_growth"] > 3
     return facts["k3_growth"] > 10 and facts["k3_kl"] > K3 / 10 and suffers
+
+
+def grows(facts: Facts) -> bool:
+    """Responses and χ² of sequences grow, and the weights may be of sequences."""
+    apart = facts["chi2_seq_growth"] > 2 and facts["chi2_seq"] > 1
+    return apart and facts["response_length_growth"] > 1.3 and facts["of_sequences"] != 0
+
+
+def are_long_products(facts: Facts) -> bool:
+    """Few sequences carry the weights although tokens are near."""
+    near = facts["chi2_token"] < 0.3 if facts.has("chi2_token") else facts["k3_kl"] <= K3
+    small = facts["rollout_is_mean"] < 0.5 and not facts["ratio_mean"] < 0.7
+    few = small or facts["rollout_is_eff_sample_size"] < 0.3 or facts["rollout_is_std"] > 1
+    return near and few and facts["of_sequences"] != 0
 
 
 def has_tails(facts: Facts) -> bool:

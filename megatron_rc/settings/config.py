@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
 import warnings
@@ -21,7 +20,7 @@ from megatron_rc.settings.dialects import known_elsewhere, probable_dialects, tr
 from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.fields import FIELDS, CorrectionFields
 from megatron_rc.settings.files import read_fields
-from megatron_rc.settings.presets import PRESETS, RELEASES, Presets
+from megatron_rc.settings.presets import NEWEST, PRESETS, Presets
 from megatron_rc.settings.staleness import parse_staleness_scale
 
 _log = logging.getLogger("megatron_rc")
@@ -174,10 +173,7 @@ def check_config(config: object) -> None:
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:
     """A preset by name, with the numbers of a release; default: the newest. ValueError if there is none."""
     one_of("preset", name, PRESETS)
-    make = getattr(RolloutCorrectionConfig, name)
-    if release is not None:
-        one_of("release", release, RELEASES)
-        if "release" in inspect.signature(make).parameters:
-            make = functools.partial(make, release=release)
-    config: RolloutCorrectionConfig = make()
+    config: RolloutCorrectionConfig = getattr(RolloutCorrectionConfig, name)(
+        release=NEWEST if release is None else release
+    )
     return config

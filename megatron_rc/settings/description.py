@@ -24,14 +24,15 @@ def describe(config: CorrectionFields) -> str:
     """The config in words, one fact a line; then its flags and the notes of a translation."""
     lines = [_mode(config), *_weights(config), *(f"rejects {criterion.describe()}" for criterion in config.criteria)]
     if config.rollout_token_veto_threshold is not None:
+        verb = "counts" if config.rejecting_veto is None else "rejects"
         lines.append(
-            f"rejects sequences with a token whose ρ_t is below {config.rollout_token_veto_threshold:.10g} (veto)"
+            f"{verb} sequences with a token whose ρ_t is below {config.rollout_token_veto_threshold:.10g} (veto)"
         )
     if config.staleness_scale is not None:
         scale = zip(config.staleness_scale.steps, config.staleness_scale.factors[1:], strict=True)
         steps = ", ".join(f"times {factor:.10g} from a staleness of {step} on" for step, factor in scale)
         lines.append(f"bounds of weights and rejection, in nats: {steps}")
-    if not config.criteria and config.rollout_token_veto_threshold is None:
+    if not config.criteria and config.rejecting_veto is None:
         lines.append("no rejection by divergence")
     which = (
         "the accepted tokens" if config.rejection_denominator == "accepted" else "all trained tokens, rejected ones too"

@@ -25,7 +25,7 @@ class CorrectionFields:
         rollout_is_mode: ``truncate`` min(w, u); ``clamp`` to [lo, u]; ``mask`` (IcePop) 0 outside [lo, u]. None:
             ``mask`` for ``"lo_hi"``, else ``truncate``. One number u with ``clamp`` or ``mask`` means [1/u, u].
         rollout_is_threshold_lower: lo, if the threshold is one number and the mode is ``clamp`` or ``mask``.
-        rollout_is_apply: False: measure the weights with their level, mode and bounds, and do not apply them.
+        rollout_is_apply: False: measure the weights with their level, mode and bounds, and the veto, and apply neither.
         rollout_is_batch_normalize: divide the bounded weights by their mean over the global batch.
         rollout_is_batch_normalize_scope: tokens of that mean: ``all`` valid ones or the ``accepted`` ones.
         rollout_rs: rejection criteria, a comma list of names from ``megatron_rc.settings.criteria``; all must accept.
@@ -99,7 +99,12 @@ class CorrectionFields:
     @property
     def rejects_without_criteria(self) -> bool:
         """True if the veto or bad log-probs may reject."""
-        return self.rollout_token_veto_threshold is not None or self.bad_log_probs != "error"
+        return self.rejecting_veto is not None or self.bad_log_probs != "error"
+
+    @property
+    def rejecting_veto(self) -> float | None:
+        """The veto's threshold; None without a veto, and with ``rollout_is_apply=False``, which only measures it."""
+        return self.rollout_token_veto_threshold if self.rollout_is_apply else None
 
     @property
     def applies_weights(self) -> bool:

@@ -29,7 +29,8 @@ _HELP = {
     "makes them 0 (IcePop); default: mask for a pair of bounds, else truncate",
     "rollout_is_threshold_lower": "lower bound on the importance weights, a ratio, for the modes clamp and mask with "
     "one number u as --rollout-is-threshold; default: 1/u",
-    "rollout_is_apply": "multiply the loss by the importance weights; --no-rollout-is-apply only measures them",
+    "rollout_is_apply": "multiply the loss by the importance weights; --no-rollout-is-apply only measures them and "
+    "the veto",
     "rollout_is_batch_normalize": "divide the importance weights by their mean over the global batch",
     "rollout_is_batch_normalize_scope": "tokens of the mean of --rollout-is-batch-normalize: all valid ones (all) or "
     "the accepted ones (accepted)",

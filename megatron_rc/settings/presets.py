@@ -55,9 +55,9 @@ def _variant(preset: M, doc: str, fields: dict[str, Any]) -> M:
 class Presets:
     """The presets as constructors of the config.
 
-    ``release`` chooses the numbers of a name that releases of verl gave different ones: ``"2026-08"``, the newest and
-    the default, or ``"2025-11"``. ``rs_threshold_lower`` and ``veto_threshold``, arguments of these releases, are the
-    fields ``rollout_rs_threshold_lower`` and ``rollout_token_veto_threshold``.
+    ``release`` chooses the numbers of a release of verl: ``"2026-08"``, the newest and the default, or ``"2025-11"``.
+    Every name takes it, also if its numbers did not change. ``rs_threshold_lower`` and ``veto_threshold``, arguments of
+    these releases, are the fields ``rollout_rs_threshold_lower`` and ``rollout_token_veto_threshold``.
     """
 
     if TYPE_CHECKING:
@@ -67,33 +67,38 @@ class Presets:
     # Decoupled mode: π_old is computed, ρ = π_old / π_rollout, and PPO clips π_θ / π_old.
 
     @classmethod
-    def decoupled_token_is(cls: type[C], threshold: float = 2.0) -> C:
+    def decoupled_token_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
         """Token-level truncated importance sampling: w_t = min(ρ_t, threshold). Low variance, biased; the first to try.
 
         Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
         fengyao.notion.site/off-policy-rl.
         """
+        _check_release(release)
         return cls(**_weights("token", threshold))
 
     @classmethod
-    def decoupled_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
+    def decoupled_token_icepop(
+        cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None, *, release: str = NEWEST
+    ) -> C:
         """Tokens whose ratio is out of bounds get weight 0, the others ρ_t (IcePop). For mixtures of experts.
 
         Tokens with weight 0 count in the denominators of the loss. ``threshold`` is "lo_hi", or the upper bound alone,
         with ``threshold_lower`` or 0.5 as the lower one. Ling Team 2025, "Every Step Evolves: Scaling Reinforcement
         Learning for Trillion-Scale Thinking Model".
         """
+        _check_release(release)
         if "_" in str(threshold):
             return cls(**_weights("token", threshold), rollout_is_threshold_lower=threshold_lower)
         return cls(**_weights("token", f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}"))
 
     @classmethod
-    def decoupled_seq_is(cls: type[C], threshold: float = 2.0) -> C:
+    def decoupled_seq_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
         """Sequence-level truncated importance sampling: w = min(Π ρ_t, threshold). Unbiased except for the truncation.
 
         For short responses: the variance of the product grows with the length. Liu et al. 2025, "When Speed Kills
         Stability".
         """
+        _check_release(release)
         return cls(**_weights("sequence", threshold))
 
     @classmethod
@@ -102,11 +107,14 @@ class Presets:
         is_threshold: float = 2.0,
         rs_threshold: Bound = "0.5_2.0",
         rs_threshold_lower: float | None = None,
+        *,
+        release: str = NEWEST,
     ) -> C:
         """Sequence weights, and sequences whose product of ratios is out of bounds are rejected (Seq-MIS).
 
         For a large mismatch, at which the tail of the weights is noise. Liu et al. 2025, "When Speed Kills Stability".
         """
+        _check_release(release)
         return cls(
             **_weights("sequence", is_threshold),
             rollout_rs="seq_sum_k1",
@@ -174,42 +182,54 @@ class Presets:
         )
 
     @classmethod
-    def decoupled_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
+    def decoupled_geo_rs_token_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001", *, release: str = NEWEST
+    ) -> C:
         """``decoupled_geo_rs`` and ``decoupled_token_is`` together: the filter, with weights of low variance.
 
         Liu et al. 2025, "When Speed Kills Stability".
         """
+        _check_release(release)
         return cls(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
+    def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01, *, release: str = NEWEST) -> C:
         """Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound, in nats; no weights.
 
         Steadier than the geometric mean for a small mismatch: ratios on both sides of 1 cannot cancel. Schulman 2020,
         "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement
         Learning".
         """
+        _check_release(release)
         return cls(rollout_is=None, **_k3(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs_seq_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01) -> C:
+    def decoupled_k3_rs_seq_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01, *, release: str = NEWEST
+    ) -> C:
         """``decoupled_k3_rs`` and ``decoupled_seq_is`` together.
 
         Schulman 2020, "Approximating KL Divergence"; Liu et al. 2025, "When Speed Kills Stability".
         """
+        _check_release(release)
         return cls(**_weights("sequence", is_threshold), **_k3(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01) -> C:
+    def decoupled_k3_rs_token_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01, *, release: str = NEWEST
+    ) -> C:
         """``decoupled_k3_rs`` and ``decoupled_token_is`` together.
 
         Schulman 2020, "Approximating KL Divergence"; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
         Off-Policy RL Training".
         """
+        _check_release(release)
         return cls(**_weights("token", is_threshold), **_k3(rs_threshold))
 
     @classmethod
-    def trust_region_masking(cls: type[C], mean_threshold: float = 0.01, max_threshold: float = 2.5) -> C:
+    def trust_region_masking(
+        cls: type[C], mean_threshold: float = 0.01, max_threshold: float = 2.5, *, release: str = NEWEST
+    ) -> C:
         """Reject whole sequences that leave the trust region on average (mean k3) or at any token (max k2); no weights.
 
         For long responses, in which a single token's divergence can make the surrogate objective invalid. The paper's
@@ -218,6 +238,7 @@ class Presets:
         verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2. Li et al. 2025,
         "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
         """
+        _check_release(release)
         bounds = f"{mean_threshold!r},{max_threshold!r}"
         return cls(rollout_is=None, rollout_rs="seq_mean_k3,seq_max_k2", rollout_rs_threshold=bounds)
 
@@ -249,11 +270,12 @@ class Presets:
         return cls.bypass_ppo_clip(threshold, release=RELEASES[1] if with_weights else NEWEST)
 
     @classmethod
-    def disabled(cls: type[C]) -> C:
+    def disabled(cls: type[C], *, release: str = NEWEST) -> C:
         """Correct nothing, measure everything: a first run with it shows how large the mismatch is.
 
         It measures token weights, truncated at 2.
         """
+        _check_release(release)
         return cls(**_weights("token", 2.0), rollout_is_apply=False)
 
     # Decoupled presets in bypass mode: ρ = π_θ / π_rollout, and π_old := π_rollout needs no extra forward pass.
@@ -299,8 +321,12 @@ class Presets:
 PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
 
 
-def _is_newest(release: str) -> bool:
+def _check_release(release: str) -> None:
     one_of("release", release, RELEASES)
+
+
+def _is_newest(release: str) -> bool:
+    _check_release(release)
     return release == NEWEST
 
 

@@ -45,6 +45,23 @@ def test_weights_that_are_only_measured_are_measured_alike(name):
     assert measured.metrics() == applied.metrics()
 
 
+def test_a_veto_beside_weights_that_are_only_measured_is_measured_too():
+    batch, _ = clear_batch("veto measured")
+    fields = CASES["veto measured"].fields
+    measured, applied = (
+        correct_rollouts(
+            batch.train, batch.rollout, batch.mask, RolloutCorrectionConfig(**fields | {"rollout_is_apply": apply})
+        )
+        for apply in (False, True)
+    )
+    names = ("rollout_corr/rollout_is_veto_fraction", "rollout_corr/rollout_is_catastrophic_token_fraction")
+    for name in names:
+        assert measured.metrics()[name] == applied.metrics()[name] > 0
+    assert torch.equal(measured.mask, batch.mask)
+    assert measured.metrics()["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert applied.metrics()["rollout_corr/rollout_rs_masked_fraction"] > 0
+
+
 def test_weights_that_the_ratio_of_ppo_clip_holds_are_measured_and_not_handed_out():
     batch, found = clear_batch("geometric")
     config = RolloutCorrectionConfig(**CASES["geometric"].fields, bypass_mode=True, loss_type="ppo_clip")

@@ -20,13 +20,9 @@ def cells(*values):
     return "| " + " | ".join(value.replace("|", r"\|") for value in values) + " |"
 
 
-def kind(rule):
-    return "repair" if rule.repair else "correct"
-
-
 def test_the_tables_are_those_of_the_code():
-    rows = [cells(f"`{rule.name}`", rule.title, kind(rule), rule.when, rule.sources) for rule in RULES]
-    found = re.findall(r"^\| `\w+` \|.* (?:repair|correct) \|.*$", PAGE, flags=re.MULTILINE)
+    rows = [cells(f"`{rule.name}`", rule.title, rule.kind, rule.when, rule.sources) for rule in RULES]
+    found = re.findall(r"^\| `\w+` \|.* (?:repair|correct|weights) \|.*$", PAGE, flags=re.MULTILINE)
     assert found == rows
     for one in RANGES:
         assert cells(f"`{one.fact}`", one.words(), one.source, one.ours or "the same") in PAGE

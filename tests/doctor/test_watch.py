@@ -18,7 +18,7 @@ def test_one_line_when_the_verdict_changes():
     good, bad = metrics_of(None), metrics_of("int4")
     found = lines(Watch(5, SETTINGS, "rollout_corr/"), [good] * 10 + [bad] * 20 + [good] * 20)
     assert (min(found), max(found)) == (15, 40), "the median of ten steps, every five"
-    assert found[15].startswith("doctor after step 15: coarse rounding, or other weights (precision): ")
+    assert found[15].startswith("doctor after step 15: policies that differ by more than rounding (precision): ")
     assert "k3 0." in found[15]
     assert found[40] == "doctor after step 40: nothing is wrong any more (before: precision)"
     assert all("\n" not in words for words in found.values())
@@ -41,7 +41,7 @@ def test_growth_is_seen_over_more_steps_than_are_kept():
         healthy | {"rollout/response_length": 100.0 + step, "rollout_corr/chi2_seq": 0.5 * 1.02**step}
         for step in range(100)
     ]
-    watch = Watch(50, SETTINGS, "rollout_corr/")
+    watch = Watch(50, SETTINGS | {"rollout-is": "sequence"}, "rollout_corr/")
     assert "growing_length" in lines(watch, rows)[100]
     assert len(watch.history.last) == WINDOW
     assert set(watch.history.tracks) == set(OVER_THE_RUN)

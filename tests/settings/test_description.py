@@ -77,3 +77,11 @@ slime | the loss is averaged over all trained tokens, rejected ones too
 def test_facts_of_a_description(name, fact):
     config = DESCRIBED[-1] if name == "slime" else preset(*name.split("@"))
     assert fact in config.describe().splitlines()
+
+
+def test_a_veto_that_is_only_measured_rejects_nothing():
+    config = RolloutCorrectionConfig("token", rollout_is_apply=False, rollout_token_veto_threshold=1e-4)
+    lines = config.describe().splitlines()
+    assert "counts sequences with a token whose ρ_t is below 0.0001 (veto)" in lines
+    assert "no rejection by divergence" in lines
+    assert not config.rejects

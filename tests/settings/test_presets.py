@@ -56,9 +56,12 @@ def test_a_preset(name):
     assert (made.__name__, made.__qualname__) == (name, f"Presets.{name}")
     assert made() == now == preset(name, NEWEST)
     assert then == (RolloutCorrectionConfig(**THEN[name]) if name in THEN else now)
-    assert (then != now) == ("release" in inspect.signature(made).parameters) == (name in THEN)
-    if name in THEN:
-        assert made(release="2025-11") == then
+    assert (then != now) == (name in THEN)
+    assert "release" in inspect.signature(made).parameters
+    assert made(release=NEWEST) == now
+    assert made(release="2025-11") == then
+    with pytest.raises(ValueError, match="release='then' is unknown"):
+        made(release="then")
     for config in (now, then):
         assert RolloutCorrectionConfig.from_dict(config.to_dict()) == config
     path = ROOT / "configs" / "rollout_correction" / f"{name}.yaml"

@@ -84,6 +84,9 @@ geometric measured:
   fields: {rollout_is: geometric, rollout_is_threshold: 0.9_1.2, rollout_is_apply: false, rollout_rs: token_k1,
     rollout_rs_threshold: '0.4_2'}
   settings: {level: geometric, mode: mask, apply: false, lower: 0.9, upper: 1.2, criteria: [token_k1 0.4 2]}
+veto measured:
+  fields: {rollout_is: token, rollout_is_apply: false, rollout_token_veto_threshold: 0.4}
+  settings: {level: token, apply: false, veto: 0.4}
 maxima and veto:
   fields: {rollout_is: null, rollout_token_veto_threshold: 0.4, rollout_rs: 'seq_max_k2,seq_mean_error',
     rollout_rs_threshold: '0.46,0.6'}

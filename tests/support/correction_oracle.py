@@ -278,7 +278,7 @@ def reject(batch: Batch, settings: Settings) -> dict[str, list[set[int]]]:
         for name, lower, upper in settings.criteria
         if name != "group_any"
     }
-    if settings.veto is not None:
+    if settings.veto is not None and settings.apply:
         vetoed = [any(x < log(settings.veto) for x in row.values()) for row in batch.log_ratio]
         rejected["veto"] = whole_sequences(batch, vetoed)
     if settings.bad == "reject_sequence":
@@ -460,9 +460,9 @@ def rejection_metrics(
         metrics["rollout_rs_ratio_fraction_high"] = metrics[f"rollout_rs_{ratios[0]}_rho_fraction_above"]
         metrics["rollout_rs_ratio_fraction_low"] = metrics[f"rollout_rs_{ratios[0]}_rho_fraction_below"]
     if settings.veto is not None:
-        below = [x < log(settings.veto) for x in flat(batch.log_ratio)]
-        metrics["rollout_is_catastrophic_token_fraction"] = mean(below)
-        metrics["rollout_is_veto_fraction"] = mean(bool(rejected["veto"][i]) for i in batch.sequences)
+        below = [[x < log(settings.veto) for x in batch.log_ratio[i].values()] for i in batch.sequences]
+        metrics["rollout_is_catastrophic_token_fraction"] = mean(x for row in below for x in row)
+        metrics["rollout_is_veto_fraction"] = mean(map(any, below))
     return metrics
 
 

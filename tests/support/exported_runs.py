@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.doctor.rules import judge
+from megatron_rc.doctor.series import facts_of_series
+from megatron_rc.doctor.tables import own_rows
 
 STEPS = 12
 NAMES = ("old_log_probs", "rollout_log_probs", "response_mask")
@@ -34,7 +37,12 @@ def exported(batch, fields, **more):
     """What a run with this correction writes for a batch."""
     # Bypass mode measures in the loss, by the same arithmetic.
     config = RolloutCorrectionConfig(**{name: value for name, value in fields.items() if name != "bypass_mode"}, **more)
-    return correct_rollouts(*(batch[name] for name in NAMES), config, allow_zero_log_probs=True).metrics()
+    sides = {}
+    if "policy_versions" in batch:
+        newest = int(batch["policy_versions"].max())
+        sides = {"policy_versions": batch["policy_versions"], "current_version": newest, "max_staleness": newest}
+    given = (batch[name] for name in NAMES)
+    return correct_rollouts(*given, config, allow_zero_log_probs=True, **sides).metrics()
 
 
 def flags(fields):
@@ -85,3 +93,9 @@ def healthy_rows(seed, fields):
             "rollout/response_length": float(batch["response_mask"].sum(1).float().mean()),
         }
         yield [{**common, **exported(batch, one)} for one in fields]
+
+
+def verdicts(rows, settings=None):
+    """The name of each verdict on a run's rows, and its kind, in order."""
+    found = judge(facts_of_series(own_rows(rows, "here")[0], settings))
+    return {verdict.rule.name: verdict.rule.kind for verdict in found}

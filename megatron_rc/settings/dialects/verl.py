@@ -83,10 +83,8 @@ def verl_2025_10(settings: Settings) -> dict[str, Any]:
         return own
     upper = settings.positive("rollout_is_threshold")
     own |= {"rollout_is": level, **_bounds_2025_10(settings, upper, truncate=mode == "truncate")}
-    if applied:
-        return own | settings.veto("rollout_is_veto_threshold")
-    settings.drop("rollout_is_veto_threshold", because="verl rejected nothing with rollout_is off")
-    return own | {"rollout_is_apply": False}
+    own |= settings.veto("rollout_is_veto_threshold")
+    return own if applied else own | {"rollout_is_apply": False}
 
 
 def _bounds_2025_10(settings: Settings, upper: float, *, truncate: bool) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _ALWAYS = ("rollout_is", "rollout_is_threshold", "use_tis", "use_importance_samp
 def _meaning(config: CorrectionFields) -> dict[str, Any]:
     """The parts of a config that change the loss, by field."""
     weighs = _weighs(config)
-    rejects = bool(config.criteria) or config.rollout_token_veto_threshold is not None
+    rejects = bool(config.criteria) or config.rejecting_veto is not None
     low, high = config.is_bounds
     return {
         "rollout_is": config.rollout_is if weighs else None,
@@ -59,7 +59,7 @@ def _meaning(config: CorrectionFields) -> dict[str, Any]:
             config.rollout_is_batch_normalize_scope if config.rollout_is_batch_normalize and weighs else None
         ),
         "rollout_rs": {one.name: (one.lower, one.upper) for one in config.criteria},
-        "rollout_token_veto_threshold": config.rollout_token_veto_threshold,
+        "rollout_token_veto_threshold": config.rejecting_veto,
         "rollout_staleness_scale": config.rollout_staleness_scale,
         "rejection_denominator": config.rejection_denominator if rejects else None,
         "bad_log_probs": config.bad_log_probs,
@@ -133,7 +133,7 @@ def _verl_2025_11(config: CorrectionFields) -> dict[str, Any]:
         }
     if not config.bypass_mode:
         own["loss_type"] = None
-    return {**own, "rollout_token_veto_threshold": config.rollout_token_veto_threshold}
+    return {**own, "rollout_token_veto_threshold": config.rejecting_veto}
 
 
 def _verl_2025_10(config: CorrectionFields) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _verl_2025_10(config: CorrectionFields) -> dict[str, Any]:
         "rollout_is_mode": config.is_mode,
         "rollout_is_threshold": high,
         "rollout_is_threshold_lower": None if config.is_mode == "truncate" else low,
-        "rollout_is_veto_threshold": config.rollout_token_veto_threshold,
+        "rollout_is_veto_threshold": config.rejecting_veto,
     }
 
 
@@ -161,10 +161,10 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
         return {**own, "use_tis": False}
     if config.is_mode == "mask":  # only the earlier example has such weights
         bounds = {"mis_mode": "mask", "mis_lower_bound": low, "mis_upper_bound": high}
-        veto = {"mis_veto_threshold": config.rollout_token_veto_threshold}
+        veto = {"mis_veto_threshold": config.rejecting_veto}
         return {**own, "use_mis": True, "mis_level": config.rollout_is, **bounds, **veto}
     is_clamped = config.is_mode == "clamp"
-    plain = not rejecting and config.rollout_token_veto_threshold is None and not config.rollout_is_batch_normalize
+    plain = not rejecting and config.rejecting_veto is None and not config.rollout_is_batch_normalize
     if config.rollout_is == "token" and plain:
         return {**own, "use_tis": True, "tis_clip": high, "tis_clip_low": low if is_clamped else 0.0}
     own |= {"use_tis": True, "tis_level": config.rollout_is, "tis_upper_bound": high}
@@ -173,7 +173,7 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
     for one in rejecting:
         lower, upper = _ratios(one)
         own |= {"use_rs": True, "rs_level": _LEVELS[one.name], "rs_lower_bound": lower, "rs_upper_bound": upper}
-    return {**own, "rs_veto_threshold": config.rollout_token_veto_threshold}
+    return {**own, "rs_veto_threshold": config.rejecting_veto}
 
 
 def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:

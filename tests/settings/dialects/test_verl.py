@@ -117,10 +117,10 @@ OCTOBER_2025 = """
 - | -
 rollout_is: true, rollout_is_mode: mask | - | rollout_is=True dropped | rollout_is_mode='mask' dropped
 rollout_is: false, rollout_is_threshold: 2.0, rollout_is_level: sequence
-    | rollout_is: sequence, rollout_is_threshold: 2.0, rollout_is_apply: false
+    | rollout_is: sequence, rollout_is_threshold: 2.0, rollout_is_apply: false, rollout_token_veto_threshold: 0.0001
 rollout_is_threshold: 2.0, rollout_is_threshold_lower: 0.4, rollout_is_mode: mask, rollout_is_veto_threshold: 0.001
-    | rollout_is: token, rollout_is_threshold: 0.4_2.0, rollout_is_mode: mask, rollout_is_apply: false
-    | rollout_is_veto_threshold=0.001 dropped:
+    | rollout_is: token, rollout_is_threshold: 0.4_2.0, rollout_is_mode: mask, rollout_is_apply: false,
+    rollout_token_veto_threshold: 0.001
 rollout_is: true, rollout_is_threshold: 2.0
     | rollout_is: token, rollout_is_threshold: 2.0, rollout_token_veto_threshold: 0.0001
 rollout_is: true, rollout_is_threshold: 2.0, rollout_is_veto_threshold: null

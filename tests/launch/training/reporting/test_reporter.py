@@ -93,7 +93,8 @@ def test_the_doctor_speaks_where_it_is_asked_and_the_metrics_are(tmp_path, capsy
     reporter.close("finished")
     said = capsys.readouterr().err
     assert said.count("doctor after") == (1 if more else 0)
-    assert said.count("doctor after step 2: coarse rounding, or other weights (precision): ") == (1 if more else 0)
+    told = said.count("doctor after step 2: policies that differ by more than rounding (precision): ")
+    assert told == (1 if more else 0)
 
 
 def what_a_run_says(words):
@@ -107,7 +108,7 @@ def test_the_doctor_sees_the_rounding_of_a_real_engine(ranks, tmp_path):
     words = [*LIVE, "--rollout-dtype=fp8-e4m3", "--init-method-std=0.6", "--train-iters=2", "--doctor-interval=1"]
     (said,) = ranks.run(what_a_run_says, Layout(), flags(tmp_path, *words))
     (found,) = [words for words in said if words.startswith("doctor after")]
-    assert found.startswith("doctor after step 1: coarse rounding, or other weights (precision): ")
+    assert found.startswith("doctor after step 1: policies that differ by more than rounding (precision): ")
 
 
 def test_a_page_that_cannot_be_made_is_one_line(tmp_path, capsys):

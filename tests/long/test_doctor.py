@@ -1,0 +1,56 @@
+"""The doctor on exported metrics of 200 healthy runs and of every made fault, for weights of each level."""
+
+import logging
+import random
+from collections import Counter
+
+import pytest
+
+from benchmarks.doctor import setting
+from tests.doctor.test_levels import SEEN
+from tests.support.exported_runs import LEVELS, exported, flags, healthy_rows, verdicts
+from tests.support.made_faults import FAULTS, made
+
+RUNS, BATCHES = 200, 10
+KNOWN = {"settings known": True, "settings unknown": False}
+log = logging.getLogger(__name__)
+
+
+def settings_of(level, known):
+    return flags(LEVELS[level]) if known else None
+
+
+def test_at_most_one_of_200_healthy_runs_is_called_unhealthy():
+    """Rules of the kind ``weights`` call no run unhealthy; they are logged too."""
+    unhealthy, found = Counter(), Counter()
+    for seed in range(RUNS):
+        columns = zip(*healthy_rows(seed, LEVELS.values()), strict=True)
+        for level, rows in zip(LEVELS, columns, strict=True):
+            for words, known in KNOWN.items():
+                said = verdicts(rows, settings_of(level, known))
+                unhealthy[level, words] += set(said.values()) - {"weights"} != set()
+                found.update((level, words, name) for name in said)
+    log.info("unhealthy of %d runs: %s; verdicts: %s", RUNS, dict(unhealthy), dict(found))
+    assert set(unhealthy) == {(level, words) for level in LEVELS for words in KNOWN}
+    assert max(unhealthy.values()) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_the_same_at_every_level(fault):
+    """Of at least 2,048 places. A fault that metrics do not tell is a distance, whose cause needs the tokens."""
+    dice, right = random.Random(1), Counter()
+    for seed in range(BATCHES):
+        drawn = setting(dice)
+        while drawn.sequences * drawn.length < 2048 or drawn.sequences < 16:
+            drawn = setting(dice)
+        batch = made(fault, seed, drawn)
+        for level, fields in LEVELS.items():
+            metrics = exported(batch, fields)
+            for words, known in KNOWN.items():
+                said = next(iter(verdicts([metrics] * 3, settings_of(level, known))), "nothing")
+                right[level, words] += said == SEEN.get(fault, "precision")
+                if said != SEEN.get(fault, "precision"):
+                    log.info("%s, %s, %s: %s on %s", fault, level, words, said, drawn)
+    log.info("%s: %s of %d", fault, dict(right), BATCHES)
+    assert min(right.values()) >= BATCHES - 2
+    assert max(right.values()) - min(right.values()) <= 1, "a level changes what is told"
