@@ -26,7 +26,7 @@ if __name__ == "__main__":
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure, processes_meant
 from megatron_rc.launch.flags.help import short_help, whole_help
-from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, typed_of, words_for_torchrun
+from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
@@ -68,7 +68,8 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     if mine.dry_run:
         from megatron_rc.launch.dry_run.command import dry_run
 
-        meant = None if {"nproc_per_node", "nnodes"} & typed_of(words) else processes_meant(flags)
+        typed = {word.partition("=")[0][2:].replace("_", "-") for word in words}
+        meant = None if {"nproc-per-node", "nnodes"} & typed else processes_meant(flags)
         most = meant or machines.world_sizes()[-1]
         # Eight GPUs on each machine, if only the launch file gives the number of processes.
         spread = -(-meant // 8) if meant else machines.most

@@ -72,11 +72,6 @@ def torchrun_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def typed_of(words: Sequence[str]) -> set[str]:
-    """Names of the flags among these words, with underscores."""
-    return {word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")}
-
-
 def machines_of(mine: argparse.Namespace) -> Machines:
     """Read the numbers of processes and machines, and check them."""
     machines = Machines(_processes(mine.nproc_per_node), *_range(mine.nnodes))

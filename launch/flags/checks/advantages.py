@@ -11,9 +11,8 @@ _OF_SEVERAL = ("grpo-passk", "grpo-passk-no-std", "rloo-vectorized")
 
 def check_advantages(config: RunConfig) -> None:
     """Check that the estimator has the responses it needs, and that none of its settings cancels out."""
-    wanted, rollouts, correction = config.advantages, config.rollouts, config.correction
+    wanted, rollouts = config.advantages, config.rollouts
     estimator, is_alone = wanted.advantage_estimator, rollouts.grpo_group_size == 1
-    of_accepted = wanted.advantage_scope == "accepted"
     is_undone = {
         "grpo": not is_alone,
         "grpo-passk": True,
@@ -21,33 +20,41 @@ def check_advantages(config: RunConfig) -> None:
         "reinforce-pp": wanted.gamma == 1 or wanted.reward_scaling == "std",
         "reinforce-pp-baseline": True,
     }.get(estimator, False)
-    in_loss = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
-    weighs = wanted.advantage_baseline != "group"
-    needs_weights = weighs and wanted.advantage_baseline_weights == "correction"
     wrong = {
         "{advantage_estimator} asks the engine for the most likely response to each prompt, which {load_rollouts} does "
         "not have: use another estimator": estimator == "remax" and rollouts.load_rollouts,
         "{advantage_estimator} compares the responses to one prompt, and with {grpo_group_size} each would have the "
         "advantage 0: raise that, or use another estimator": estimator in _OF_SEVERAL and is_alone,
+        "{advantage_baseline} does nothing with {grpo_group_size}, where no response has a baseline: raise that, or "
+        "drop it": wanted.advantage_baseline != "group" and is_alone,
         "{dynamic_sampling} would replace every prompt, because with {grpo_group_size} no two rewards differ: raise "
         "that, or drop it": rollouts.dynamic_sampling and is_alone,
+        "{reward_scaling} does nothing with {advantage_estimator}, which divides by a standard deviation afterwards: "
+        "drop it, or add --reward-clip or --kl-in-reward": (
+            wanted.reward_scaling != "none" and is_undone and not (wanted.reward_clip or wanted.kl_in_reward)
+        ),
+    }
+    refuse(config, wrong)
+    _check_needs_of_correction(config)
+
+
+def _check_needs_of_correction(config: RunConfig) -> None:
+    """Check that log π_old, rejections and weights are known before the loss, if advantages are made from them."""
+    wanted, correction = config.advantages, config.correction
+    of_accepted, weighs = wanted.advantage_scope == "accepted", wanted.advantage_baseline != "group"
+    in_loss = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
+    wrong = {
         "{advantage_scope} needs a rejection before the loss, but {in_loss} rejects in the loss: use all, or "
         "drop that": of_accepted and correction.corrects_in_loss,
         "{advantage_scope} does nothing without a rejection: give --rollout-rs": (
             of_accepted and not correction.rejects and correction.bad_log_probs == "error"
         ),
-        "{reward_scaling} does nothing with {advantage_estimator}, which divides by a standard deviation afterwards: "
-        "drop it, or add --reward-clip or --kl-in-reward": (
-            wanted.reward_scaling != "none" and is_undone and not (wanted.reward_clip or wanted.kl_in_reward)
-        ),
         "{advantage_baseline} needs log π_old before the loss, which {in_loss} does without: use group, or drop "
         "that": weighs and correction.corrects_in_loss,
         "{advantage_estimator} needs log π_old before the loss, which {in_loss} does without: use another estimator, "
         "or drop that": wanted.needs_squares and correction.corrects_in_loss,
-        "{advantage_baseline} does nothing with {grpo_group_size}, where no response has a baseline: raise that, or "
-        "drop it": weighs and is_alone,
         "{advantage_baseline_weights} needs importance weights: use ratio, or give --rollout-is": (
-            needs_weights and not correction.applies_weights
+            weighs and wanted.advantage_baseline_weights == "correction" and not correction.applies_weights
         ),
     }
     refuse(config, wrong, in_loss=in_loss)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from tests.support.recorded_training import flags
+from tests.support.refusals import refused
 
 FLAT = """rollout-is: token
 rollout-is-threshold: 3
@@ -72,8 +72,5 @@ BELOW rollout_is: none\\n  rollout_is_threshold: 2 :: rollout_is_threshold
 def test_a_wrong_launch_file_is_one_sentence(tmp_path, row):
     text, _, fragments = row.partition(" :: ")
     text = text.replace("BELOW ", "rollout_correction:\n  ").replace("\\n", "\n")
-    with pytest.raises(ConfigurationError) as caught:
+    with refused(fragments):
         correction(tmp_path, f"{text}\n")
-    sentence = str(caught.value)
-    assert [part for part in fragments.split(" | ") if part not in sentence] == [], sentence
-    assert "\n" not in sentence

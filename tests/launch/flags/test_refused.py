@@ -5,13 +5,14 @@ import time
 
 import pytest
 
-from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.errors import flag
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.run_config import flag_options
 from megatron_rc.launch.run_config.needs import is_met
 from megatron_rc.records.rollout import save_rollouts
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
+from tests.support.refusals import refused
 
 USER = "python:tests.support.user_rewards"
 # All heads have keys of their own.
@@ -374,15 +375,9 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
     if "--train-samples" in words and "--train-iters" not in words:
         base.remove("--train-iters=100")
     begun = time.process_time()
-    with pytest.raises(ConfigurationError) as caught:
+    with refused(fragments or words.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
-    sentence = str(caught.value)
     assert time.process_time() - begun < 5, "nothing of that size was made"
-    missing = [
-        part for part in (fragments or words.split()[-1].replace("=", " ", 1)).split(" | ") if part not in sentence
-    ]
-    assert missing == [], sentence
-    assert "\n" not in sentence
 
 
 DEFAULTS = build_parser().parse_args([])
@@ -400,11 +395,9 @@ def test_a_flag_without_the_one_that_it_needs_is_refused(tmp_path, option, need)
     word = flag(f"no_{option.flag}" if option.default is True else option.flag)
     value = (*option.choices, "0.5" if option.kind is float else "1")[0]
     words = [word] if option.kind is bool else [word, value]
-    with pytest.raises(ConfigurationError) as caught:
-        configure([*flags(tmp_path, model=GPT2), *words], 1, engine=False)
     name, _, values = need.partition("=")
-    assert str(caught.value).startswith(f"{word} ")
-    assert [part for part in (flag(name), *values.split("|")) if part not in str(caught.value)] == []
+    with refused(f"{word} | {flag(name)} | {values.replace('|', ' | ')}"):
+        configure([*flags(tmp_path, model=GPT2), *words], 1, engine=False)
 
 
 # Flags of Megatron's that do nothing here go into its configs, as every other field does.
