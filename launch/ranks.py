@@ -8,23 +8,27 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
-from megatron_rc.launch.errors import one_line
+from megatron_rc.launch.errors import ConfigurationError, one_line
 from megatron_rc.launch.heartbeats import tell_other_machines
-from megatron_rc.launch.machine_names import check_resolves
 from megatron_rc.launch.own_folders import own_folder
-from megatron_rc.launch.stopping import STOPPING
+from megatron_rc.launch.stopping import first_signal
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 FAILURE = 1
+# While a cluster starts, a name may appear a little later than the machines that ask for it.
+LOOKUP_SECONDS = 6.0
+_AGAIN_SECONDS = 0.5
 # Signals with a cause of their own. SIGTERM has none: torchrun sends it after another rank's failure.
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: "by hand, or by the system when memory ran out",
@@ -98,7 +102,7 @@ def _outcome(args: argparse.Namespace, folder: Path) -> Outcome:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
-        with _first_signal():
+        with first_signal():
             torchrun.run(args)
         return ended(read_endings(folder), int(args.nproc_per_node))
     except SignalException as stop:
@@ -120,37 +124,32 @@ def _check_names(args: argparse.Namespace) -> None:
     remedy, host, flag = "give its address, or enter the name in DNS or /etc/hosts", args.master_addr, "--master-addr"
     if args.rdzv_endpoint:
         (host, _), flag = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0), "--rdzv-endpoint"
-    check_resolves(host, f"{flag} {args.rdzv_endpoint or host}", remedy)
+    _check_resolves(host, f"{flag} {args.rdzv_endpoint or host}", remedy)
     by_name = not torch.cuda.is_available() and "GLOO_SOCKET_IFNAME" not in os.environ
     if by_name or args.rdzv_backend != "static":
-        check_resolves(socket.gethostname(), "this machine", "enter the name in DNS or /etc/hosts")
+        _check_resolves(socket.gethostname(), "this machine", "enter the name in DNS or /etc/hosts")
 
 
-@contextmanager
-def _first_signal() -> Iterator[None]:
-    """End the ranks at the first signal inside this block; ignore later signals.
+def _check_resolves(host: str, user: str, remedy: str) -> None:
+    """Refuse a machine's name without an address: torch would look it up for minutes, and ignore Ctrl-C meanwhile.
 
-    A signal that is already ignored, as under ``nohup``, stays ignored.
-
-    Raises:
-        SignalException: a signal came.
+    The message has ``user``, the flag with the name, and ``remedy``.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    found = threading.Event()
 
-    def end(number: int, _: object) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
+    def look_up() -> None:
+        until = time.monotonic() + LOOKUP_SECONDS
+        while not found.is_set() and time.monotonic() < until:
+            with suppress(OSError, UnicodeError):
+                socket.getaddrinfo(host, None)
+                found.set()
+            time.sleep(_AGAIN_SECONDS)
 
-    handlers = {number: signal.getsignal(number) for number in STOPPING}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
-    try:
-        for number in before:
-            signal.signal(number, end)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    threading.Thread(target=look_up, daemon=True).start()
+    if not found.wait(LOOKUP_SECONDS):
+        raise ConfigurationError(
+            f"{user}: the name {host} has no address, looked up for {LOOKUP_SECONDS:.0f} s: {remedy}"
+        )
 
 
 def ended(endings: list[Ending], ranks: int, sent: signal.Signals | None = None) -> Outcome:

@@ -122,6 +122,33 @@ class StopRequest:
         return f"{words}\n"
 
 
+@contextmanager
+def first_signal() -> Iterator[None]:
+    """End the ranks at the first signal inside this block; ignore later signals.
+
+    A signal that is already ignored, as under ``nohup``, stays ignored.
+
+    Raises:
+        SignalException: a signal came.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def end(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
+
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def leaves_by_sigterm() -> bool:
     """Whether SIGTERM has come since the run failed; from now on SIGTERM ends this process."""
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from megatron_rc.launch import machine_names, ranks
+from megatron_rc.launch import ranks
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.ranks import _first_signal
+from megatron_rc.launch.stopping import first_signal
 from megatron_rc.launch.train_ppo import _outcome_of
 from tests.support.paths import ROOT
 
@@ -90,7 +90,7 @@ def test_ranks_get_as_long_as_the_environment_says(monkeypatch):
 def test_a_signal_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _first_signal():
+        with first_signal():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -113,7 +113,7 @@ NAMELESS = {
 
 @pytest.mark.parametrize("flags", NAMELESS)
 def test_a_name_without_an_address_is_one_sentence(monkeypatch, flags):
-    monkeypatch.setattr(machine_names, "LOOKUP_SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "LOOKUP_SECONDS", 0.1)
     monkeypatch.setattr(ranks.socket, "gethostname", lambda: "nowhere.invalid")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(ConfigurationError, match=f"^{NAMELESS[flags]}: the name nowhere.invalid has no address"):
