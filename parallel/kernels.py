@@ -9,21 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.parallel import softmax as torch_kernels
-from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 
 
-def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
-    """:func:`megatron_rc.parallel.softmax.row_statistics`, by the kernels that suit the device."""
-    found: Tensor = _kernels(logits).row_statistics(logits, options)
-    return found
-
-
-def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
-    """:func:`megatron_rc.parallel.softmax.write_gradient`, by the kernels that suit the device."""
-    _kernels(logits).write_gradient(logits, out, gradients, options)
-
-
-def _kernels(logits: Tensor) -> Any:
+def kernels_of(logits: Tensor) -> Any:
+    """The module with ``row_statistics`` and ``write_gradient`` for these logits' device."""
     if not uses_triton(logits):
         return torch_kernels
     from megatron_rc.parallel import triton_kernels

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group, group_size
-from megatron_rc.parallel.kernels import write_gradient
+from megatron_rc.parallel.kernels import kernels_of
 from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.parallel.vocab import (
     CallSpec,
@@ -232,7 +232,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
     for part in options.chunks(rows):
         gathered = options.gather(rows[part])
         logits = _logits(gathered, weight, bias)
-        write_gradient(logits, logits, factors.at(options.positions(part, rows)), reading)
+        kernels_of(logits).write_gradient(logits, logits, factors.at(options.positions(part, rows)), reading)
         total.add(logits, gathered)
         if grad_hidden is not None:
             grad_hidden[part] = options.scatter(logits @ weight)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
-from megatron_rc.parallel.kernels import row_statistics, write_gradient
+from megatron_rc.parallel.kernels import kernels_of
 from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, SoftmaxOptions
 
 IGNORED_LABEL = -100
@@ -179,8 +179,7 @@ class _VocabSoftmax(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
         rows = _as_rows(logits, order)
-        flat = (labels.permute(order).reshape(-1), counted_tokens(labels, mask).permute(order).reshape(-1))
-        target = Target.find(*flat, spec, logits.shape[-1])
+        target = Target.find(*_flat(order, labels, counted_tokens(labels, mask)), spec, logits.shape[-1])
         statistics, ctx.holes = statistics_of(rows, target.counted, spec)
         offset, results = combine(statistics, target, target.logits(rows), spec)
         shape = [labels.shape[dim] for dim in order]
@@ -200,12 +199,10 @@ class _VocabSoftmax(torch.autograd.Function):
         order: list[int] = ctx.order
         out = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
         rows, written = _as_rows(logits, order), _as_rows(out, order)
-        flat = [None if grad is None else grad.permute(order).reshape(-1) for grad in grads]
-        entropy, squares = (None if result is None else result.permute(order).reshape(-1) for result in results)
-        counted = counted_tokens(labels, mask).permute(order).reshape(-1)
-        target = Target.find(labels.permute(order).reshape(-1), counted, spec, logits.shape[-1])
+        entropy, squares, *flat = _flat(order, *results, *grads)
+        target = Target.find(*_flat(order, labels, counted_tokens(labels, mask)), spec, logits.shape[-1])
         factors = row_gradients(flat, target, target.logits(rows), offset, entropy, squares, spec)
-        write_gradient(rows, written, factors, spec.softmax_options(logits.shape[-1], ctx.holes))
+        kernels_of(rows).write_gradient(rows, written, factors, spec.softmax_options(logits.shape[-1], ctx.holes))
         if written.data_ptr() != out.data_ptr():
             out.permute(*order, -1).copy_(written.view(out.permute(*order, -1).shape))
         return out, None, None, None
@@ -214,10 +211,10 @@ class _VocabSoftmax(torch.autograd.Function):
 def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
     """(statistics of the rows, whether logits of -inf were allowed): on a CPU only if a counted entropy needs it."""
     # On a GPU the test would wait for the host.
-    statistics = row_statistics(rows, spec.softmax_options(rows.shape[1], holes=rows.is_cuda))
+    statistics = kernels_of(rows).row_statistics(rows, spec.softmax_options(rows.shape[1], holes=rows.is_cuda))
     if rows.is_cuda or not spec.entropy or not bool((statistics[2].isnan() & counted).any()):
         return statistics, rows.is_cuda
-    return row_statistics(rows, spec.softmax_options(rows.shape[1], holes=True)), True
+    return kernels_of(rows).row_statistics(rows, spec.softmax_options(rows.shape[1], holes=True)), True
 
 
 @dataclass(frozen=True)
@@ -319,3 +316,8 @@ def row_gradients(
 def _as_rows(logits: Tensor, order: list[int]) -> Tensor:
     """[t, v/tp], with the leading dimensions in this order: a view if possible."""
     return logits.detach().permute(*order, -1).reshape(-1, logits.shape[-1])
+
+
+def _flat(order: list[int], *values: Any) -> list[Any]:
+    """Each tensor as [t], with its dimensions in this order; None stays."""
+    return [None if value is None else value.permute(order).reshape(-1) for value in values]

@@ -25,12 +25,6 @@ class LossStatistics:
     maxima: Tensor = largest()  # [len(MAXIMA)] float64, in the order of ``MAXIMA``; -inf without a token
 
     @classmethod
-    def of(cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> LossStatistics:
-        """The statistics from 0-D tensors by name; a sum that is absent is 0."""
-        nothing = cls.nothing(sums["tokens"].device)
-        return cls(nothing.plus(**sums).sums, torch.stack([maxima[name].detach().double() for name in MAXIMA]))
-
-    @classmethod
     def nothing(cls, device: torch.device | None = None) -> LossStatistics:
         """The statistics of no token: sums of 0, maxima of -inf."""
         zeros = torch.zeros(len(SUMS), dtype=torch.float64, device=device)

@@ -208,14 +208,10 @@ def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistic
     }
     flags = {"clipped_low": found.low, "clipped_high": found.high, "dual_clipped": found.dual}
     sums |= {name: (mask & flag).sum() for name, flag in flags.items() if flag is not None}
-    lowest = torch.full_like(log_ratio, -torch.inf)
+    both = torch.where(mask, torch.stack([log_ratio, -log_ratio]), -torch.inf).flatten(1)
     # A shard may be empty, and amax has no value for that.
-    some = log_ratio.new_full((1,), -torch.inf)
-    maxima = {
-        name: torch.cat([torch.where(mask, value, lowest).flatten(), some]).amax()
-        for name, value in (("log_ratio", log_ratio), ("-log_ratio", -log_ratio))
-    }
-    return LossStatistics.of(sums, maxima)
+    maxima = torch.cat([both, both.new_full((2, 1), -torch.inf)], dim=1).amax(1).double()
+    return LossStatistics(LossStatistics.nothing(mask.device).plus(**sums).sums, maxima)
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:

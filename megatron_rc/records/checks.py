@@ -45,30 +45,26 @@ OPTIONAL = {name for name, field in FIELDS.items() if field.is_optional}
 TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN at tokens that the trainer did not score
 
 
-def check_structure(columns: Mapping[str, Any]) -> None:
+def check_structure(batch: Any) -> None:
     """Check shapes, dtypes and devices of all fields, not values; TypeError or ValueError names field and form."""
-    for name in FIELDS:
-        value = columns.get(name)
-        if value is None and name in OPTIONAL:
+    for name, field in FIELDS.items():
+        value = getattr(batch, name)
+        if value is None and field.is_optional:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is {type(value).__name__}: expected a tensor")
-        _check_field(name, value, columns["tokens"])
-
-
-def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
-    field, shape = FIELDS[name], tuple(value.shape)
-    if name == "tokens" and len(shape) != 2:
-        raise ValueError(f"tokens has shape {shape}: expected [sequences, length]")
-    shared = tuple(tokens.shape if field.per_token else tokens.shape[:1])
-    if shape[: len(shared)] != shared or len(shape) != len(shared) + field.more:
-        expected = f"{shared} + (layers, top_k)" if field.more else f"{shared}"
-        ending = "as tokens" if field.per_token else "one for each row of tokens"
-        raise ValueError(f"{name} has shape {shape}: expected {expected}, {ending}")
-    if value.dtype not in field.dtypes:
-        raise ValueError(f"{name} is {value.dtype}: expected {field.words}")
-    if value.device != tokens.device:
-        raise ValueError(f"{name} is on {value.device}, tokens on {tokens.device}: move the batch with to(device)")
+        tokens, shape = batch.tokens, tuple(value.shape)
+        if name == "tokens" and len(shape) != 2:
+            raise ValueError(f"tokens has shape {shape}: expected [sequences, length]")
+        shared = tuple(tokens.shape if field.per_token else tokens.shape[:1])
+        if shape[: len(shared)] != shared or len(shape) != len(shared) + field.more:
+            expected = f"{shared} + (layers, top_k)" if field.more else f"{shared}"
+            ending = "as tokens" if field.per_token else "one for each row of tokens"
+            raise ValueError(f"{name} has shape {shape}: expected {expected}, {ending}")
+        if value.dtype not in field.dtypes:
+            raise ValueError(f"{name} is {value.dtype}: expected {field.words}")
+        if value.device != tokens.device:
+            raise ValueError(f"{name} is on {value.device}, tokens on {tokens.device}: move the batch with to(device)")
 
 
 def check_values(

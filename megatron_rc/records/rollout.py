@@ -91,7 +91,7 @@ class RolloutBatch:
             TypeError: a field is no tensor.
             ValueError: names the field, the sample and the position.
         """
-        self._check_structure()
+        check_structure(self)
         self.sampling.check(allow_truncated_sampling)
         check_values(self.tensors(), self.sampling.top_k, vocab_size, allow_bad_log_probs=allow_bad_log_probs)
 
@@ -139,9 +139,6 @@ class RolloutBatch:
         """The batch on another device."""
         return self._each(lambda value: value.to(device))
 
-    def _check_structure(self) -> None:
-        check_structure({name: getattr(self, name) for name in FIELDS})
-
     def _each(self, change: Callable[[Tensor], Tensor]) -> RolloutBatch:
         changed: dict[str, Any] = {name: change(value) for name, value in self.tensors().items()}
         return replace(self, **changed)
@@ -184,7 +181,7 @@ def save_rollouts(batch: RolloutBatch, path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written; an existing file is unchanged.
         ValueError: shapes or dtypes are not the record's.
     """
-    batch._check_structure()
+    check_structure(batch)
     tensors = batch.tensors()
     shapes = {name: list(value.shape) for name, value in tensors.items()}
     write_file(path, tensors, {"schema_version": SCHEMA_VERSION, "sampling": asdict(batch.sampling), "shapes": shapes})
@@ -215,7 +212,7 @@ def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatc
     if header["shapes"] != {name: list(value.shape) for name, value in tensors.items()}:
         raise ValueError("the tensors' shapes are not the header's: the file is damaged")
     batch = RolloutBatch(**tensors, sampling=SamplingParams.from_dict(header["sampling"]))
-    batch._check_structure()
+    check_structure(batch)
     return batch
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_rc.parallel.arguments import check_integer, check_number, one_of
+
 LOG_PROBS_MODES = ("processed", "raw")
 
 
@@ -43,14 +45,10 @@ class SamplingParams:
         ``allow_truncated_sampling``: accept top_p < 1 and top_k > 0.
         """
         temperature, top_p, top_k, mode = self.temperature, self.top_p, self.top_k, self.log_probs_mode
-        if not (_is_number(temperature) and 0 < temperature < math.inf):
-            raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-        if not (_is_number(top_p) and 0 < top_p <= 1):
-            raise ValueError(f"top_p={top_p!r}: expected a number above 0 and at most 1")
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
-            raise ValueError(f"top_k={top_k!r}: expected an integer of at least 0; 0 samples from all tokens")
-        if mode not in LOG_PROBS_MODES:
-            raise ValueError(f"log_probs_mode={mode!r}: expected one of {', '.join(LOG_PROBS_MODES)}")
+        check_number("temperature", temperature, lambda x: 0 < x < math.inf, "must be a number above 0")
+        check_number("top_p", top_p, lambda x: 0 < x <= 1, "must be a number above 0 and at most 1")
+        check_integer("top_k", top_k, least=0)
+        one_of("log_probs_mode", mode, LOG_PROBS_MODES)
         if mode == "raw" and temperature != 1:
             raise ValueError(
                 f"log-probs are raw (before temperature) at temperature {temperature}: "
@@ -61,7 +59,3 @@ class SamplingParams:
                 f"top_p={top_p}, top_k={top_k} sample from a truncated distribution, which is not the policy: sample "
                 "with top_p=1 and top_k=0, or allow truncated sampling"
             )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -63,7 +63,6 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
     ImportError without safetensors; FileNotFoundError without a file; ValueError if it is cut off, damaged, or another.
     """
-    path = existing(path)
     tensors, metadata = read_safetensors(path)
     if _KEY not in metadata:
         raise ValueError(f"{path} has tensors but no header of megatron_rc: expected a file that save_rollouts wrote")
@@ -76,11 +75,12 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     return tensors, header
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, on the host, and the metadata of a file; ImportError without safetensors, ValueError for damage."""
+def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, on the host, and the metadata of a file; its errors are as in :func:`read_file`."""
     need_safetensors()
     from safetensors import SafetensorError, safe_open
 
+    path = existing(path)
     try:
         with safe_open(path, framework="pt") as file:
             # Clones: safetensors' own tensors map the file, which another process may cut off.

@@ -17,9 +17,8 @@ from megatron_rc.parallel.arguments import one_of
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.fields import DEFAULTS
-from megatron_rc.settings.overrides import overridden
+from megatron_rc.settings.overrides import overridden, value_of
 
-_WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 MOST = 64
 
 
@@ -81,16 +80,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     one_of("--grid", name, tuple(DEFAULTS))
     if not equals or not all(values.split(",")):
         raise ValueError(f"--grid {text}: expected field=value,value,... for example rollout_is_threshold=1.5,2,5")
-    return name, [_value(one) for one in values.split(",")]
-
-
-def _value(text: str) -> Any:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    try:
-        return float(text) if "_" not in text else text
-    except ValueError:
-        return text
+    return name, [value_of(one) for one in values.split(",")]
 
 
 def _shown(value: Any) -> str:

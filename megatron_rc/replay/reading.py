@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,18 +60,17 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Iterator[NamedBatch]:
-    match = _STEP.search(path.name)
-    version = int(match[1]) if match else None
-    yield from (NamedBatch(str(path), batch, version) for batch in _batches(path))
-
-
-def _batches(path: Path) -> Iterator[RolloutBatch]:
     """Read our own record, or another program's lines or tensors."""
+    batches: Iterable[RolloutBatch | Sampled]
     if path.suffix in (".jsonl", ".json"):
         other = sampled_of_lines(existing(path))
-        return read_jsonl(path, _LINES) if other is None else iter([_batch_of(other)])
-    found = read_tensor_record(path)
-    return iter([found if isinstance(found, RolloutBatch) else _batch_of(found)])
+        batches = read_jsonl(path, _LINES) if other is None else [other]
+    else:
+        batches = [read_tensor_record(path)]
+    match = _STEP.search(path.name)
+    version = int(match[1]) if match else None
+    for batch in batches:
+        yield NamedBatch(str(path), batch if isinstance(batch, RolloutBatch) else _batch_of(batch), version)
 
 
 def _batch_of(sampled: Sampled) -> RolloutBatch:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.parallel.arguments import one_of
 from megatron_rc.settings.bounds import weight_bounds
 from megatron_rc.settings.consistency import check_idle, check_together, check_values
@@ -128,13 +129,11 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
             return
         if not isinstance(use_policy_gradient, bool):
             raise ValueError(f"use_policy_gradient={use_policy_gradient!r} must be true or false")
-        if not use_policy_gradient and self.loss_type == "reinforce":
-            raise ValueError("use_policy_gradient=False contradicts loss_type='reinforce': drop use_policy_gradient")
+        others = [name for name in OBJECTIVES if name not in ("ppo_clip", "reinforce")]
+        if self.loss_type in (others if use_policy_gradient else ["reinforce"]):
+            given = f"use_policy_gradient={use_policy_gradient} contradicts loss_type={self.loss_type!r}"
+            raise ValueError(f"{given}: drop use_policy_gradient")
         if use_policy_gradient:
-            if self.loss_type not in ("ppo_clip", "reinforce"):
-                raise ValueError(
-                    f"use_policy_gradient=True contradicts loss_type={self.loss_type!r}: drop use_policy_gradient"
-                )
             object.__setattr__(self, "loss_type", "reinforce")
 
 

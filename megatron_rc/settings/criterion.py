@@ -169,7 +169,6 @@ class _Asked(dict[str, Tensor]):
 
 
 def _problems(criterion: Criterion) -> list[str]:
-    """Problems of a criterion's definition."""
     if not criterion.name.replace("_", "").isalnum() or criterion.name != criterion.name.lower():
         return ["the name must be letters, digits and underscores, in lower case"]
     if criterion.unit not in ("token", "sequence", "prompt"):

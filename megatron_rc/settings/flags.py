@@ -17,7 +17,7 @@ from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.fields import DEFAULTS, FIELDS, SWITCHES
-from megatron_rc.settings.overrides import overridden
+from megatron_rc.settings.overrides import overridden, value_of
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
 # Help texts without the default, except of fields whose default is None.
@@ -105,7 +105,8 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
     text = f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound"
     _add(parser, group, _MEGATRON_LIMIT, type=float, help=text)
-    loss = _group(parser, "loss")
+    known = (group for group in parser._action_groups if group.title == "loss")
+    loss = next(known, None) or parser.add_argument_group("loss")
     for field, (name, words) in _LOSS_OPTIONS.items():
         how = _LOSS_WORDS.get(field, {"type": float})
         _add(parser, loss, flag_of(name), help=_with_default(words, getattr(PolicyLossConfig, field)), **how)
@@ -140,7 +141,11 @@ def rollout_correction_config_from_args(
         fields = overridden(fields, {name: value for name, value in given.items() if name in FIELDS})
     if fields == base.to_dict():
         return base
-    return _named(lambda: RolloutCorrectionConfig(**fields, notes=base.notes), _flag_of_error)
+    begins = {f"{field}=": flag_of(field) for field in FIELDS}
+    return _named(
+        lambda: RolloutCorrectionConfig(**fields, notes=base.notes),
+        lambda message: next((flag for word, flag in begins.items() if message.startswith(word)), "rollout correction"),
+    )
 
 
 def is_correction_flag(name: str) -> bool:
@@ -167,12 +172,6 @@ def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option
         group.add_argument(option, default=None, **how)
 
 
-def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
-    """The parser's group of this title, or a new one."""
-    known = (group for group in parser._action_groups if group.title == title)
-    return next(known, None) or parser.add_argument_group(title)
-
-
 def _with_default(words: str, default: object) -> str:
     """The help text with its default; a default of None is in the words already."""
     if default is None:
@@ -184,20 +183,9 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The given flags of the correction, by attribute; ``none`` is None."""
     names = (*FIELDS, *(_name(option) for option in _BASES))
     found = {name: getattr(args, name, None) for name in names}
-    return {name: _parsed(name, value) for name, value in found.items() if value is not None}
-
-
-def _parsed(name: str, value: Any) -> Any:
-    """The value of a flag: None for ``none``, a float for the text of one number."""
-    if not isinstance(value, str) or name == "metric_prefix" or name not in FIELDS:
-        return value
-    if value.lower() in ("none", "null"):
-        return None
-    try:
-        # float() would read 0.5_2 as 0.52.
-        return value if "_" in value else float(value)
-    except ValueError:
-        return value
+    texts = [name for name, value in found.items() if isinstance(value, str) and name in FIELDS]
+    read = {name: value_of(found[name]) for name in texts if name != "metric_prefix"}
+    return {name: read.get(name, value) for name, value in found.items() if value is not None}
 
 
 def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
@@ -256,8 +244,3 @@ def _named(make: Callable[[], T], flag: Callable[[str], str]) -> T:
         return make()
     except ValueError as error:
         raise ValueError(f"{flag(str(error))}: {error}") from error
-
-
-def _flag_of_error(message: str) -> str:
-    """The flag of the field that begins a message."""
-    return next((flag_of(field) for field in FIELDS if message.startswith(f"{field}=")), "rollout correction")

@@ -8,6 +8,19 @@ from typing import Any
 from megatron_rc.settings.consistency import idle
 from megatron_rc.settings.fields import DEFAULTS
 
+_WORDS: Mapping[str, Any] = {"none": None, "null": None, "true": True, "false": False}
+
+
+def value_of(text: str) -> Any:
+    """The value of a field from its text: None, true or false in words, a float for one number, else the text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        # float() would read 0.5_2 as 0.52.
+        return text if "_" in text else float(text)
+    except ValueError:
+        return text
+
 
 def overridden(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with the given ones; fields that these make meaningless go back to their defaults."""

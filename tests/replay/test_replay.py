@@ -18,7 +18,7 @@ from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from megatron_rc.replay.__main__ import main
 from megatron_rc.replay.gradient import uncorrected
 from megatron_rc.replay.outcome import outcome
-from megatron_rc.replay.reading import NamedBatch, read_batches
+from megatron_rc.replay.reading import NamedBatch
 from megatron_rc.replay.report import as_dict
 from megatron_rc.replay.tokens import recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
@@ -297,19 +297,6 @@ def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
     assert first["metrics"]["rollout_corr/num_tokens"] == found["tokens"]
 
 
-def test_lines_and_files_say_the_same(folder, tmp_path, capsys):
-    batches = read_batches([str(folder)])
-    lines = tmp_path / "rollouts.jsonl"
-    write_jsonl(
-        [dataclasses.replace(batches[0].records, rollout_log_probs=batches[0].records.rollout_log_probs)], lines
-    )
-    results = []
-    for path in (batches[0].name, str(lines)):
-        assert main([path, "--preset=decoupled_seq_is", "--json", "--sequences=0"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
-    assert_equal_but_rounding(results[1]["corrections"], results[0]["corrections"], rel=1e-6)
-
-
 @pytest.mark.processes
 def test_it_runs_as_a_module(folder):
     """Without safetensors' or torch's noise, and with nothing of the launcher."""
@@ -460,6 +447,7 @@ def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "e.json").write_text(json.dumps([{**row, "token_level_scores": None} for row in rows], indent=1))
     save_rollouts(batch, tmp_path / "own.safetensors")
+    write_jsonl([batch], tmp_path / "own.jsonl")
     found = {}
     for file in sorted(tmp_path.iterdir()):
         assert read_evidence(file).facts["num_tokens"] == int(batch.response_mask.sum())
@@ -473,6 +461,8 @@ def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
         assert got["weights"]["histogram"] == wanted["weights"]["histogram"]
         assert (got["by_reward"] == wanted["by_reward"]) == (name != "e.json")
         same = got["gradient"]["cosine"] == pytest.approx(wanted["gradient"]["cosine"], rel=1e-5)
-        assert same == (name in ("b.npz", "d.jsonl")), "where the record says which prompt a response is of"
+        assert same == (name in ("b.npz", "d.jsonl", "own.jsonl")), (
+            "where the record says which prompt a response is of"
+        )
         shown = got["most_affected"][0]["tokens"]
         assert any(token[0] for token in shown)

@@ -1,5 +1,6 @@
 """The correction's settings: accepted and refused values, and files."""
 
+import argparse
 import copy
 import math
 import pickle
@@ -8,7 +9,9 @@ import re
 import pytest
 
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.fields import FIELDS
+from megatron_rc.settings.flags import rollout_correction_config_from_args
 from tests.settings.test_description import DESCRIBED
 from tests.settings.test_flags import from_flags
 
@@ -157,6 +160,9 @@ def test_what_no_field_takes_is_named(name, value):
     with pytest.raises(ValueError, match=re.escape(name)) as raised:
         RolloutCorrectionConfig(**fields | {name: value})
     assert str(raised.value).startswith((f"{name}={value!r} ", f"{name}={str(value)!r} "))
+    if name in FIELDS:
+        with pytest.raises(ValueError, match=f"^{flag_of(name)}: {name}="):
+            rollout_correction_config_from_args(argparse.Namespace(**fields | {name: value}))
 
 
 @pytest.mark.parametrize(

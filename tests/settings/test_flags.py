@@ -241,21 +241,9 @@ def test_flags_over_a_launch_file_that_cannot_work_are_named(file, line, message
 
 REFUSED = """
 --rollout-is batch | --rollout-is: rollout_is='batch' is unknown
---rollout-is-threshold -1 | --rollout-is-threshold: rollout_is_threshold=-1.0 must be
---rollout-is-threshold two | --rollout-is-threshold: rollout_is_threshold='two' is not a number
---rollout-is none --rollout-is-threshold 2 | --rollout-is-threshold: rollout_is_threshold=2.0 does nothing
 --rollout-is none --no-rollout-is-apply | --rollout-is-apply: rollout_is_apply=False does nothing without rollout_is
---no-rollout-is-apply --rollout-is-batch-normalize
-    | --rollout-is-batch-normalize: rollout_is_batch_normalize=True does nothing with rollout_is_apply=False
 --rl-inference-logprobs-is-correction --no-rollout-is-apply
     | --rl-inference-logprobs-is-correction and --rollout-is-apply contradict
---rollout-is none --rollout-is-batch-normalize | --rollout-is-batch-normalize: rollout_is_batch_normalize=True
---rollout-is-threshold-lower 0.1 | --rollout-is-threshold-lower: rollout_is_threshold_lower=0.1 does nothing
---rollout-rs-threshold 2 | --rollout-rs-threshold: rollout_rs_threshold=2.0 does nothing without
---rollout-rs token_k1 | --rollout-rs: rollout_rs='token_k1' needs rollout_rs_threshold
---rollout-token-veto-threshold low | --rollout-token-veto-threshold: rollout_token_veto_threshold='low' must
---loss-type reinforce | --loss-type: loss_type='reinforce' names the objective of bypass mode
---bypass-mode --rollout-is-batch-normalize | --rollout-is-batch-normalize: rollout_is_batch_normalize=True does
 --bad-log-probs none | --bad-log-probs: bad_log_probs=None is unknown
 --rollout-correction-preset best | --rollout-correction-preset best: preset='best' is unknown
 --rollout-correction-preset geo_rs@ | --rollout-correction-preset geo_rs@: release='' is unknown
@@ -270,8 +258,6 @@ REFUSED = """
 --rollout-correction-config x/none.yaml | --rollout-correction-config x/none.yaml: x/none.yaml cannot be read: No such
 --rollout-correction-preset bypass_ppo_clip --proximal-interpolation
     | --proximal-interpolation: proximal_interpolation=True contradicts
---rollout-is none --rollout-staleness-scale 1:2
-    | --rollout-staleness-scale: rollout_staleness_scale='1:2' does nothing
 --rl-importance-sampling-truncation-coef 2 | does nothing without --rl-inference-logprobs-is-correction
 --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef -2
     | --rl-importance-sampling-truncation-coef -2.0: rollout_is_threshold=-2.0 must be

@@ -69,15 +69,17 @@ def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
     Raises:
         ValueError: old_log_probs lack some of the tokens.
     """
-    log_probs, old = sampled_log_probs(batch), scored_log_probs(batch, "slime")
+    columns = {"rollout_log_probs": sampled_log_probs(batch), "log_probs": scored_log_probs(batch, "slime")}
+    known = {name: values for name, values in columns.items() if values is not None}
     first, end = (values.tolist() for values in spans(batch))
-    samples = [_sample(batch, row, log_probs[row], first[row], end[row]) for row in range(batch.num_sequences)]
-    for sample, versions in zip(samples, versions_of(batch), strict=True):
-        sample["weight_versions"] = [str(version) for version in versions]
-    if old is not None:
-        for row, sample in enumerate(samples):
-            sample["log_probs"] = old[row, first[row] : end[row]].tolist()
-    return samples
+    return [
+        {
+            **_sample(batch, row, first[row], end[row]),
+            **{name: values[row, first[row] : end[row]].tolist() for name, values in known.items()},
+            "weight_versions": [str(version) for version in versions],
+        }
+        for row, versions in enumerate(versions_of(batch))
+    ]
 
 
 def _sequence(
@@ -103,7 +105,9 @@ def _sequence(
     old = None if sample.get("log_probs") is None else placed("log_probs")
     mask = torch.zeros(length, dtype=torch.bool)
     if not sample.get("remove_sample"):
-        mask[length - response :] = _loss_mask(sample, response)
+        # Without a mask, slime trains on every token of the response.
+        given = sample.get("loss_mask") is not None
+        mask[length - response :] = flags_of(sample, "loss_mask", (response,)) if given else True
     return one_sequence(
         tokens,
         mask,
@@ -119,7 +123,7 @@ def _sequence(
     )
 
 
-def _sample(batch: RolloutBatch, row: int, log_probs: Tensor, first: int, end: int) -> dict[str, Any]:
+def _sample(batch: RolloutBatch, row: int, first: int, end: int) -> dict[str, Any]:
     mask = batch.response_mask[row, first:end]
     experts = None if batch.routed_experts is None else batch.routed_experts[row, : max(end - 1, 0)].clone()
     return {
@@ -128,18 +132,10 @@ def _sample(batch: RolloutBatch, row: int, log_probs: Tensor, first: int, end: i
         "tokens": batch.tokens[row, :end].tolist(),
         "response_length": end - first,
         "loss_mask": mask.int().tolist(),
-        "rollout_log_probs": log_probs[first:end].tolist(),
         "reward": float(batch.rewards[row]),
         "status": _OWN_STATUS[FINISH_REASONS[int(batch.finish_reasons[row])]],
         "rollout_routed_experts": experts,
     }
-
-
-def _loss_mask(sample: Mapping[str, Any], response: int) -> Tensor:
-    """[response]; without one, slime trains on every token of the response."""
-    if sample.get("loss_mask") is None:
-        return torch.ones(response, dtype=torch.bool)
-    return flags_of(sample, "loss_mask", (response,))
 
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:

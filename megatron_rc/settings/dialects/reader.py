@@ -76,11 +76,6 @@ class Settings:
             raise ValueError(f"{lower}={low:g} must lie below {upper}={high:g}")
         return low, high
 
-    def bounds_text(self, lower: str, upper: str, default: float | None = None) -> str:
-        """``bounds`` as a text: one number u for [1/u, u], else ``"lo_hi"``."""
-        low, high = self.bounds(lower, upper, default)
-        return repr(high) if self._values[lower] is None else pair(low, high)
-
     def drop(self, *names: str, because: str) -> None:
         """Note settings that are not translated, if they differ from their defaults."""
         for name in names:

@@ -159,7 +159,8 @@ def _rejection_2025_11(settings: Settings) -> dict[str, Any]:
         settings.drop("rollout_rs_threshold", "rollout_rs_threshold_lower", because="there is no rollout_rs")
     else:
         _refuse_null(settings, "rollout_rs", "rollout_rs_threshold")
-        bounds = settings.bounds_text("rollout_rs_threshold_lower", "rollout_rs_threshold", default=2.0)
+        low, high = settings.bounds("rollout_rs_threshold_lower", "rollout_rs_threshold", default=2.0)
+        bounds = repr(high) if settings["rollout_rs_threshold_lower"] is None else pair(low, high)
         own = rejection([(ALIASES[level], bounds)])
     return own | settings.veto("rollout_token_veto_threshold")
 

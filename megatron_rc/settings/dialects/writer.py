@@ -36,7 +36,9 @@ def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], lis
     except ValueError as problem:  # a level or a bound that the program does not take
         return {}, [str(problem)]
     meant = _meaning(config)
-    lost = [f"{name}={_shown(meant[name])}" for name in meant if not _is_same(meant[name], again[name])]
+    # Criteria by their names, without their bounds.
+    words = {name: ",".join(value) if isinstance(value, dict) else repr(value) for name, value in meant.items()}
+    lost = [f"{name}={words[name]}" for name in meant if not _is_same(meant[name], again[name])]
     if again["rejection_denominator"] is None:  # the lost criteria are named already
         lost = [one for one in lost if not one.startswith("rejection_denominator")]
     return {name: value for name, value in given.items() if value != program.defaults[name] or name in _ALWAYS}, lost
@@ -77,11 +79,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-8, abs_tol=1e-11)
     return bool(one == other)
-
-
-def _shown(value: Any) -> str:
-    """A value of ``_meaning``; for criteria their names, not their bounds."""
-    return ",".join(value) if isinstance(value, dict) else repr(value)
 
 
 def _ratios(criterion: Criterion) -> tuple[float, float]:
@@ -197,12 +194,9 @@ def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:
 
 
 _WRITERS: Mapping[str, tuple[Dialect, Callable[[CorrectionFields], dict[str, Any]]]] = {
-    program.name: (program, write)
-    for program, write in (
-        (VERL, _verl),
-        (VERL_2025_11, _verl_2025_11),
-        (VERL_2025_10, _verl_2025_10),
-        (SLIME, _slime),
-        (NEMO_RL, _nemo_rl),
-    )
+    VERL.name: (VERL, _verl),
+    VERL_2025_11.name: (VERL_2025_11, _verl_2025_11),
+    VERL_2025_10.name: (VERL_2025_10, _verl_2025_10),
+    SLIME.name: (SLIME, _slime),
+    NEMO_RL.name: (NEMO_RL, _nemo_rl),
 }

@@ -9,7 +9,7 @@ from megatron_rc.settings.dialects import DIALECTS, probable_dialects
 from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.presets import PRESETS
 from tests.golden.load import cases
-from tests.settings.dialects.test_nemo_rl import ICEPOP, RATIO, RATIO_MIN
+from tests.settings.dialects.test_nemo_rl import ICEPOP, RATIO, RATIO_MIN, named
 from tests.support.tables import table
 
 REFUSED = r"""
@@ -17,16 +17,12 @@ verl | rollout_rs: geometric, rollout_rs_threshold: 1.01 | can be read with dial
 megatron_rc | use_tis: true, mis_level: token | read these settings with dialect='slime'$
 megatron_rc | algorithm: {rollout_correction: {rollout_rs: geometric, use_policy_gradient: true}}
     | read these settings with dialect='verl-2025-11'$
-nemo-rl | grpo: {seq_logprob_error_threshold: 1} | seq_logprob_error_threshold=1.0 must be above 1
-nemo-rl | seq_logprob_error_threshold: x | seq_logprob_error_threshold='x' must be a number
-nemo-rl
-    | loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
-    truncated_importance_sampling_ratio: 1.1, truncated_importance_sampling_ratio_min: 0.9}, grpo:
-    {seq_logprob_error_threshold: 2}
+nemo-rl | grpo: {error: 1} | seq_logprob_error_threshold=1.0 must be above 1
+nemo-rl | error: x | seq_logprob_error_threshold='x' must be a number
+nemo-rl | loss_fn: {use: true, type: seq-mask-tis, max: 1.1, min: 0.9}, grpo: {error: 2}
     | seq_logprob_error_threshold=.*'seq-mask-tis' .* one of the two
-nemo-rl | grpo: {seq_logprob_error_threshold: 1.5}, ppo: {seq_logprob_error_threshold: 2}
-    | seq_logprob_error_threshold .* 1.5 and 2: keep one
-nemo-rl | seq_logprob_error_threshold: 3, grpo: {seq_logprob_error_threshold: 2} | threshold .* 3 and 2
+nemo-rl | grpo: {error: 1.5}, ppo: {error: 2} | seq_logprob_error_threshold .* 1.5 and 2: keep one
+nemo-rl | error: 3, grpo: {error: 2} | threshold .* 3 and 2
 slime | --tis-clip: 3.0, tis_clip: 2.0 | tis_clip .* 3.0 and 2.0: keep one
 verl-2026 | - | dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl
 megatron-lm | - | dialect='megatron-lm' is unknown
@@ -109,40 +105,25 @@ slime | use_opsm: 1 | use_opsm=1 must be true or false
 slime | use_tis: true, use_rollout_logprobs: true | use_tis=True and use_rollout_logprobs=True contradict
 nemo-rl | ratio_clip_min: 0.2 | unknown setting 'ratio_clip_min'
 nemo-rl | loss_fn: [1] | loss_fn=\[1\] must hold settings
-nemo-rl | use_importance_sampling_correction: true, truncated_importance_sampling_type: TIS | 'TIS' is unknown
-nemo-rl | use_importance_sampling_correction: true, truncated_importance_sampling_type: tis
-    | truncated_importance_sampling_ratio=None must be a finite positive number
-nemo-rl
-    | use_importance_sampling_correction: true, truncated_importance_sampling_type: tis,
-    truncated_importance_sampling_ratio: -2
-    | truncated_importance_sampling_ratio=-2.0 must be a finite positive number
-nemo-rl
-    | use_importance_sampling_correction: true, truncated_importance_sampling_type: tis,
-    truncated_importance_sampling_ratio: 2, truncated_importance_sampling_ratio_min: 3
+nemo-rl | use: true, type: TIS | 'TIS' is unknown
+nemo-rl | use: true, type: tis | truncated_importance_sampling_ratio=None must be a finite positive number
+nemo-rl | use: true, type: tis, max: -2 | truncated_importance_sampling_ratio=-2.0 must be a finite positive number
+nemo-rl | use: true, type: tis, max: 2, min: 3
     | truncated_importance_sampling_ratio_min=3 must lie below truncated_importance_sampling_ratio=2
-nemo-rl
-    | use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop,
-    truncated_importance_sampling_ratio: 5.0
+nemo-rl | use: true, type: icepop, max: 5.0
     | truncated_importance_sampling_ratio_min is missing: 'icepop' needs both bounds
-nemo-rl
-    | use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
-    truncated_importance_sampling_ratio: 1.1
+nemo-rl | use: true, type: seq-mask-tis, max: 1.1
     | truncated_importance_sampling_ratio_min is missing: 'seq-mask-tis' needs both bounds
-nemo-rl
-    | use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
-    truncated_importance_sampling_ratio: 1.1, truncated_importance_sampling_ratio_min: 0.9,
-    sequence_level_importance_ratios: true
-    | 'seq-mask-tis' has token weights
-nemo-rl | truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: 2
-    | needs use_importance_sampling_correction=True
-nemo-rl | truncated_importance_sampling_ratio: 2 | needs use_importance_sampling_correction=True
+nemo-rl | use: true, type: seq-mask-tis, max: 1.1, min: 0.9, by_sequence: true | 'seq-mask-tis' has token weights
+nemo-rl | type: tis, max: 2 | needs use_importance_sampling_correction=True
+nemo-rl | max: 2 | needs use_importance_sampling_correction=True
 """
 
 
 @table("dialect {given} message", REFUSED)
 def test_what_cannot_work_is_refused(dialect, given, message):
     with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig.from_dict(given, dialect)
+        RolloutCorrectionConfig.from_dict(named(given) if dialect == "nemo-rl" else given, dialect)
 
 
 def test_notes_are_kept_logged_and_no_part_of_the_config(caplog):

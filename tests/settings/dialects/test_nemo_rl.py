@@ -11,41 +11,43 @@ from tests.support.translated import reads
 
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
 ICEPOP = {**TIS, "truncated_importance_sampling_type": "icepop"}
-SEQ_MASK = {**TIS, "truncated_importance_sampling_type": "seq-mask-tis"}
 RATIO, RATIO_MIN = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
+# NeMo-RL's names of the words in tables.
+NAMES = {
+    "use": "use_importance_sampling_correction",
+    "type": "truncated_importance_sampling_type",
+    "max": RATIO,
+    "min": RATIO_MIN,
+    "by_sequence": "sequence_level_importance_ratios",
+    "error": "seq_logprob_error_threshold",
+}
+
+
+def named(settings):
+    """The settings with NeMo-RL's names."""
+    return {NAMES.get(name, name): named(one) if isinstance(one, dict) else one for name, one in settings.items()}
 
 
 READ = """
 - | rollout_is: null
-use_importance_sampling_correction: false, truncated_importance_sampling_ratio_min: 0.5 | rollout_is: null
+use: false, min: 0.5 | rollout_is: null | truncated_importance_sampling_ratio_min=0.5 dropped
+use: true | rollout_is: token, rollout_is_threshold: UNTRUNCATED
+use: true, by_sequence: true, min: 0.5 | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED
     | truncated_importance_sampling_ratio_min=0.5 dropped
-use_importance_sampling_correction: true | rollout_is: token, rollout_is_threshold: UNTRUNCATED
-use_importance_sampling_correction: true, sequence_level_importance_ratios: true,
-    truncated_importance_sampling_ratio_min: 0.5
-    | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED | truncated_importance_sampling_ratio_min=0.5 dropped
-use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio:
-    2.0
-    | rollout_is: token, rollout_is_threshold: 2.0
-use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio:
-    2.0, truncated_importance_sampling_ratio_min: 0.0
-    | rollout_is: token, rollout_is_threshold: 2.0
-use_importance_sampling_correction: true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio:
-    2, truncated_importance_sampling_ratio_min: 0.3
-    | rollout_is: token, rollout_is_threshold: 0.3_2.0, rollout_is_mode: clamp
-use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 3.0
-    | rollout_is: token, rollout_is_threshold: 3.0 | without a type: 'tis'
-use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop,
-    truncated_importance_sampling_ratio: 5.0, truncated_importance_sampling_ratio_min: 0.5
-    | rollout_is: token, rollout_is_threshold: 0.5_5.0
-use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,
-    truncated_importance_sampling_ratio: 1.002, truncated_importance_sampling_ratio_min: 0.999
-    | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.999_1.002,
-    rejection_denominator: original
+use: true, type: tis, max: 2.0 | rollout_is: token, rollout_is_threshold: 2.0
+use: true, type: tis, max: 2.0, min: 0.0 | rollout_is: token, rollout_is_threshold: 2.0
+use: true, type: tis, max: 2, min: 0.3 | rollout_is: token, rollout_is_threshold: 0.3_2.0, rollout_is_mode: clamp
+use: true, max: 3.0 | rollout_is: token, rollout_is_threshold: 3.0 | without a type: 'tis'
+use: true, type: icepop, max: 5.0, min: 0.5 | rollout_is: token, rollout_is_threshold: 0.5_5.0
+use: true, type: seq-mask-tis, max: 1.002, min: 0.999
+    | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_mean_k1, rollout_rs_threshold:
+    0.999_1.002, rejection_denominator: original
 """
 
 
 @table("{given} {expected} *notes", READ)
 def test_nemo_rl(given, expected, notes):
+    given = named(given)
     reads("nemo-rl", given, expected, *notes)
     nested = {"loss_fn": {**given, "ratio_clip_min": 0.2, "use_cispo": False}, "grpo": {}}
     reads("nemo-rl", nested, expected, *notes, "not read, no part of the correction: grpo, ratio_clip_min, use_cispo")
