@@ -1,8 +1,8 @@
 """A plain correction for comparison: full ``[b, s]`` tensors, every metric by itself.
 
-One process holds whole sequences. It computes weights, one k1 criterion with bounds on ρ = π_train / π_rollout, and
-verl's metrics of these, each with its own masked mean and its own copy to the host. ``docs/metrics.md`` has the names
-and definitions.
+One process holds whole sequences. It computes token weights, the criterion token_k1 with bounds on ρ = π_train /
+π_rollout, and verl's metrics of these, each with its own masked mean and its own copy to the host. ``docs/metrics.md``
+has the names and definitions.
 """
 
 from __future__ import annotations
@@ -13,38 +13,26 @@ import torch
 from torch import Tensor
 
 EXP_LIMIT = 20.0
+UPPER, REJECTED = 2.0, (0.5, 2.0)  # the bound of weights, the bounds of accepted ratios
 Metrics = dict[str, float]
 
 
-def correct(
-    train: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
-    *,
-    level: str = "token",
-    upper: float = 2.0,
-    rs: str = "token_k1",
-    lower_rs: float = 0.5,
-    upper_rs: float = 2.0,
-) -> tuple[Tensor, Tensor, Metrics]:
-    """Truncated weights, the accepted mask and all metrics of one batch.
+def correct(train: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+    """Truncated token weights, the accepted mask and all metrics of one batch.
 
     Args:
         train: log π_train, [b, s] float32.
         rollout: log π_rollout, [b, s] float32.
         mask: [b, s] bool, True for tokens that count, at least one. The log-probs are finite everywhere.
-        level: level of the weights: ``token`` or ``sequence``.
-        upper: upper bound that truncates the weights.
-        rs: ``token_k1``, ``seq_sum_k1`` or ``seq_mean_k1``.
-        lower_rs: the smallest ρ that the criterion accepts.
-        upper_rs: the largest ρ that it accepts.
 
     Returns:
         [b, s] weights, [b, s] bool accepted mask, metrics by name without a prefix.
     """
     log_ratio = train - rollout
-    weights, metrics = importance_weights(log_ratio, mask, level, upper)
-    accepted, rejection = rejection_mask(log_ratio, mask, rs, lower_rs, upper_rs)
+    raw = torch.where(mask, torch.exp(log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT)), 0.0)
+    weights = raw.clamp(max=UPPER)
+    metrics = weight_metrics(log_ratio, weights, mask) | sequence_weight_metrics(raw, weights, mask)
+    accepted, rejection = rejection_mask(log_ratio, mask)
     return weights, accepted, metrics | rejection | policy_metrics(train, rollout, mask)
 
 
@@ -63,31 +51,15 @@ def share(condition: Tensor, mask: Tensor) -> float:
     return masked_mean(condition.float(), mask).item()
 
 
-def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, upper: float) -> tuple[Tensor, Metrics]:
-    """Truncated weights, 0 outside the mask, and their metrics."""
-    log_weight = log_ratio if level == "token" else masked_sum(log_ratio, mask, -1).unsqueeze(-1)
-    raw = torch.exp(log_weight.clamp(-EXP_LIMIT, EXP_LIMIT)).expand_as(log_ratio)
-    raw = torch.where(mask, raw, 0.0)
-    weights = raw.clamp(max=upper)
-    metrics = weight_metrics(log_weight, weights, mask, level, upper)
-    return weights, metrics | sequence_weight_metrics(raw, weights, mask, upper)
-
-
-def weight_metrics(log_weight: Tensor, weights: Tensor, mask: Tensor, level: str, upper: float) -> Metrics:
-    """Metrics of the weights over tokens; for the sequence level, extremes and shares are over sequences."""
-    metrics = {"rollout_is_mean": masked_mean(weights, mask).item()}
-    high, low = math.log(upper), -math.log(upper)
-    if level == "token":
-        metrics["rollout_is_max"] = weights.masked_fill(~mask, -math.inf).max().item()
-        metrics["rollout_is_min"] = weights.masked_fill(~mask, math.inf).min().item()
-        metrics["rollout_is_ratio_fraction_high"] = share(log_weight > high, mask)
-        metrics["rollout_is_ratio_fraction_low"] = share(log_weight < low, mask)
-    else:
-        log_weight = log_weight[mask.any(-1)]
-        metrics["rollout_is_max"] = torch.exp(log_weight.max().clamp(max=EXP_LIMIT)).item()
-        metrics["rollout_is_min"] = torch.exp(log_weight.min().clamp(min=-EXP_LIMIT)).item()
-        metrics["rollout_is_ratio_fraction_high"] = (log_weight > high).float().mean().item()
-        metrics["rollout_is_ratio_fraction_low"] = (log_weight < low).float().mean().item()
+def weight_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
+    """Metrics of the weights over tokens."""
+    metrics = {
+        "rollout_is_mean": masked_mean(weights, mask).item(),
+        "rollout_is_max": weights.masked_fill(~mask, -math.inf).max().item(),
+        "rollout_is_min": weights.masked_fill(~mask, math.inf).min().item(),
+        "rollout_is_ratio_fraction_high": share(log_ratio > math.log(UPPER), mask),
+        "rollout_is_ratio_fraction_low": share(log_ratio < -math.log(UPPER), mask),
+    }
     variance = masked_mean(weights.square(), mask) - masked_mean(weights, mask).square()
     metrics["rollout_is_std"] = variance.clamp(min=0).sqrt().item()
     relative = weights / masked_mean(weights, mask)
@@ -95,7 +67,7 @@ def weight_metrics(log_weight: Tensor, weights: Tensor, mask: Tensor, level: str
     return metrics
 
 
-def sequence_weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor, upper: float) -> Metrics:
+def sequence_weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
     """Metrics of each sequence's mean weight."""
     valid = mask.any(-1)
     means, untruncated = masked_mean(weights, mask, -1)[valid], masked_mean(raw, mask, -1)[valid]
@@ -105,8 +77,8 @@ def sequence_weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor, upper: f
         "rollout_is_seq_max": means.max().item(),
         "rollout_is_seq_min": means.min().item(),
         "rollout_is_seq_max_deviation": (means - 1).abs().max().item(),
-        "rollout_is_seq_fraction_high": (untruncated > upper).float().mean().item(),
-        "rollout_is_seq_fraction_low": (untruncated < 1 / upper).float().mean().item(),
+        "rollout_is_seq_fraction_high": (untruncated > UPPER).float().mean().item(),
+        "rollout_is_seq_fraction_low": (untruncated < 1 / UPPER).float().mean().item(),
     }
 
 
@@ -115,41 +87,27 @@ def sample_std(values: Tensor) -> float:
     return values.std().item() if values.numel() > 1 else 0.0
 
 
-def rejection_mask(log_ratio: Tensor, mask: Tensor, rs: str, lower: float, upper: float) -> tuple[Tensor, Metrics]:
+def rejection_mask(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
     """The accepted tokens and the metrics of the criterion, whose statistic is -log ρ."""
-    k1 = -log_ratio
-    if rs == "token_k1":
-        statistic, sequences = k1, masked_mean(k1, mask, -1)
-    else:
-        sequences = (masked_sum if rs == "seq_sum_k1" else masked_mean)(k1, mask, -1)
-        statistic = sequences.unsqueeze(-1).expand_as(mask)
-    low, high = -math.log(upper), -math.log(lower)
-    kept = (statistic >= low) & (statistic <= high)
-    accepted = mask & kept
-    prefix = f"rollout_rs_{rs}_"
-    metrics = statistic_metrics(prefix, statistic, sequences, mask, low, high)
-    valid, lost = mask.any(-1), (mask & ~kept).any(-1)
-    metrics[f"{prefix}masked_fraction"] = share(~kept, mask)
-    metrics[f"{prefix}seq_masked_fraction"] = share(lost, valid)
-    metrics["rollout_rs_masked_fraction"] = share(~accepted, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = share((mask & ~accepted).any(-1), valid)
+    k1, (low, high) = -log_ratio, (-math.log(bound) for bound in reversed(REJECTED))
+    accepted, prefix = mask & (k1 >= low) & (k1 <= high), "rollout_rs_token_k1_"
+    metrics = statistic_metrics(prefix, k1, mask, low, high)
+    for name in (prefix, "rollout_rs_"):
+        metrics[f"{name}masked_fraction"] = share(~accepted, mask)
+        metrics[f"{name}seq_masked_fraction"] = share((mask & ~accepted).any(-1), mask.any(-1))
     return accepted, metrics
 
 
-def statistic_metrics(
-    prefix: str, statistic: Tensor, sequences: Tensor, mask: Tensor, low: float, high: float
-) -> Metrics:
+def statistic_metrics(prefix: str, statistic: Tensor, mask: Tensor, low: float, high: float) -> Metrics:
     """Metrics of a criterion's statistic, over tokens and over sequences."""
-    units, counted = (statistic, mask) if "token" in prefix else (sequences, mask.any(-1))
-    sequences = sequences[mask.any(-1)]
-    clamped = statistic.clamp(low, high)
+    sequences, clamped = masked_mean(statistic, mask, -1)[mask.any(-1)], statistic.clamp(low, high)
     variance = masked_mean(clamped.square(), mask) - masked_mean(clamped, mask).square()
     metrics = {
         "mean": masked_mean(statistic, mask).item(),
-        "max": units.masked_fill(~counted, -math.inf).max().item(),
-        "min": units.masked_fill(~counted, math.inf).min().item(),
-        "fraction_high": share(units > high, counted),
-        "fraction_low": share(units < low, counted),
+        "max": statistic.masked_fill(~mask, -math.inf).max().item(),
+        "min": statistic.masked_fill(~mask, math.inf).min().item(),
+        "fraction_high": share(statistic > high, mask),
+        "fraction_low": share(statistic < low, mask),
         "std": variance.clamp(min=0).sqrt().item(),
         "seq_mean": sequences.mean().item(),
         "seq_std": sample_std(sequences),

@@ -6,10 +6,10 @@ report. Imports nothing of the library.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class Maker:
         hidden = self.hidden.bfloat16().float() if noise else self.hidden
         return (hidden @ weight.T / temperature).log_softmax(-1)
 
+    def engine(self, kind: str = "bf16", temperature: float = 1.0) -> Tensor:
+        """[n, s, v]: log-probs of an engine that rounds its weights and computes in bfloat16."""
+        return self.log_probs(round_weight(self.weight, kind), temperature, noise=True)
+
     def sample(self, log_probs: Tensor) -> Tensor:
         """[n, s]: a token from each distribution."""
         # The first of exponential clocks with these rates.
@@ -87,43 +91,30 @@ def result(maker: Maker, rollout: Tensor, old: Tensor, **more: Any) -> dict[str,
     return {"rollout_log_probs": rollout, "old_log_probs": old, "response_mask": maker.mask, **more}
 
 
+def sampled(maker: Maker, engine: Tensor, reported: Tensor | None = None, trained_at: float = 1.0) -> dict[str, Any]:
+    """Tokens of an engine's distributions with the log-probs that it reports, and the trainer's at a temperature."""
+    tokens = maker.sample(engine)
+    trainer = maker.log_probs(maker.weight, trained_at)
+    return result(maker, pick(engine if reported is None else reported, tokens), pick(trainer, tokens))
+
+
 def healthy(maker: Maker) -> dict[str, Any]:
     """The engine rounds by the setting and computes in bfloat16."""
-    engine = maker.log_probs(round_weight(maker.weight, maker.setting.noise), noise=True)
-    tokens = maker.sample(engine)
-    return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
+    return sampled(maker, maker.engine(maker.setting.noise))
 
 
-def rounded(kind: str) -> Callable[[Maker], dict[str, Any]]:
-    def make(maker: Maker) -> dict[str, Any]:
-        engine = maker.log_probs(round_weight(maker.weight, kind), noise=True)
-        tokens = maker.sample(engine)
-        return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
-
-    return make
+def rounded(maker: Maker, kind: str) -> dict[str, Any]:
+    return sampled(maker, maker.engine(kind))
 
 
-def temperature(engine_at: float) -> Callable[[Maker], dict[str, Any]]:
+def temperature(maker: Maker, at: float) -> dict[str, Any]:
     """The engine samples at another temperature than the trainer's, and reports its own log-probs."""
-
-    def make(maker: Maker) -> dict[str, Any]:
-        engine = maker.log_probs(round_weight(maker.weight, "bf16"), engine_at, noise=True)
-        tokens = maker.sample(engine)
-        return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
-
-    return make
+    return sampled(maker, maker.engine(temperature=at))
 
 
-def raw_mode(at: float) -> Callable[[Maker], dict[str, Any]]:
+def raw_mode(maker: Maker, at: float) -> dict[str, Any]:
     """Engine and trainer use the same temperature, and the engine reports log-probs before it."""
-
-    def make(maker: Maker) -> dict[str, Any]:
-        weight = round_weight(maker.weight, "bf16")
-        tokens = maker.sample(maker.log_probs(weight, at, noise=True))
-        raw = maker.log_probs(weight, noise=True)
-        return result(maker, pick(raw, tokens), pick(maker.log_probs(maker.weight, at), tokens))
-
-    return make
+    return sampled(maker, maker.engine(temperature=at), maker.engine(), at)
 
 
 def shifted(maker: Maker) -> dict[str, Any]:
@@ -134,19 +125,13 @@ def shifted(maker: Maker) -> dict[str, Any]:
     return made | {"rollout_log_probs": late}
 
 
-def truncated(top_p: float) -> Callable[[Maker], dict[str, Any]]:
+def truncated(maker: Maker, top_p: float) -> dict[str, Any]:
     """The engine samples from the fewest tokens that hold ``top_p``, and reports their probabilities among these."""
-
-    def make(maker: Maker) -> dict[str, Any]:
-        engine = maker.log_probs(round_weight(maker.weight, "bf16"), noise=True)
-        order = engine.argsort(-1, descending=True)
-        sorted_probs = engine.gather(-1, order).exp()
-        out = sorted_probs.cumsum(-1) - sorted_probs > top_p
-        kept = engine.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf).log_softmax(-1)
-        tokens = maker.sample(kept)
-        return result(maker, pick(kept, tokens), pick(maker.log_probs(maker.weight), tokens))
-
-    return make
+    engine = maker.engine()
+    order = engine.argsort(-1, descending=True)
+    sorted_probs = engine.gather(-1, order).exp()
+    out = sorted_probs.cumsum(-1) - sorted_probs > top_p
+    return sampled(maker, engine.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf).log_softmax(-1))
 
 
 def stale(maker: Maker, oldest: int = 6) -> dict[str, Any]:
@@ -167,12 +152,9 @@ def stale(maker: Maker, oldest: int = 6) -> dict[str, Any]:
 
 def stale_cache(maker: Maker) -> dict[str, Any]:
     """A third of the prompts is answered with a cache of much older weights."""
-    fresh = maker.log_probs(round_weight(maker.weight, "bf16"), noise=True)
     older = maker.log_probs(maker.drifted(30.0), noise=True)
     cached = (torch.arange(len(maker.mask)) // 4 % 3 == 0).view(-1, 1, 1)
-    engine = torch.where(cached, older, fresh)
-    tokens = maker.sample(engine)
-    return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
+    return sampled(maker, torch.where(cached, older, maker.engine()))
 
 
 def tails(maker: Maker) -> dict[str, Any]:
@@ -187,21 +169,21 @@ def tails(maker: Maker) -> dict[str, Any]:
 
 FAULTS: dict[str, tuple[str, Callable[[Maker], dict[str, Any]]]] = {
     "shift": ("shift", shifted),
-    "temperature 0.7": ("temperature", temperature(0.7)),
-    "temperature 1.4": ("temperature", temperature(1.4)),
-    "raw at 0.6": ("log_prob_mode", raw_mode(0.6)),
-    "raw at 1.3": ("log_prob_mode", raw_mode(1.3)),
-    "top_p 0.8": ("truncated_sampling", truncated(0.8)),
-    "top_p 0.9": ("truncated_sampling", truncated(0.9)),
-    "fp8": ("precision", rounded("fp8")),
-    "int4": ("precision", rounded("int4")),
+    "temperature 0.7": ("temperature", partial(temperature, at=0.7)),
+    "temperature 1.4": ("temperature", partial(temperature, at=1.4)),
+    "raw at 0.6": ("log_prob_mode", partial(raw_mode, at=0.6)),
+    "raw at 1.3": ("log_prob_mode", partial(raw_mode, at=1.3)),
+    "top_p 0.8": ("truncated_sampling", partial(truncated, top_p=0.8)),
+    "top_p 0.9": ("truncated_sampling", partial(truncated, top_p=0.9)),
+    "fp8": ("precision", partial(rounded, kind="fp8")),
+    "int4": ("precision", partial(rounded, kind="int4")),
     "staleness": ("staleness", stale),
     "stale cache": ("stale_cache", stale_cache),
     "tails": ("tails", tails),
 }
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _made(fault: str | None, seed: int, setting: Setting) -> dict[str, Any]:
     maker = Maker(setting, seed)
     return healthy(maker) if fault is None else FAULTS[fault][1](maker)
