@@ -18,6 +18,7 @@ from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.reporting.boards import Distributions, TensorBoard, WandB
+from megatron_rc.launch.training.reporting.first_batch import warn_of_bounds
 from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, MetricsFile, read_rows, read_rows_backwards
 from megatron_rc.launch.training.reporting.run_page.page import PAGE, write_page
 from megatron_rc.launch.training.reporting.series import collect, usual_names
@@ -71,7 +72,8 @@ class Reporter:
     def __init__(self, config: RunConfig, iteration: int) -> None:
         self.logging, self.train_iters = config.logging, config.training.train_iters
         self.run_name = config.launch.run_name
-        self.prefix = config.correction.metric_prefix
+        self.correction, self.prefix = config.correction, config.correction.metric_prefix
+        self.first_step = iteration + 1
         self.folder = Path(config.launch.runs_dir) / self.run_name
         self.metrics = MetricsFile(self.folder / METRICS_FILE, iteration)
         for path in (errors_file(config), bad_folder(config)):
@@ -87,7 +89,11 @@ class Reporter:
     def step(self, step: int, metrics: dict[str, float], distributions: Distributions = MappingProxyType({})) -> None:
         """Report an optimizer step: its metrics, and histograms for TensorBoard and Weights & Biases."""
         self._write(step, metrics, distributions, is_logged=step % self.logging.log_interval == 0)
-        self.progress.step(usual_names(metrics, self.prefix))
+        usual = usual_names(metrics, self.prefix)
+        self.progress.step(usual)
+        warning = warn_of_bounds(usual, self.correction) if step == self.first_step else None
+        if warning is not None:
+            self.say(warning)
         words = self.doctor.step(step, metrics) if self.doctor is not None else None
         if words is not None:
             self.say(words)

@@ -1,0 +1,44 @@
+"""The warning of a run whose geometric bounds reject most of its first batch."""
+
+import re
+
+import pytest
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.launch.training.reporting.first_batch import warn_of_bounds
+from megatron_rc.launch.training.reporting.reporter import Reporter
+from tests.support.made_faults import Setting, made
+from tests.support.recorded_training import flags, run_config
+
+GEO = RolloutCorrectionConfig.decoupled_geo_rs()
+
+
+def metrics_of(config):
+    batch = made(None, 3, Setting(sequences=256, length=48, vocab=64))
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    return correct_rollouts(*(batch[name] for name in names), config).metrics()
+
+
+def test_the_bounds_of_the_warning_reject_about_five_percent():
+    metrics = metrics_of(GEO)
+    assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] > 0.5
+    words = warn_of_bounds(metrics, GEO)
+    assert "0.999_1.001" in words
+    assert "--rollout-rs-threshold" in words
+    (bounds,) = re.findall(r"; (\S+) would reject", words)
+    wider = RolloutCorrectionConfig.decoupled_geo_rs(bounds)
+    found = metrics_of(wider)
+    assert 0.02 < found["rollout_corr/rollout_rs_seq_mean_k1_seq_masked_fraction"] < 0.08
+    assert warn_of_bounds(found, wider) is None
+    assert warn_of_bounds({"rollout_corr/kl": 0.0}, RolloutCorrectionConfig.decoupled_token_is()) is None
+
+
+@pytest.mark.parametrize("iteration", [0, 2])
+def test_a_run_warns_once_after_its_first_step(tmp_path, capsys, iteration):
+    words = "--train-iters=4 --rollout-rs=seq_mean_k1 --rollout-rs-threshold=0.999_1.001 --metric-prefix=mine/"
+    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", *words.split())), iteration)
+    metrics = {name.replace("rollout_corr/", "mine/"): value for name, value in metrics_of(GEO).items()}
+    for step in (1, 2):
+        reporter.step(iteration + step, metrics)
+    reporter.close("finished")
+    assert capsys.readouterr().err.count("warning: the bounds 0.999_1.001") == 1
