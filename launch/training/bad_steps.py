@@ -23,13 +23,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 class BadSteps:
-    """Prepares batches and makes steps with the trainer, by ``--bad-steps`` and ``--max-skipped-steps``.
-
-    Args:
-        config: settings of the run.
-        trainer: trainer that makes the steps.
-        collector: collector, which knows the ranks that write records.
-    """
+    """Prepares batches and makes steps with the trainer, by ``--bad-steps`` and ``--max-skipped-steps``."""
 
     def __init__(self, config: RunConfig, trainer: Trainer, collector: RolloutCollector) -> None:
         self.config, self.trainer, self.collector = config, trainer, collector
@@ -45,8 +39,7 @@ class BadSteps:
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch | None:
         """Prepare a batch for its steps; None if ``--bad-steps skip`` leaves them out.
 
-        Raises:
-            BadStepError: on every rank, with ``--bad-steps stop``.
+        Raises BadStepError on every rank, with ``--bad-steps stop``.
         """
         try:
             return self.trainer.prepare(batch, baselines)
@@ -58,9 +51,7 @@ class BadSteps:
     def with_signals(self, prepared: PreparedBatch, nonzero: Sequence[float]) -> PreparedBatch:
         """Mark the mini-batches whose steps ``--skip-steps-without-signal`` skips.
 
-        Args:
-            prepared: the batch.
-            nonzero: for each mini-batch the share of its responses, over all ranks, that have an advantage.
+        ``nonzero``: for each mini-batch the share of its responses, over all ranks, that have an advantage.
         """
         flat = (number for number, share in enumerate(nonzero) if share == 0)
         return dataclasses.replace(prepared, without_signal=frozenset(flat if self._skips_without_signal else ()))
@@ -68,16 +59,10 @@ class BadSteps:
     def update(
         self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
     ) -> dict[str, float]:
-        """Make a step or leave it out, and return its metrics.
+        """Make the step after ``update`` earlier ones on the batch, or leave it out; return its metrics.
 
-        Args:
-            batch: the records.
-            prepared: the prepared batch; None if its steps are left out.
-            update: number of earlier steps on the batch.
-            mini_batch: number of the step's mini-batch.
-
-        Raises:
-            BadStepError: on every rank, with ``--bad-steps stop``.
+        ``prepared`` is None if all steps of the batch are left out. Raises BadStepError on every rank, with
+        ``--bad-steps stop``.
         """
         if prepared is None:
             return self.trainer.skip(is_bad=True)
@@ -98,10 +83,8 @@ class BadSteps:
     def complaint(self, row: Mapping[str, float]) -> str | None:
         """Error of a run whose steps do not change the model; None if it may go on.
 
-        A step without signal, made or skipped, does not count: its gradient is rightly 0.
-
-        Args:
-            row: metrics of a step, made or left out; called once for each step.
+        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has the metrics of a
+        step, made or left out; call this once for each step.
         """
         left_out, critic, limit = self.trainer.left_out, self.config.critic, self.config.guards.max_skipped_steps
         if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.learning import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -86,18 +86,15 @@ class Critic(TrainedModel):
         Raises AgreedError on every rank if the directory does not hold a fitting model.
         """
         own = [_without_head(chunk) for chunk in self.chunks]
-        folder, error = self.settings.critic_load_hf, None
+        folder = self.settings.critic_load_hf
         if folder is None:
             for body, chunk in zip(own, policy, strict=True):
                 body.load_state_dict(_without_head(chunk).state_dict())
         else:
             tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
-            try:
-                experts = parallel_state.get_expert_model_parallel_group()
+            experts = parallel_state.get_expert_model_parallel_group()
+            with failing_together(self.config, (ValueError,), lambda problem: f"--critic-load-hf: {problem}"):
                 load_weights(own, tied, self.groups, folder, experts)
-            except ValueError as problem:
-                error = f"--critic-load-hf: {problem}"
-        agree(self.config, error)
         self.optimizer.reload_model_params()
 
     def score(self, batch: LocalBatch) -> Tensor | None:

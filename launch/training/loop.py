@@ -68,12 +68,7 @@ def train(config: RunConfig, task: Task) -> bool:
 class _Run:
     """Everything that a run needs besides the trainer, and the order of its steps.
 
-    Args:
-        config: settings of the run.
-        task: source of the prompts.
-        groups: process groups of this rank.
-        trainer: trainer of the policy.
-        stack: closes engines, workers and files at the end, also after an error.
+    ``stack`` closes engines, workers and files at the end, also after an error.
 
     Attributes:
         is_stopped: a rank got a signal to stop.
@@ -204,11 +199,7 @@ class _Run:
 
 
 class _Laps:
-    """Durations of the parts of a rollout batch, as ``perf/<part>_seconds``.
-
-    Attributes:
-        times: durations so far.
-    """
+    """Durations of the parts of a rollout batch so far, in ``times`` as ``perf/<part>_seconds``."""
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
@@ -225,11 +216,7 @@ class _Laps:
 
 
 def _check_start(config: RunConfig, iteration: int) -> None:
-    """Compare the run with the checkpoint that it resumes.
-
-    Raises:
-        ValueError: on every rank, if no steps are left.
-    """
+    """Compare the run with the checkpoint that it resumes; raises ValueError on every rank if no steps are left."""
     load, last = config.checkpoints.load, config.training.train_iters
     if iteration > last:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import failing_together
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import add_log_probs
 from megatron_rc.launch.run_config import RunConfig
@@ -50,14 +50,10 @@ class SavedLogProbs:
         if self._differ:
             found["log_probs"] = self._current
         whole = {name: self._gathered(prepared.batch, values) for name, values in found.items()}
-        error = None
-        if self.collector.is_engine_rank:
-            begun = self.trainer.iteration - self.config.updates_per_rollout
-            try:
+        with failing_together(self.config, (OSError, ValueError), lambda problem: f"--save-log-probs: {problem}"):
+            if self.collector.is_engine_rank:
+                begun = self.trainer.iteration - self.config.updates_per_rollout
                 add_log_probs(str(self.config.rollouts.save_rollouts), begun, self.collector.replica, whole)
-            except (OSError, ValueError) as problem:
-                error = f"--save-log-probs: {problem}"
-        agree(self.config, error)
 
     def _keep(self, batch: LocalBatch, mini_batch: int, update: int) -> None:
         """Copy the log-probs of the step's loss, on the last stage, to their places in the local batch."""

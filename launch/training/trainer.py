@@ -23,12 +23,10 @@ from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalT
 from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
 from megatron_rc.launch.training.checkpoints.contents import Kept
 from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
-from megatron_rc.launch.training.checkpoints.load import load_checkpoint
+from megatron_rc.launch.training.checkpoints.load import load_checkpoint, reference_reader, start_from
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
-from megatron_rc.launch.training.checkpoints.starting_weights import reference_reader, start_from
 from megatron_rc.launch.training.checks.batch_check import BatchCheck
-from megatron_rc.launch.training.checks.left_out import LeftOut
-from megatron_rc.launch.training.checks.step_checks import StepChecks, telling_bad_steps
+from megatron_rc.launch.training.checks.step_checks import LeftOut, StepChecks, telling_bad_steps
 from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
@@ -44,31 +42,18 @@ from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A rollout batch that is ready for its optimizer steps.
+    """A rollout batch that is ready for its optimizer steps."""
 
-    Attributes:
-        batch: this rank's tokens.
-        plan: plan of the correction.
-        scores: inputs of the estimator of advantages; None on stages before the last.
-        estimated: the advantages; None on stages before the last.
-        values: the batch as the critic's steps need it; None without a critic.
-        without_signal: numbers of the mini-batches whose policy gradient is exactly 0, equal on all ranks.
-    """
-
-    batch: LocalBatch
-    plan: Plan
-    scores: Scores | None
-    estimated: Estimated | None
-    values: PreparedValues | None = None
-    without_signal: frozenset[int] = frozenset()
+    batch: LocalBatch  # this rank's tokens
+    plan: Plan  # plan of the correction
+    scores: Scores | None  # inputs of the estimator of advantages; None on stages before the last
+    estimated: Estimated | None  # the advantages; None on stages before the last
+    values: PreparedValues | None = None  # the batch as the critic's steps need it; None without a critic
+    without_signal: frozenset[int] = frozenset()  # mini-batches whose policy gradient is exactly 0, equal on all ranks
 
 
 class Trainer(TrainedModel):
     """The policy on this rank, with its optimizer, reference, critic and correction.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
 
     Attributes:
         iteration: number of optimizer steps, those before a loaded checkpoint included.
@@ -253,10 +238,6 @@ class Trainer(TrainedModel):
 
         Without an accepted token, without a signal, or with ``--fp16`` gradients that overflow, the policy's step is
         skipped on all ranks; after an overflow Megatron lowers the loss scale. The critic's step is still made.
-
-        Args:
-            prepared: the rollout batch.
-            mini_batch: number of its mini-batch.
 
         Returns:
             Metrics of the step, equal on all ranks.

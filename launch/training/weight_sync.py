@@ -18,13 +18,6 @@ from megatron_rc.parallel import ParallelGroups
 class WeightSync:
     """Sends weights to the engines, checks that they arrived, and makes evaluations that are due.
 
-    Args:
-        config: settings of the run.
-        trainer: trainer with the weights.
-        collector: collector with the engines.
-        groups: process groups of this rank.
-        reporter: the run's reporter on rank 0; None on other ranks.
-
     Attributes:
         metrics: metrics of the last sync.
         evaluated: step of the last evaluation; -1 if there was none.

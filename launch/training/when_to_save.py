@@ -19,10 +19,6 @@ _log = logging.getLogger("megatron_rc")
 class CheckpointSaves:
     """Checkpoints on the way and at the end.
 
-    Args:
-        config: of the run.
-        trainer: that makes the steps.
-
     Attributes:
         begun: steps made before this start.
         saved: step of the newest checkpoint; −1: none.

@@ -63,6 +63,20 @@ def make_trainer(words: list[str]):
     return Trainer(config, ParallelGroups.from_megatron())
 
 
+def refusal(words: list[str]) -> str | None:
+    """The error of a trainer that cannot be made; None if it can."""
+    try:
+        make_trainer(words)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def share(trainer, index: int) -> RolloutBatch:
+    """This rank's part of a recorded rollout batch."""
+    return recorded_batch(index, group_rank(trainer.groups.dp), trainer.config.data_parallel_size)
+
+
 def save_initial(words: list[str]) -> None:
     """Write the checkpoint that all layouts start from."""
     make_trainer(words).save()
@@ -70,12 +84,9 @@ def save_initial(words: list[str]) -> None:
 
 def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
     """Make two optimizer steps on each recorded batch; returns every step's metrics and the local size of the loss."""
-    trainer = make_trainer(words)
-    dp = trainer.groups.dp
-    steps = []
+    trainer, steps = make_trainer(words), []
     for index in range(batches):
-        replica, replicas = group_rank(dp), trainer.config.data_parallel_size
-        prepared = trainer.prepare(recorded_batch(index, replica, replicas))
+        prepared = trainer.prepare(share(trainer, index))
         local = prepared.batch.local
         size = 0.0
         if local.weights is not None and group_rank(trainer.groups.tp) == 0:

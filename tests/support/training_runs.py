@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 from unittest import mock
 
@@ -49,6 +50,14 @@ def tensors_of(state):
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
+def weights_of(chunks):
+    return [weight.detach().clone() for chunk in chunks for weight in chunk.parameters()]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def run_until_signal(words, step):
     """A run that is told to stop during a step; returns whether nothing is lost."""
     from megatron_rc.launch.training.loop import train
@@ -64,6 +73,17 @@ def run_until_signal(words, step):
 
     with mock.patch.object(Trainer, "update", stop):
         return train(*configure(words, torch.distributed.get_world_size()))
+
+
+@contextlib.contextmanager
+def small_files(limit):
+    """No file of this process and its children grows further: what a full disk does, at a chosen place."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def agreed(found):

@@ -31,24 +31,16 @@ _PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
 class LocalTokens(MicroBatch):
     """Inputs of the model and of the loss for some sequences on this rank, label-aligned.
 
-    Weights, mask, lengths and the trainer's log-probs are None until they are known; advantages are 0.
-
-    Attributes:
-        tokens: input tokens, of the layout's local shape.
-        positions: position of each token in its sequence, of the same shape.
-        labels: the next token of each token, of the same shape.
-        routed_experts: ``[..., layers, top_k]`` like the tokens, -1 if unknown; None if no record has them.
-        values: the critic's values before its steps on the rollout batch, like the tokens; None without a critic and
-            before the last stage.
-        returns: targets of the values, like the tokens; None in the same cases.
+    Weights, mask, lengths and the trainer's log-probs are None until they are known; advantages are 0. The critic's
+    fields are None without a critic and before the last stage.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    labels: Tensor
-    routed_experts: Tensor | None = None
-    values: Tensor | None = None
-    returns: Tensor | None = None
+    tokens: Tensor  # input tokens, of the layout's local shape, as all fields here
+    positions: Tensor  # position of each token in its sequence
+    labels: Tensor  # the next token of each token
+    routed_experts: Tensor | None = None  # [..., layers, top_k], -1 if unknown; None if no record has them
+    values: Tensor | None = None  # the critic's values before its steps on the rollout batch
+    returns: Tensor | None = None  # targets of the values
 
     def piece(self, cut: Cut) -> LocalTokens:
         """The tokens of one micro-batch."""
@@ -74,25 +66,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """A rollout batch on this rank.
+    """A rollout batch on this rank."""
 
-    Attributes:
-        local: all tokens, in the order of the micro-batches.
-        rows: [n] int64 on the tokens' device: each sequence's row of the rollout batch; -1 for padding.
-        mini_batch_ids: [n] int64 on the tokens' device: each sequence's mini-batch.
-        cuts: for each mini-batch its micro-batches, equally many on every data-parallel rank.
-        total_tokens: for each mini-batch the number of tokens on all ranks, padding included.
-        rows_of_model: number of rows of the model's input in a micro-batch; 1 if packed.
-        length_of_model: length of these rows over all CP ranks.
-    """
-
-    local: LocalTokens
-    rows: Tensor
-    mini_batch_ids: Tensor
-    cuts: tuple[tuple[Cut, ...], ...]
-    total_tokens: tuple[int, ...]
-    rows_of_model: int
-    length_of_model: int
+    local: LocalTokens  # all tokens, in the order of the micro-batches
+    rows: Tensor  # [n] int64 on the tokens' device: each sequence's row of the rollout batch; -1 for padding
+    mini_batch_ids: Tensor  # [n] int64 on the tokens' device: each sequence's mini-batch
+    cuts: tuple[tuple[Cut, ...], ...]  # for each mini-batch its micro-batches, equally many on every data-parallel rank
+    total_tokens: tuple[int, ...]  # for each mini-batch the number of tokens on all ranks, padding included
+    rows_of_model: int  # number of rows of the model's input in a micro-batch; 1 if packed
+    length_of_model: int  # length of these rows over all CP ranks
 
     def sides(self, values: Tensor) -> Tensor:
         """[n], values by row of the rollout batch brought to the sequences; 0 for padding, which counts nowhere."""
@@ -121,14 +103,12 @@ def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
     )
     index = torch.arange(rows, device=batch.tokens.device)
     per_rank = config.training.global_batch_size // config.data_parallel_size
-    pieces = [slice(start, start + size) for start in range(0, rows, size)]
-    cuts = [Cut(piece, piece, micro) for piece in pieces]
-    each = per_rank // size
+    micro_batches = [micro] * (rows // size)
     return LocalBatch(
         local=_local_tokens(batch, layout, index, lambda values, _: layout.cut(values)),
         rows=index,
         mini_batch_ids=index // per_rank,
-        cuts=tuple(tuple(cuts[start : start + each]) for start in range(0, len(cuts), each)),
+        cuts=_consecutive(micro_batches, [per_rank // size] * (rows // per_rank)),
         total_tokens=(config.training.global_batch_size * length,) * (rows // per_rank),
         rows_of_model=size,
         length_of_model=length,
@@ -140,11 +120,8 @@ def _local_tokens(
 ) -> LocalTokens:
     """This rank's tokens of a rollout batch.
 
-    Args:
-        batch: the records.
-        layout: layout of the local tokens.
-        rows: [n], each sequence's row of the batch; -1 for padding.
-        take: called with (values [rows, s, ...], filler for padding); returns their local part.
+    ``rows``, [n], has each sequence's row of the batch, -1 for padding. ``take`` is called with (values [rows, s, ...],
+    filler for padding) and returns their local part.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
     experts = batch.routed_experts

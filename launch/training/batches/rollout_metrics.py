@@ -28,8 +28,7 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     ones = (~dropped(batch)).double()
     ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
     ends = [torch.where(ones > 0, value, -torch.inf).max() for value in (rewards, -rewards, lengths, -lengths)]
-    maxima = torch.stack([*ends, ages.max()])
-    highest, lowest, longest, shortest, oldest = all_reduce_max(maxima, groups.dp).tolist()
+    highest, lowest, longest, shortest, oldest = all_reduce_max(torch.stack([*ends, ages.max()]), groups.dp).tolist()
     scales = _scale(max(highest, lowest)), _scale(longest)
     columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
     bins = [
@@ -38,28 +37,24 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     ]
     sums = all_reduce_sum(torch.cat([columns.sum(dim=1), *bins]), groups.dp).tolist()
     count, reward, squared, tokens, stops, age = sums[:6]
-    mean = reward / count
-    staleness = {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
     metrics = {
-        "reward/mean": mean,
-        "reward/std": max(squared / count - mean**2, 0.0) ** 0.5,
+        "reward/mean": reward / count,
+        "reward/std": max(squared / count - (reward / count) ** 2, 0.0) ** 0.5,
         "reward/max": highest,
         "reward/min": -lowest,
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,
-        **(staleness if version is not None else {}),
     }
+    if version is not None:
+        metrics |= {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
     of_rewards, of_lengths = Histogram(sums[6 : 6 + NUM_BINS]), Histogram(sums[6 + NUM_BINS :])
+    # One bin per length, or fewer if there are many lengths.
+    ends_of_lengths, most = (-shortest - 0.5, longest + 0.5), int(longest + shortest) + 1
     distributions = {
         "reward/rewards": even_bins(-lowest, highest, count, lambda value: of_rewards.below(value * scales[0])),
-        # One bin per length, or fewer if there are many lengths.
         "rollout/response_lengths": even_bins(
-            -shortest - 0.5,
-            longest + 0.5,
-            count,
-            lambda length: of_lengths.below(length * scales[1]),
-            most=int(longest + shortest) + 1,
+            *ends_of_lengths, count, lambda length: of_lengths.below(length * scales[1]), most=most
         ),
     }
     return RolloutSummary(metrics, distributions)

@@ -49,11 +49,7 @@ class ForkedResult:
 class BackgroundWrite:
     """The state of one checkpoint's writing on this rank.
 
-    Args:
-        config: of the run.
-        iteration: optimizer steps made.
-        pieces: this rank's, with memory that is copied when training changes it.
-        index: PyTorch's, of all pieces, on rank 0; None elsewhere.
+    Training may change the memory of ``pieces``, which is copied then. ``index`` is PyTorch's, on rank 0.
 
     Attributes:
         written: places of this rank's pieces, after its process has ended.

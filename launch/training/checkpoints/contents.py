@@ -11,7 +11,7 @@ from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
 from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
-from megatron_rc.launch.training.checks.left_out import LeftOut
+from megatron_rc.launch.training.checks.step_checks import LeftOut
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 
 POLICY, CRITIC = "model", "critic"
@@ -27,23 +27,14 @@ _FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The parts of a run that a checkpoint holds, on this rank.
-
-    Attributes:
-        policy: with its optimizer and schedule.
-        critic: with its optimizer and schedule; None: there is no critic.
-        reference: policy; None without a KL penalty.
-        sampling: weights of the rollouts under way.
-        rewards: statistics of the rewards so far.
-        left_out: steps that were not made.
-    """
+    """The parts of a run that a checkpoint holds, on this rank."""
 
     policy: TrainedModel
     critic: TrainedModel | None
-    reference: Reference | None
-    sampling: SamplingWeights
-    rewards: RewardScaler
-    left_out: LeftOut
+    reference: Reference | None  # None without a KL penalty
+    sampling: SamplingWeights  # weights of the rollouts under way
+    rewards: RewardScaler  # with the statistics of the rewards so far
+    left_out: LeftOut  # steps that were not made
 
     def trained(self) -> Iterator[tuple[str, TrainedModel]]:
         """Yield the models that learn, with their names."""
@@ -73,8 +64,7 @@ class Kept:
     ) -> None:
         """Take the models; without the optimizers' states the schedules go to optimizer step ``iteration``.
 
-        Raises:
-            AgreedError: the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.
+        Raises AgreedError if the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.
         """
         if self.reference is not None:
             self.reference.load(loaded)

@@ -27,12 +27,8 @@ _log = logging.getLogger("megatron_rc")
 def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checksums: bool = True) -> tuple[int, Path]:
     """Return a checkpoint's number and folder, for one process without other ranks.
 
-    A whole checkpoint may still be hostile: read it by ``reading.CheckpointReader``.
-
-    Args:
-        load: the folder of all checkpoints.
-        iteration: number of the checkpoint; None: the newest.
-        checksums: read and compare all files; False: compare sizes alone.
+    A whole checkpoint may still be hostile: read it by ``reader.CheckpointReader``. ``iteration`` is its number; None:
+    the newest. With ``checksums`` all files are read and compared, else sizes alone.
 
     Raises:
         ValueError: the folder holds no such checkpoint, or it is damaged.
@@ -67,10 +63,7 @@ def _newest_whole(load: str | Path, numbers: Iterable[int], *, checksums: bool) 
 def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int | None:
     """Return the newest checkpoint, or with ``--load-last-valid`` the newest whole one; None: the folder is empty.
 
-    Args:
-        load: the folder of all checkpoints.
-        config: of the run.
-        name: the flag that names the folder.
+    ``name`` is the flag that names the folder.
 
     Raises:
         AgreedError: on every rank: the newest is damaged; the message names the last whole one.

@@ -31,12 +31,7 @@ FUNCTION = frozenset(
 def misfit(where: str, reader: CheckpointReader, config: RunConfig, kept: Kept, *, with_optimizer: bool) -> str | None:
     """Return a sentence about a part of the checkpoint that is missing or has another form; None: all parts fit.
 
-    Args:
-        where: the folder and the checkpoint, for the message.
-        reader: of the checkpoint.
-        config: of the run.
-        kept: the parts of the run that are to be loaded.
-        with_optimizer: the optimizer's state is to be loaded.
+    ``where`` names folder and checkpoint in the sentence. ``kept`` and ``with_optimizer`` say which parts to load.
     """
     names, folder = list(reader.index.state_dict_metadata), reader.folder
     problem = _reference_misfit(where, folder, names, config) if kept.reference is not None else None

@@ -18,12 +18,9 @@ from megatron_rc.launch.training.models.offload import exchanged
 class HostWeights:
     """This rank's share of a copy that does not train; on the device it can replace the policy's weights.
 
-    Args:
+    Attributes:
         name: prefix of the entries in a checkpoint.
         chunks: from ``host_copy``; empty if no copy is wanted.
-        version: see below.
-
-    Attributes:
         version: optimizer steps that made these weights; −1: not set yet.
     """
 
@@ -58,10 +55,7 @@ class HostWeights:
 class Reference(HostWeights):
     """The reference policy of a KL penalty; on the device it replaces the policy while it scores.
 
-    Args:
-        config: of the run.
-        chunks: of the policy at the start, on this rank; their weights are copied.
-        read: loads ``--ref-load`` or ``--ref-load-hf`` into such chunks; None: neither is given.
+    It begins as a copy of the policy, or as ``read`` loads ``--ref-load`` or ``--ref-load-hf``.
     """
 
     def __init__(
@@ -93,10 +87,6 @@ class SamplingWeights(HostWeights):
 
     Batches are sampled ahead. A resumed run gives the engines these weights again and repeats the rollouts that were
     under way: a batch follows from its step and its weights.
-
-    Args:
-        config: of the run.
-        chunks: of the policy, on this rank.
     """
 
     def __init__(self, config: RunConfig, chunks: Sequence[GPTModel]) -> None:

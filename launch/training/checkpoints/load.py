@@ -1,14 +1,16 @@
-"""Loading: find a checkpoint, verify it, compare it with the flags, and read it into the model."""
+"""Loading: a checkpoint is found, verified, compared with the flags and read; or weights of Hugging Face's form."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import agree, failing_together
@@ -21,6 +23,8 @@ from megatron_rc.launch.training.checkpoints.pieces import reason_of
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
+from megatron_rc.launch.weights.converter import load_model as load_from_directory
+from megatron_rc.parallel import ParallelGroups
 
 # Errors of Megatron and PyTorch for unexpected files or an unexpected model.
 _UNREADABLE = (
@@ -30,13 +34,7 @@ _UNREADABLE = (
 
 
 def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> None:
-    """Load the policy's weights from the newest checkpoint of a folder into these chunks.
-
-    Args:
-        load: the folder.
-        config: of the run.
-        name: the flag that names the folder.
-        chunks: this rank's GPTModels.
+    """Load the policy's weights from the newest checkpoint of a folder, which the flag ``name`` names, into chunks.
 
     Raises:
         ValueError, AgreedError: as in :func:`load_checkpoint`.
@@ -51,6 +49,24 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     loaded = _read(where, reader, config, model_state(chunks))
     with _failing_together(where, folder, config):
         load_model(chunks, loaded)
+
+
+def start_from(
+    folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GPTModel]
+) -> None:
+    """Load these chunks' weights from a Hugging Face directory; AgreedError on every rank if it does not fit."""
+    with failing_together(config, (ValueError,), lambda problem: f"{flag}: {problem}"):
+        load_from_directory(chunks, config, groups, folder)
+
+
+def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[GPTModel]], None] | None:
+    """Function that loads ``--ref-load`` or ``--ref-load-hf`` into chunks; None if neither is given."""
+    reference = config.reference
+    if reference.ref_load:
+        return partial(read_weights, reference.ref_load, config, "--ref-load")
+    if reference.ref_load_hf:
+        return partial(start_from, reference.ref_load_hf, "--ref-load-hf", config, groups)
+    return None
 
 
 def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:

@@ -48,11 +48,7 @@ def has_manifest(folder: Path) -> bool:
 def damage(folder: Path, *, checksums: bool) -> str | None:
     """Return the damage of a checkpoint that this rank finds; None: no damage.
 
-    Every rank compares names and sizes of all files, and reads its share of the files.
-
-    Args:
-        folder: of the checkpoint.
-        checksums: read the files; False: compare sizes alone.
+    Every rank compares names and sizes of all files, and with ``checksums`` reads its share of the files.
     """
     try:
         _check_kinds(folder)

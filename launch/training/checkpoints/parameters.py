@@ -20,9 +20,7 @@ from megatron_rc.launch.weights.named_weights import named_weights
 class CheckpointParameters(Mapping[str, Tensor]):
     """A model's parameters by name; each look-up reads the files and keeps nothing.
 
-    Args:
-        model: a GPTModel that is whole in this process; its parameters need no memory (device ``meta``).
-        folder: of one checkpoint.
+    The GPTModel is whole in this process; its parameters need no memory (device ``meta``).
 
     Raises:
         ValueError: the files cannot be read, or hold another model.
@@ -43,12 +41,7 @@ class CheckpointParameters(Mapping[str, Tensor]):
                 self._reader.stored(part)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one parameter.
-
-        Raises:
-            KeyError: the model has no parameter of this name.
-            ValueError: the file is missing or broken.
-        """
+        """Read one parameter; ValueError if the file is missing or broken."""
         stored = self._stored[name]
         tensor = torch.empty_like(stored.data, device="cpu")
         try:

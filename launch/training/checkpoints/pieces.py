@@ -31,12 +31,7 @@ _HAS_COMMON_FILE = hasattr(common_strategies, "TorchCommonSaveStrategy")
 class Pieces(DefaultSavePlanner):
     """This rank's pieces of a sharded state, in host memory.
 
-    Args:
-        state: Megatron's sharded state of this rank.
-        folder: of the checkpoint.
-
-    Attributes:
-        common: values that all ranks share; None: they are a piece.
+    ``common`` has the values that all ranks share; None: they are a piece.
 
     Collectives: Megatron's check that every piece has one owner.
     """
@@ -59,11 +54,7 @@ class Pieces(DefaultSavePlanner):
         return self._contents[write_item.index]
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's file, by any process that has the pieces; return the place of each piece.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write this rank's file, by any process that has the pieces; return the place of each piece."""
         writer = _writer(self.folder)
         # PyTorch numbers files by the plan's position.
         plan = writer.prepare_global_plan([self.own_plan] * (dist.get_rank() + 1))[-1]
@@ -83,11 +74,7 @@ class Pieces(DefaultSavePlanner):
 
 
 def write_common(pieces: Pieces) -> None:
-    """Write the values that all ranks share; on rank 0 alone.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the values that all ranks share; on rank 0 alone. OSError if the file cannot be written."""
     if pieces.common is not None:
         # To memory first: PyTorch does not say why it cannot write to a path.
         content = io.BytesIO()
@@ -96,25 +83,14 @@ def write_common(pieces: Pieces) -> None:
 
 
 def index_of(pieces: Pieces, plans: list[SavePlan]) -> Metadata:
-    """Return the index of all ranks' pieces, without their places.
-
-    Raises:
-        ValueError: pieces overlap, or some are missing.
-    """
-    _, index = pieces.create_global_plan(plans)
-    return index
+    """Return the index of all ranks' pieces, without their places; ValueError if pieces overlap or are missing."""
+    return pieces.create_global_plan(plans)[1]
 
 
 def write_index(folder: Path, index: Metadata, written: list[list[WriteResult]]) -> None:
-    """Write PyTorch's index and Megatron's mark of the format; on rank 0 alone.
+    """Write PyTorch's index, with the places of each rank's pieces, and Megatron's mark of the format; on rank 0 alone.
 
-    Args:
-        folder: of the checkpoint.
-        index: of all pieces.
-        written: places of each rank's pieces.
-
-    Raises:
-        OSError: a file cannot be written.
+    Raises OSError if a file cannot be written.
     """
     _writer(folder).finish(index, written)
     save_config(_FORMAT, str(folder))

@@ -37,13 +37,7 @@ COMMON_FILE, COMMON_ENTRY = "common.pt", "common_state"
 
 
 class CheckpointReader:
-    """Reader of one checkpoint that runs no code of its files.
-
-    Args:
-        folder: of the checkpoint.
-
-    Attributes:
-        index: PyTorch's index.
+    """Reader of one checkpoint that runs no code of its files; ``index`` is PyTorch's.
 
     Raises:
         UnsafeFileError: the index cannot be used.
@@ -55,11 +49,7 @@ class CheckpointReader:
         self._files.set_up_storage_reader(self.index, is_coordinator=True)
 
     def common(self) -> dict[str, Any]:
-        """Read the values that all ranks share: a file, or an entry since megatron-core 0.19.
-
-        Raises:
-            OSError, ValueError: the values cannot be read.
-        """
+        """Read the values that all ranks share: a file, or an entry since megatron-core 0.19."""
         path = self.folder / COMMON_FILE
         if path.is_file():
             return dict(load_plain(path, path.name))
@@ -67,13 +57,9 @@ class CheckpointReader:
         return dict(self.read([], [name])[name][0])
 
     def state(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Read a sharded state; tensors are written into the memory of ``wanted``.
+        """Return a sharded state with values, and the values that all ranks share.
 
-        Args:
-            wanted: Megatron's sharded state of this rank.
-
-        Returns:
-            The same state with values, and the values that all ranks share.
+        Tensors are written into the memory of ``wanted``, Megatron's sharded state of this rank.
 
         Raises:
             OSError, ValueError: the files cannot be read, or do not hold all of it.
@@ -95,11 +81,7 @@ class CheckpointReader:
         return dict(apply_factory_merges(loaded, factories))
 
     def stored(self, part: ShardedTensor) -> TensorStorageMetadata:
-        """Return the index's entry of a tensor.
-
-        Raises:
-            ValueError: the checkpoint has no such tensor, or one of another shape.
-        """
+        """Return the index's entry of a tensor; ValueError if there is none, or one of another shape."""
         found = self.index.state_dict_metadata.get(part.key)
         if not isinstance(found, TensorStorageMetadata):
             raise ValueError(f"{self.folder} holds no tensor {part.key}: it is not a checkpoint of this model")
@@ -110,11 +92,7 @@ class CheckpointReader:
         return found
 
     def read(self, parts: Iterable[tuple[ShardedTensor, Tensor]], names: Iterable[str] = ()) -> dict[str, Any]:
-        """Write stored tensors into memory, and return the entries of these names, which are no tensors.
-
-        Args:
-            parts: each part of a tensor, with memory of its local shape.
-            names: of the entries.
+        """Write parts of stored tensors into memory; return the entries of these names, which are no tensors.
 
         Raises:
             OSError, ValueError: the files cannot be read, or do not hold all of it.
@@ -149,8 +127,7 @@ class CheckpointReader:
 class _Targets(DefaultLoadPlanner):
     """Planner that lets PyTorch's reader write each piece to its place in one of several tensors.
 
-    Attributes:
-        objects: entries that are no tensors, by name.
+    ``objects`` has the entries that are no tensors, by name.
     """
 
     def __init__(self) -> None:

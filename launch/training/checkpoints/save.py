@@ -34,11 +34,7 @@ class SaveError(AgreedError):
 class CheckpointWriter:
     """Writer of checkpoints to ``--save`` by a process in the background; waits for it unless ``--async-save``.
 
-    Args:
-        config: of the run; also written beside the weights.
-
-    Attributes:
-        keeps_older: remove no checkpoint, whatever ``--keep-last`` says.
+    If ``keeps_older``, it removes no checkpoint, whatever ``--keep-last`` says.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -47,11 +43,7 @@ class CheckpointWriter:
         self.keeps_older = False
 
     def save(self, iteration: int, kept: Kept) -> None:
-        """Write a checkpoint and its number in the tracker file; with ``--async-save`` only begin.
-
-        Args:
-            iteration: optimizer steps made.
-            kept: parts of the run; ``--no-save-optim`` leaves out optimizers and schedules.
+        """Write a checkpoint of this optimizer step, and its number in the tracker file; ``--async-save`` only begins.
 
         Raises:
             SaveError: this checkpoint, or the one under way, could not be written; older ones are unchanged.
@@ -69,20 +61,12 @@ class CheckpointWriter:
             self.finish()
 
     def look(self) -> None:
-        """Make the next step of a checkpoint under way, without waiting.
-
-        Raises:
-            SaveError: the checkpoint could not be written.
-        """
+        """Make the next step of a checkpoint under way, without waiting; SaveError if it could not be written."""
         if self.pending is not None:
             self._go_on(self.pending, wait=False)
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is whole.
-
-        Raises:
-            SaveError: the checkpoint could not be written.
-        """
+        """Wait until the checkpoint under way is whole; SaveError if it could not be written."""
         while self.pending is not None:
             self._go_on(self.pending, wait=True)
 

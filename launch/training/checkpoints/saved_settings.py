@@ -32,9 +32,7 @@ def settings_beside(folder: Path) -> dict[str, Any]:
 def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
     """Return the sections of the run that wrote a checkpoint, field by field; None for an absent section.
 
-    Args:
-        load: the folder of all checkpoints.
-        iteration: number of the checkpoint; None: the newest.
+    ``load`` is the folder of all checkpoints, ``iteration`` the number of the checkpoint; None: the newest.
 
     Raises:
         ValueError: there is no such checkpoint, or it was written without settings, or they cannot be read.

@@ -37,12 +37,8 @@ def check_schedule(
 ) -> None:
     """Refuse flags that differ from the checkpoint, unless a flag says which of the two counts.
 
-    Args:
-        where: the folder and the checkpoint, for the message.
-        config: of the run.
-        trained: the model with this run's optimizer and schedule.
-        loaded: the checkpoint's ``optimizer`` and ``opt_param_scheduler``.
-        flags: names of a critic's flags by the policy's names.
+    ``where`` names folder and checkpoint in the message, ``loaded`` has the checkpoint's ``optimizer`` and
+    ``opt_param_scheduler``, ``flags`` the names of a critic's flags by the policy's names.
 
     Raises:
         AgreedError: names the flag, both values and the remedies; every rank has read the same.

@@ -95,11 +95,7 @@ def read_index(path: Path) -> Metadata:
 
 
 def load_plain(file: Path | io.BytesIO, name: str) -> Any:
-    """Read tensors and plain values that ``torch.save`` wrote.
-
-    Args:
-        file: the file, or its content.
-        name: of the file, for the message.
+    """Read tensors and plain values that ``torch.save`` wrote into ``file``, which messages call ``name``.
 
     Raises:
         OSError: the file cannot be opened.

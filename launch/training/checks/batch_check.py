@@ -19,10 +19,6 @@ from megatron_rc.parallel import ParallelGroups
 class BatchCheck:
     """Comparison of the engines' log-probs of the newest rollout batch with the trainer's.
 
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-
     Attributes:
         is_on: compare batches; off until the trainer's weights go to engines.
         is_open: log-probs of the loss are needed.
@@ -36,12 +32,9 @@ class BatchCheck:
         self.metrics: dict[str, float] = {}
 
     def begin(self, step: int, old: Tensor | None, local: LocalTokens) -> None:
-        """Begin a rollout batch, on every rank. Collectives: none.
+        """Begin a rollout batch, on every rank, from weights that ``step`` optimizer steps made. Collectives: none.
 
-        Args:
-            step: number of optimizer steps that made the weights of trainer and engines.
-            old: log π_old of the local tokens; None before the last stage, and if the loss computes it.
-            local: the tokens.
+        ``old`` is log π_old of the local tokens; None before the last stage, and if the loss computes it.
         """
         self._distance.clear()
         self._is_pending, self._step, self.metrics = self.is_on, step, {}
@@ -59,13 +52,9 @@ class BatchCheck:
         return self._distance.numbers if self._is_pending else []
 
     def hear(self, shared: list[float]) -> None:
-        """Judge the numbers of all ranks. Collectives: none.
+        """Judge ``shared``, the largest of each of the ``numbers`` over all ranks. Collectives: none.
 
-        Args:
-            shared: largest of each of the ``numbers`` over all ranks.
-
-        Raises:
-            AgreedError: on every rank, if an engine disagrees by more than rounding explains; it names the replica.
+        Raises AgreedError on every rank if an engine disagrees by more than rounding explains; it names the replica.
         """
         replicas = self._distance.replicas(shared) if shared else []
         if replicas:

@@ -27,26 +27,15 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Replica:
-    """Distance of one replica's engine.
+    """Distance of one replica's engine."""
 
-    Attributes:
-        number: data-parallel rank.
-        mean: mean |Δ log-prob| of the replica's tokens, in nats.
-        by_lag: sums of ``lag_distances``.
-    """
-
-    number: int
-    mean: float
-    by_lag: Sequence[float]
+    number: int  # data-parallel rank
+    mean: float  # mean |Δ log-prob| of the replica's tokens, in nats
+    by_lag: Sequence[float]  # sums of ``lag_distances``
 
 
 class EngineDistance:
-    """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with equal weights.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-    """
+    """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with equal weights."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.config, self.groups = config, groups
@@ -62,10 +51,7 @@ class EngineDistance:
     def add(self, train: Tensor, local: MicroBatch, positions: Tensor) -> None:
         """Add the tokens of a micro-batch, on the last stage. Collectives: none.
 
-        Args:
-            train: the trainer's log-probs, like the tokens.
-            local: the tokens.
-            positions: positions of the tokens in their whole sequences.
+        ``train`` has the trainer's log-probs, ``positions`` the positions in whole sequences, both like the tokens.
         """
         train, rollout = train.detach(), local.rollout_log_probs
         usable = local.response_mask & is_log_prob(train) & is_log_prob(rollout)
@@ -94,12 +80,8 @@ class EngineDistance:
     def check(self, replicas: Sequence[Replica], step: int) -> dict[str, float]:
         """Compare the replicas with the limit; ``rollout/sync_error`` is the largest mean, absent without a replica.
 
-        Args:
-            replicas: replicas that have tokens.
-            step: number of optimizer steps that made the weights, for messages.
-
-        Raises:
-            AgreedError: on every rank, if an engine disagrees by more than rounding explains.
+        Raises AgreedError on every rank if an engine disagrees by more than rounding explains; it names ``step``, the
+        number of optimizer steps that made the weights.
         """
         limit = tolerance(self.config)
         far = [one for one in replicas if not one.mean <= limit]

@@ -21,11 +21,7 @@ IN_USE_FILE = ".in-use"
 
 @contextlib.contextmanager
 def in_use(config: RunConfig) -> Iterator[str | None]:
-    """Lock this run's folder and its ``--save`` inside the block; for rank 0.
-
-    Yields:
-        The reason that a folder cannot be used; None: both are locked.
-    """
+    """Lock this run's folder and its ``--save`` on rank 0; yields the reason if one cannot be used, else None."""
     folder = Path(config.launch.runs_dir) / config.launch.run_name
     save = config.checkpoints.save
     folders = {f"--save {save}": Path(save)} if save else {}

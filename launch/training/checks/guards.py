@@ -41,11 +41,7 @@ _NOW_AND_THEN = ("perf/save_seconds", "perf/eval_seconds")
 
 
 class Guards:
-    """The run's conditions, on the rank that reports steps.
-
-    Args:
-        config: settings of the run.
-    """
+    """The run's conditions, on the rank that reports steps."""
 
     def __init__(self, config: RunConfig) -> None:
         # For each condition the steps in a row: value of the metric, and whether the step had no signal.
@@ -57,9 +53,8 @@ class Guards:
     def go_on(self, rows: Iterable[Mapping[str, float]], iteration: int) -> None:
         """Count the steps before a checkpoint from the run's file, because steps in a row may lie on both sides.
 
-        Args:
-            rows: rows of ``metrics.jsonl``, the last one first; read back to a row at which no condition held.
-            iteration: number of steps before the checkpoint; rows of later steps are made again and do not count.
+        ``rows`` of ``metrics.jsonl``, the last one first, are read back to one at which no condition held. Rows of
+        steps after ``iteration``, the checkpoint's, are made again and do not count.
         """
         held, looked_at = set(self._met), []
         for row in rows if held else ():
@@ -76,9 +71,7 @@ class Guards:
     def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
         """Count a step; returns an error, with its exit code, if the run is to end. The weights are good.
 
-        Args:
-            step: number of the step.
-            row: metrics of the step; metrics that a step lacks because it was left out do not count.
+        Metrics that a step lacks because it was left out do not count.
         """
         errors = [self._missing(condition, step, row) or self._count(condition, step, row) for condition in self._met]
         return next(filter(None, errors), None)

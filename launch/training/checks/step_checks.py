@@ -1,10 +1,12 @@
-"""Checks of the loss and the gradient before an optimizer step, with the same result on every rank."""
+"""Checks of the loss and the gradient before an optimizer step, and counts of steps left out; equal on every rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.run_config import RunConfig
@@ -20,10 +22,7 @@ class BadStepError(AgreedError):
 class StepChecks:
     """Megatron-LM's three checks of a step, by its flags.
 
-    Args:
-        config: settings of the run.
-        whose: words before "loss" and "gradient norm" in errors.
-        rate: flag of the model's learning rate.
+    Errors have ``whose`` before "loss" and "gradient norm", and name ``rate``, the flag of the model's learning rate.
     """
 
     def __init__(self, config: RunConfig, whose: str = "the", rate: str = "--lr") -> None:
@@ -34,8 +33,7 @@ class StepChecks:
     def loss(self, step: int, loss: float) -> None:
         """Check the loss, which is equal on all ranks.
 
-        Raises:
-            BadStepError: it is not finite, or with ``--check-for-spiky-loss`` much larger than earlier losses.
+        Raises BadStepError if it is not finite, or with ``--check-for-spiky-loss`` much larger than earlier losses.
         """
         if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
             raise BadStepError(f"{self.whose} loss of step {step} is {loss}: {self.advice}")
@@ -47,19 +45,11 @@ class StepChecks:
             )
 
     def gradient(self, step: int, norm: float, numbers: Sequence[float] = ()) -> list[float]:
-        """Check the gradient norm, which may differ between ranks with different experts.
+        """Check this rank's gradient norm, which may differ between ranks with different experts.
 
-        Args:
-            step: number of the step.
-            norm: norm of this rank's gradient.
-            numbers: further numbers for the agreement of all ranks, equally many on each.
-
-        Returns:
-            The largest of each of the numbers over all ranks.
-
-        Raises:
-            BadStepError: on every rank, if the norm of any is not finite, or with ``--check-for-large-grads`` much
-                larger than earlier norms.
+        All ranks agree, and share ``numbers``, equally many on each; returns the largest of each over all ranks. Raises
+        BadStepError on every rank if the norm of any is not finite, or with ``--check-for-large-grads`` much larger
+        than earlier norms.
         """
         error = None
         before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
@@ -81,6 +71,25 @@ def telling_bad_steps() -> Iterator[None]:
         yield
     except (AgreedError, ValueError) as error:
         raise BadStepError(str(error)) from error
+
+
+@dataclass
+class LeftOut:
+    """Numbers of steps that were not made, equal on all ranks; checkpoints carry them from run to run."""
+
+    steps: int = 0  # all: without an accepted token, a weight or an advantage, or bad
+    bad: int = 0
+    without_signal: int = 0  # without an advantage (``--skip-steps-without-signal``)
+    in_a_row: int = 0  # last steps, made or not, that did not change the model
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {"left_out": asdict(self)}
+
+    def load(self, loaded: Mapping[str, Any]) -> None:
+        """Restore the counts from a checkpoint; older checkpoints have none."""
+        for name, number in loaded.get("left_out", {}).items():
+            setattr(self, name, int(number))
 
 
 class _Largest:

@@ -26,13 +26,8 @@ SEQUENCES, TOKENS = 8, 16
 class SyncCheck:
     """Compares the engine of each replica with the trainer, on the first prompts of the task.
 
-    The prompts are always the same, so that an outdated prefix cache is found.
-
-    Args:
-        config: settings of the run.
-        score: function that returns the trainer's log-probs on the last stage; None on other stages.
-        collector: collector with the engines.
-        groups: process groups of this rank.
+    The prompts are always the same, so that an outdated prefix cache is found. ``score`` returns the trainer's
+    log-probs on the last stage, None on other stages.
     """
 
     def __init__(
@@ -59,13 +54,10 @@ class SyncCheck:
     def __call__(self, step: int) -> dict[str, float]:
         """Compare the engines' log-probs of a few tokens with the trainer's, whose weights are of this step.
 
-        Returns:
-            ``rollout/sync_error``: mean |Δ log-prob| in nats of the worst replica; equal on all ranks.
+        Returns ``rollout/sync_error``, the mean |Δ log-prob| in nats of the worst replica, equal on all ranks; raises
+        AgreedError on every rank if it is more than rounding explains.
 
-        Collectives: those of a small rollout and a forward-only pass, and one agreement of all ranks.
-
-        Raises:
-            AgreedError: on every rank, if an engine disagrees by more than rounding explains.
+        Collectives: of a small rollout and a forward-only pass, and one agreement of all ranks.
         """
         batch = self.collector.probe(self._rows, self._tokens, self._length)
         cut, distance = cut_batch(batch, self._cut_config, self.groups), EngineDistance(self.config, self.groups)

@@ -93,23 +93,6 @@ class _Stream:
         return self
 
 
-def _device_rng() -> dict[str, Callable[..., Any]]:
-    """A generator in the place of the CUDA one, for Megatron's bookkeeping of RNG states.
-
-    It is separate from the CPU's generator, which draws the initial weights. Megatron uses the CUDA generator only for
-    dropout, which the flag checks refuse.
-    """
-    generator = torch.Generator()
-
-    def get_state(*_: Any, **__: Any) -> Tensor:
-        return generator.get_state()
-
-    def set_state(state: Tensor, *_: Any, **__: Any) -> None:
-        generator.set_state(state)
-
-    return {"get": get_state, "set": set_state, "seed": generator.manual_seed}
-
-
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Stand-in for ``maybe_move_tensor_to_cpu``: Megatron's own would not convert a CPU tensor to numpy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -145,16 +128,24 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import multi_latent_attention
 
-    rng = _device_rng()
-    stream = _Stream()
+    # Separate from the CPU's generator, which draws the initial weights. Megatron uses the CUDA generator only for
+    # dropout, which the flag checks refuse.
+    generator, stream, cpu = torch.Generator(), _Stream(), torch.device("cpu")
+
+    def get_state(*_: Any, **__: Any) -> Tensor:
+        return generator.get_state()
+
+    def set_state(state: Tensor, *_: Any, **__: Any) -> None:
+        generator.set_state(state)
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
-    cpu = torch.device("cpu")
     yield torch.cuda, "current_device", lambda: cpu
-    yield torch.cuda, "get_rng_state", rng["get"]
-    yield torch.cuda, "set_rng_state", rng["set"]
-    yield torch.cuda, "manual_seed", rng["seed"]
+    yield torch.cuda, "get_rng_state", get_state
+    yield torch.cuda, "set_rng_state", set_state
+    yield megatron_random, "_get_cuda_rng_state", get_state
+    yield megatron_random, "_set_cuda_rng_state", set_state
+    yield torch.cuda, "manual_seed", generator.manual_seed
     yield torch.cuda, "Stream", _Stream
     yield torch.cuda, "stream", lambda _: contextlib.nullcontext()
     for name in ("current_stream", "default_stream"):
@@ -165,8 +156,6 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda.nvtx, name, nothing
     # megatron-core 0.16 believes that Transformer Engine is installed if its own wrapper module is.
     yield multi_latent_attention, "HAVE_TE", False
-    yield megatron_random, "_get_cuda_rng_state", rng["get"]
-    yield megatron_random, "_set_cuda_rng_state", rng["set"]
     yield from _expert_replacements()
 
 

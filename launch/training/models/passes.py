@@ -36,15 +36,7 @@ class Scored(NamedTuple):
 
 
 class ModelPasses:
-    """Passes of the run's models: the policy, its reference and the critic.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-
-    Attributes:
-        timers: timers of training passes.
-    """
+    """Passes of the run's models: the policy, its reference and the critic; ``timers`` measure training passes."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.config, self.groups, self.timers = config, groups, StepTimers(config)
@@ -60,12 +52,8 @@ class ModelPasses:
     ) -> list[Any]:
         """Run Megatron's schedule over micro-batches; return the results of ``function``, none before the last stage.
 
-        Args:
-            model: this rank's chunks.
-            batch: source of the micro-batches.
-            cuts: the micro-batches.
-            function: called with (chunk, micro-batch, output); returns the loss, or any value in a forward-only pass.
-            forward_only: compute no gradients.
+        ``function`` is called with (chunk, micro-batch, output); it returns the loss, or any value in a forward-only
+        pass.
         """
         micro_batches = [batch.local.piece(cut) for cut in cuts]
         unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron

@@ -12,11 +12,7 @@ from megatron_rc.launch.run_config import RunConfig
 
 
 class Profiling:
-    """Recording of some optimizer steps on this rank; a context manager that also writes the files of a shorter run.
-
-    Args:
-        config: settings of the run.
-    """
+    """Recording of some optimizer steps on this rank; a context manager that also writes the files of a shorter run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from megatron_rc.doctor.watch import Watch
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import failing_together
 from megatron_rc.launch.rewards.rewarder import errors_file
 from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.rollouts.samples import bad_folder
@@ -27,16 +27,13 @@ from megatron_rc.launch.training.reporting.terminal import IN_TABLE, Progress, t
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
     """Make the reporter on rank 0; None on other ranks. Raises AgreedError on every rank if rank 0 cannot make it."""
-    reporter, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            reporter = Reporter(config, iteration)
-        except OSError as problem:
-            error = _of_files(Path(config.launch.runs_dir) / config.launch.run_name, problem)
-        except ValueError as problem:
-            error = str(problem)
-    agree(config, error)
-    return reporter
+
+    def reason(problem: BaseException) -> str:
+        folder = Path(config.launch.runs_dir) / config.launch.run_name
+        return _of_files(folder, problem) if isinstance(problem, OSError) else str(problem)
+
+    with failing_together(config, (OSError, ValueError), reason):
+        return Reporter(config, iteration) if dist.get_rank() == 0 else None
 
 
 def _doctor(config: RunConfig) -> Watch | None:

@@ -16,15 +16,10 @@ _OF_STRETCHES = ("steps", "first", "last", "values", "low", "high")
 
 @dataclass
 class Series:
-    """One metric over a run, in the order of its steps.
+    """One metric over a run, in the order of its steps."""
 
-    Attributes:
-        steps: steps with a value.
-        values: one for each step; may be NaN or infinite.
-    """
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
+    steps: array[int] = field(default_factory=lambda: array("q"))  # steps with a value
+    values: array[float] = field(default_factory=lambda: array("d"))  # one for each step; may be NaN or infinite
 
     def finite(self) -> list[tuple[int, float]]:
         """Pairs (step, value) of the finite values."""

@@ -16,13 +16,12 @@ import torch
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.training.bad_steps import BadSteps
-from megatron_rc.launch.training.checks.left_out import LeftOut
-from megatron_rc.launch.training.checks.step_checks import BadStepError, StepChecks
+from megatron_rc.launch.training.checks.step_checks import BadStepError, LeftOut, StepChecks
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch, run_config
-from tests.support.training_runs import LIVE, logged, rows, run_training, tensors_of
+from tests.support.training_runs import LIVE, agreed, logged, rows, run_training, tensors_of
 
 # No gradient is 0, even where all rewards are alike.
 MOVING = ["--grpo-entropy-term-weight=0.01"]
@@ -293,9 +292,8 @@ CHECKS = [
 @pytest.mark.parametrize(("more", "losses", "norms", "message"), CHECKS)
 def test_megatrons_checks_of_a_step(ranks, tmp_path, more, losses, norms, message):
     words = flags(tmp_path, *more.split(), *Layout(dp=2).flags())
-    first, second = ranks.run(checked, Layout(dp=2), words, losses, norms)
-    assert first == second
-    assert first is message is None or first.startswith(message)
+    said = agreed(ranks.run(checked, Layout(dp=2), words, losses, norms))
+    assert said is message is None or said.startswith(message)
 
 
 def test_a_run_does_not_read_bad_batches_where_it_writes_them(tmp_path):

@@ -9,30 +9,15 @@ import torch
 from megatron_rc.launch.training.checks.step_checks import BadStepError
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch
-from tests.support.training_runs import rows, run_training
+from tests.support.recorded_training import flags, make_trainer, refusal, share
+from tests.support.training_runs import agreed, equal, rows, run_training, weights_of
 
 PPO = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0", "--advantage-estimator=gae", "--critic-lr=2e-3"]
 TWO = Layout(tp=2)
 
 
-def weights_of(chunks):
-    return [weight.detach().clone() for chunk in chunks for weight in chunk.parameters()]
-
-
 def both(trainer):
     return weights_of(trainer.chunks), weights_of(trainer.critic.chunks)
-
-
-def share(trainer, index):
-    """This rank's part of a recorded rollout batch."""
-    from megatron_rc.parallel.groups import group_rank
-
-    return recorded_batch(index, group_rank(trainer.groups.dp), trainer.config.data_parallel_size)
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def step(trainer, index):
@@ -214,32 +199,23 @@ def test_a_critic_starts_from_the_policy_or_from_another_model(ranks, tmp_path, 
         assert [name for name, is_theirs in layers if not is_theirs] == []
 
 
-def load_from(words):
-    try:
-        make_trainer(words)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return None
-
-
 def test_what_a_critic_cannot_start_from_is_one_error(ranks, tmp_path):
     words = flags(tmp_path, *PPO, *TWO.flags())
-    first, second = ranks.run(load_from, TWO, [*words, f"--critic-load-hf={tmp_path}"])
-    assert first == second
-    assert first.startswith("--critic-load-hf: ")
-    assert "holds neither model.safetensors" in first
+    said = agreed(ranks.run(refusal, TWO, [*words, f"--critic-load-hf={tmp_path}"]))
+    assert said.startswith("--critic-load-hf: ")
+    assert "holds neither model.safetensors" in said
 
 
 def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
     words = flags(tmp_path, *PPO[:3], f"--save={tmp_path}/save")
     assert len(ranks.run(train, Layout(), words, 0, 1, 1)[0]) == 1
-    (said,) = ranks.run(load_from, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
+    (said,) = ranks.run(refusal, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
     assert "checkpoint 1 was written without a critic: give another --advantage-estimator than gae, or" in said
     assert len(ranks.run(train, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save", "--finetune"), 0, 1)[0]) == 1
     # So is another learning rate of the critic.
     words = flags(tmp_path, *PPO, f"--save={tmp_path}/critic")
     ranks.run(train, Layout(), words, 0, 1, 1)
-    (said,) = ranks.run(load_from, Layout(), [*words, f"--load={tmp_path}/critic", "--critic-lr=5e-3"])
+    (said,) = ranks.run(refusal, Layout(), [*words, f"--load={tmp_path}/critic", "--critic-lr=5e-3"])
     assert "checkpoint 1 was written with --critic-lr 0.002, this run has 0.005: give the same, or" in said
 
 
@@ -284,9 +260,7 @@ def spoil(words):
 
 def test_a_bad_step_changes_neither_model_and_says_whose_it_was(ranks, tmp_path):
     words = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--check-for-spiky-loss", "--check-for-large-grads")
-    one, other = ranks.run(spoil, Layout(pp=2), [*words, f"--save={tmp_path}/save"])
-    assert one == other
-    found, saved = one
+    found, saved = agreed(ranks.run(spoil, Layout(pp=2), [*words, f"--save={tmp_path}/save"]))
     assert {part: unchanged for part, (_, *unchanged) in found.items()} == {part: [True, True] for part in found}
     said = {part: words for part, (words, *_) in found.items()}
     assert said["spiky"].startswith("the critic's loss of step 1 is")

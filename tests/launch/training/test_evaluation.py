@@ -11,7 +11,7 @@ from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.parallel import ParallelGroups
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
-from tests.support.training_runs import HELD_OUT, rows, run_training, run_until_signal
+from tests.support.training_runs import HELD_OUT, agreed, rows, run_training, run_until_signal
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,5 @@ def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "eval").write_text("in the way")
     words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
-    first, second = ranks.run(failed_evaluation, Layout(dp=2), words)
-    assert first == second
-    assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in first
+    said = agreed(ranks.run(failed_evaluation, Layout(dp=2), words))
+    assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in said

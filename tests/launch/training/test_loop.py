@@ -18,15 +18,17 @@ from megatron_rc.launch.training.reporting.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout, drawing
-from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch
+from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, share
 from tests.support.training_runs import (
     LIVE,
     SHORT,
     agreed,
+    equal,
     rows,
     run_training,
     run_until_signal,
     tensors_of,
+    weights_of,
     without_times,
 )
 
@@ -61,13 +63,10 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model
 def continue_recorded(words):
     """One more recorded batch after a checkpoint; the metrics."""
     trainer = make_trainer(words)
-    replicas = trainer.config.data_parallel_size
-    replica = torch.distributed.get_rank(trainer.groups.dp)
-    prepared = trainer.prepare(recorded_batch(5, replica, replicas))
-    first = trainer.update(prepared, 0)
+    metrics = trainer.update(trainer.prepare(share(trainer, 5)), 0)
     if trainer.config.checkpoints.save:
         trainer.save()
-    return trainer.iteration, first
+    return trainer.iteration, metrics
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
@@ -206,7 +205,7 @@ def train_on_rejected(words, why):
     """A batch whose tokens are all rejected: the optimizer's state before and after its two updates."""
     trainer = make_trainer(words)
     trainer.update(trainer.prepare(recorded_batch(0)), 0)
-    state = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    state = weights_of(trainer.chunks)
     moments = [t.clone() for t in tensors_of(trainer.optimizer.state_dict())]
     rate = trainer.optimizer.param_groups[0]["lr"]
     batch = recorded_batch(1)
@@ -218,10 +217,8 @@ def train_on_rejected(words, why):
         trainer.chunks[0].config.finalize_model_grads_func = wrap_finalize(trainer.correction)
     prepared = trainer.prepare(batch)
     metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
-    after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
-    same = all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
-    later = tensors_of(trainer.optimizer.state_dict())
-    same &= all(torch.equal(a, b) for a, b in zip(moments, later, strict=True))
+    same = equal(state, weights_of(trainer.chunks))
+    same &= equal(moments, tensors_of(trainer.optimizer.state_dict()))
     return same and rate == trainer.optimizer.param_groups[0]["lr"], metrics, len(moments)
 
 
@@ -260,12 +257,11 @@ def train_on_bad_data(words):
     log_probs = batch.rollout_log_probs.clone()
     row, position = (int(index) for index in batch.response_mask.nonzero()[5])
     log_probs[row, position] = math.inf
-    before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    before = weights_of(trainer.chunks)
     try:
         trainer.update(trainer.prepare(replace(batch, rollout_log_probs=log_probs)), 0)
     except AgreedError as error:
-        after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
-        return str(error), row, position, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return str(error), row, position, equal(before, weights_of(trainer.chunks))
 
 
 @pytest.mark.parametrize(
@@ -323,26 +319,6 @@ def test_bypass_mode_and_interpolation_save_one_pass_through_the_pipeline(ranks,
     for before, step in ranks.run(count_passes, layout, words):
         assert before == [(True, 2)] * forward_only
         assert step == [(False, 2)]
-
-
-def explode(words):
-    """A weight that is not a number on one rank: the loss is not finite, and the step is not made."""
-    from megatron_rc.launch.distributed import AgreedError
-
-    trainer = make_trainer(words)
-    prepared = trainer.prepare(recorded_batch(0))
-    if torch.distributed.get_rank() == 0:
-        next(iter(trainer.chunks[0].parameters())).data.fill_(math.nan)
-    try:
-        trainer.update(prepared, 0)
-    except AgreedError as error:
-        return str(error)
-
-
-def test_a_loss_that_is_not_finite_ends_all_alike(ranks, tmp_path):
-    layout = Layout(pp=2)
-    message = agreed(ranks.run(explode, layout, flags(tmp_path, *SHORT, *layout.flags())))
-    assert message.startswith("the loss of step 1 is nan: the step was not made")
 
 
 def test_a_signal_in_the_last_step_loses_nothing(ranks, tmp_path):

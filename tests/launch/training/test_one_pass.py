@@ -19,9 +19,10 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import training_cases, training_oracle
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
-from tests.support.recorded_training import LLAMA, flags, make_trainer, recorded_batch, run_config
+from tests.support.recorded_training import LLAMA, flags, make_trainer, run_config, share
 from tests.support.training_cases import LAYOUTS, LENGTH, SEQUENCES
 from tests.support.training_oracle import Data
+from tests.support.training_runs import equal, weights_of
 
 EXACT = 1e-12
 RUN = (f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={SEQUENCES}", "--grpo-iterations=1")
@@ -259,16 +260,14 @@ def make_bad_steps(words, folder):
     trainer, found = make_trainer(words), []
     assert trainer.correction.corrects_in_loss
     for damage in (nan_at_one_token, far_from_the_trainer):
-        batch = recorded_batch(0, group_rank(trainer.groups.dp), group_size(trainer.groups.dp))
-        prepared = trainer.prepare(damage(batch, group_rank(trainer.groups.dp_cp)))
-        before = [parameter.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+        prepared = trainer.prepare(damage(share(trainer, 0), group_rank(trainer.groups.dp_cp)))
+        before = weights_of(trainer.chunks)
         message, metrics = "", {}
         try:
             metrics = trainer.update(prepared, 0)
         except BadStepError as error:
             message = str(error)
-        after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
-        is_same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        is_same = equal(before, weights_of(trainer.chunks))
         found.append((message, metrics.get("skipped_steps"), "grad_norm" in metrics, is_same))
     return found
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch, save_initial
+from tests.support.recorded_training import flags, make_trainer, save_initial, share
 
 SELECTIVE = "--recompute-granularity=selective --recompute-modules"
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=16 --moe-token-dispatcher-type=alltoall"
@@ -19,13 +19,26 @@ CASES = {
 
 def steps(words):
     trainer = make_trainer(words)
-    rank, size = (trainer.groups.dp.rank() if trainer.groups.dp else 0), trainer.config.data_parallel_size
-    prepared = trainer.prepare(recorded_batch(0, rank, size))
+    prepared = trainer.prepare(share(trainer, 0))
     return [trainer.update(prepared, 0) for _ in range(2)]
 
 
 def steps_and_layers(words):
     return steps(words), len(make_trainer(words).chunks[0].decoder.layers)
+
+
+def steps_as_on_one_process(ranks, folder, layout, *model, more=()):
+    """What each rank of the layout finds, from the same weights as one process, whose steps it takes."""
+    words = flags(folder, *model, "--optimizer=sgd")
+    ranks.run(save_initial, Layout(), [*words, f"--save={folder}/start"])
+    words += [f"--load={folder}/start", "--finetune"]
+    expected = ranks.run(steps, Layout(), words)[0]
+    found = ranks.run(steps_and_layers, layout, [*words, *layout.flags(), *more])
+    for got, _ in found:
+        for step, want in zip(got, expected, strict=True):
+            assert step["loss/total"] == pytest.approx(want["loss/total"], rel=1e-4)
+            assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,27 +58,10 @@ def test_both_passes_agree(ranks, tmp_path, case):
     ids=["first", "both"],
 )
 def test_uneven_stages_take_the_same_steps(ranks, tmp_path, layout, ends, layers):
-    words = flags(tmp_path, f"--num-layers={sum(layers)}", "--optimizer=sgd")
-    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/start"])
-    words += [f"--load={tmp_path}/start", "--finetune"]
-    expected = ranks.run(steps, Layout(), words)[0]
-    for (got, own), number in zip(
-        ranks.run(steps_and_layers, layout, [*words, *layout.flags(), *ends.split()]), layers, strict=True
-    ):
-        assert own == number
-        for step, want in zip(got, expected, strict=True):
-            assert step["loss/total"] == pytest.approx(want["loss/total"], rel=1e-4)
-            assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    found = steps_as_on_one_process(ranks, tmp_path, layout, f"--num-layers={sum(layers)}", more=ends.split())
+    assert [number for _, number in found] == layers
 
 
 def test_experts_split_in_another_way_take_the_same_steps(ranks, tmp_path):
     """Each rank has two whole experts where the other matrices are split."""
-    words = flags(tmp_path, *EXPERTS.split(), "--optimizer=sgd")
-    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/start"])
-    words += [f"--load={tmp_path}/start", "--finetune"]
-    expected = ranks.run(steps, Layout(), words)[0]
-    layout = Layout(tp=2, sp=True, ep=2, etp=1)
-    for got in ranks.run(steps, layout, [*words, *layout.flags()]):
-        for step, want in zip(got, expected, strict=True):
-            assert step["loss/total"] == pytest.approx(want["loss/total"], rel=1e-4)
-            assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    steps_as_on_one_process(ranks, tmp_path, Layout(tp=2, sp=True, ep=2, etp=1), *EXPERTS.split())

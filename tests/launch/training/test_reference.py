@@ -9,31 +9,21 @@ from megatron_rc.launch.errors import ConfigurationError
 from tests.support.live import storages_of
 from tests.support.published_models import MODELS, changed, words_of
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config, save_initial
-from tests.support.training_runs import agreed, run_training
+from tests.support.recorded_training import flags, make_trainer, refusal, run_config, save_initial, share
+from tests.support.training_runs import agreed, equal, run_training, weights_of
 
 KL = ["--grpo-kl-beta=0.1", "--kl-estimator=k2"]
 
 
-def weights(chunks):
-    return [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
-
-
-def same(ones, others):
-    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-
-
 def batches(trainer, numbers):
     """Two optimizer steps on each recorded batch: metrics, and whether the reference is what it was before."""
-    dp = trainer.groups.dp
-    rank, size = (dp.rank() if dp else 0), trainer.config.data_parallel_size
     found = []
     for number in numbers:
-        before, policy = weights(trainer.reference.chunks), weights(trainer.chunks)
-        prepared = trainer.prepare(recorded_batch(number, rank, size))
-        now = weights(trainer.reference.chunks)
-        kind = "kept" if same(now, before) else "the policy" if same(now, policy) else "other"
-        assert same(weights(trainer.chunks), policy), "the policy has its own weights again"
+        before, policy = weights_of(trainer.reference.chunks), weights_of(trainer.chunks)
+        prepared = trainer.prepare(share(trainer, number))
+        now = weights_of(trainer.reference.chunks)
+        kind = "kept" if equal(now, before) else "the policy" if equal(now, policy) else "other"
+        assert equal(weights_of(trainer.chunks), policy), "the policy has its own weights again"
         found += [(kind, trainer.update(prepared, 0)) for _ in range(2)]
     return found
 
@@ -120,14 +110,6 @@ def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published)
     assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said
 
 
-def refused(words):
-    try:
-        make_trainer(words)
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -140,7 +122,7 @@ def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_p
     ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
     for load in (["--ref-load"], ["--load"], ["--finetune", "--load"]):
         words_of_load = [*load[:-1], f"{load[-1]}={tmp_path}/save"]
-        (said,) = ranks.run(refused, Layout(), [*words, more, *words_of_load])
+        (said,) = ranks.run(refusal, Layout(), [*words, more, *words_of_load])
         assert f"{load[-1]} {tmp_path}/save: checkpoint 0 is of another architecture than" in said
         assert "the policy (" + message in said
 
@@ -152,15 +134,15 @@ def bytes_while_it_is_compared(words):
 
     trainer = make_trainer(words)
     both = [*trainer.chunks, *trainer.reference.chunks]
-    own, other = (weights(chunks) for chunks in (trainer.chunks, trainer.reference.chunks))
+    own, other = (weights_of(chunks) for chunks in (trainer.chunks, trainer.reference.chunks))
     with torch.no_grad():
         for weight in trainer.reference.chunks[0].parameters():
             weight.add_(1)
     outside = storages_of(both)
     with exchanged(trainer.chunks, trainer.reference.chunks):
-        assert same(weights(trainer.reference.chunks), own)
-        assert not any(map(torch.equal, weights(trainer.chunks), other))
-    assert same(weights(trainer.chunks), own)
+        assert equal(weights_of(trainer.reference.chunks), own)
+        assert not any(map(torch.equal, weights_of(trainer.chunks), other))
+    assert equal(weights_of(trainer.chunks), own)
     with LiveBytes() as live, exchanged(trainer.chunks, trainer.reference.chunks):
         inside = storages_of(both)
     return outside, inside, live.peak, max(weight.nbytes for weight in own)

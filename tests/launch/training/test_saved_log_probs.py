@@ -1,5 +1,7 @@
 """--save-log-probs: the trainer's log-probs in the records, whatever layout computed them."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -79,8 +81,6 @@ def test_a_step_that_was_left_out_has_none(ranks, tmp_path):
 
 def train_with_a_bad_step(words):
     """The second step fails before its pass, as where the critic's loss is not finite."""
-    from unittest import mock
-
     from megatron_rc.launch.training.checks.step_checks import BadStepError
     from megatron_rc.launch.training.trainer import Trainer
 
@@ -104,15 +104,14 @@ def test_a_record_that_is_gone_ends_all_alike(ranks, tmp_path):
 
 
 def train_without_records(words):
-    from unittest import mock
-
     from megatron_rc.launch.rollouts import collector
+
+    write = collector.write_rollouts
 
     def nothing(batch, folder, step, replica):
         if replica == 0:
-            collector_write(batch, folder, step, replica)
+            write(batch, folder, step, replica)
 
-    collector_write = collector.write_rollouts
     with mock.patch.object(collector, "write_rollouts", nothing):
         return run_training(words)
 

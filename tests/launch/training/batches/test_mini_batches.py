@@ -4,9 +4,10 @@
 """
 
 from benchmarks import mini_batches
-from tests.launch.training.test_critic_training import PPO, equal, share
+from tests.launch.training.test_critic_training import PPO
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer
+from tests.support.recorded_training import flags, make_trainer, share
+from tests.support.training_runs import equal
 
 RATE, SEED = 0.005, 7
 

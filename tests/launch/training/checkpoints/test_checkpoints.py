@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path, PurePosixPath
 from unittest import mock
@@ -31,7 +32,7 @@ from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, che
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
-from tests.support.training_runs import logged
+from tests.support.training_runs import agreed, logged, weights_of
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0"]
 TWO = Layout(tp=2)
@@ -49,7 +50,7 @@ def train(words, steps=0):
     if trainer.config.checkpoints.save and not steps:
         trainer.save()
         trainer.writer.finish()
-    return None, trainer.iteration, [weight.detach().clone() for c in trainer.chunks for weight in c.parameters()]
+    return None, trainer.iteration, weights_of(trainer.chunks)
 
 
 @pytest.fixture(scope="module")
@@ -74,27 +75,6 @@ def test_a_checkpoint_says_how_it_was_made(saved):
     assert found["model"]["padded_vocab_size"] == config.model.padded_vocab_size
     assert found["experts"] is None
     assert found["task"]["tokenizer_type"] == config.task.tokenizer_type
-
-
-SETTINGS_TEXTS = {
-    "missing": (None, "is missing: checkpoint 2 says nothing of its model"),
-    "empty": ("", "cannot be read (Expecting value"),
-    "deep": ("[" * 100_000, "cannot be read (maximum recursion depth"),
-    "list": ("[]", "expected one object for each section"),
-    "number": ('{"model": 3}', "expected one object for each section"),
-    "digits": ('{"model": ' + "9" * 5000 + "}", "cannot be read (Exceeds the limit"),
-}
-
-
-@pytest.mark.parametrize(("text", "message"), SETTINGS_TEXTS.values(), ids=SETTINGS_TEXTS)
-def test_settings_that_cannot_be_read_are_one_error(copy, text, message):
-    path = iteration_folder(copy, 2) / SETTINGS
-    path.unlink()
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=r"settings\.json") as error:
-        checkpoint_settings(copy)
-    assert message in str(error.value)
 
 
 def test_settings_of_another_kind_count_for_nothing(copy):
@@ -195,9 +175,8 @@ FAILURES = {
 def test_what_fails_on_one_rank_alone_is_one_error(ranks, saved, copy, place, message):
     if place[0] == "find":
         cut(iteration_folder(copy, 2) / "__0_0.distcp")
-    first, second = ranks.run(load_with_a_failure, TWO, [*saved[1], f"--load={copy}"], *place)
-    assert first == second
-    assert message in first
+    said = agreed(ranks.run(load_with_a_failure, TWO, [*saved[1], f"--load={copy}"], *place))
+    assert message in said
 
 
 def list_backwards(words):
@@ -306,20 +285,33 @@ def test_a_checkpoint_of_before_loads(ranks, saved, copy):
     assert "it is cut off" in said
 
 
-@pytest.mark.parametrize("text", ["", "x", "1" * 500, "²", "-1", "\0"])
-def test_a_tracker_without_a_number_is_named(copy, text):
-    (copy / TRACKER).write_text(text)
-    with pytest.raises(ValueError, match="expected the number of a checkpoint"):
-        checked_checkpoint(copy)
+WITHOUT_PARTS = Metadata.__new__(Metadata)
+WITHOUT_PARTS.storage_data = {}
+TRACKED = ("", "x", "1" * 500, "²", "-1", "\0")
+LISTED = ("[]", "{", '{"files": {"../../x": {"bytes": 1, "sha256": ""}}}', '{"files": {"x": 1}}', "[" * 100_000)
+NO_INDEX = (b"\x80\x04.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([1]), b"\x80\x04\x8c\xff", b"(" * 100_000)
+# A file, its content (None: it is missing), and the reason.
+UNREADABLE = [
+    (SETTINGS, None, "is missing: checkpoint 2 says nothing of its model"),
+    (SETTINGS, b"", r"cannot be read \(Expecting value"),
+    (SETTINGS, b"[" * 100_000, r"cannot be read \(maximum recursion depth"),
+    (SETTINGS, b'{"model": ' + b"9" * 5000 + b"}", r"cannot be read \(Exceeds the limit"),
+    *((SETTINGS, text, "expected one object for each section") for text in (b"[]", b'{"model": 3}')),
+    *((TRACKER, text.encode(), "expected the number of a checkpoint") for text in TRACKED),
+    *((MANIFEST, text.encode(), "is no list of files") for text in LISTED),
+    *((".metadata", content, "(cannot be read|is no index)") for content in (*NO_INDEX, pickle.dumps(WITHOUT_PARTS))),
+    (".metadata", b"", "is empty"),
+]
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "{", '{"files": {"../../x": {"bytes": 1, "sha256": ""}}}', '{"files": {"x": 1}}', "[" * 100_000]
-)
-def test_a_manifest_that_is_none_is_named(saved, copy, text):
-    (iteration_folder(copy, 2) / MANIFEST).write_text(text)
-    with pytest.raises(ValueError, match=r"manifest\.json is no list of files"):
-        checked_checkpoint(copy)
+@pytest.mark.parametrize(("name", "content", "reason"), UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_file_that_cannot_be_read_is_one_error(copy, name, content, reason):
+    path = copy / name if name == TRACKER else iteration_folder(copy, 2) / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*{reason}"):
+        checkpoint_settings(copy) if name == SETTINGS else checked_checkpoint(copy, checksums=False)
 
 
 # Nothing in a checkpoint runs
@@ -479,27 +471,6 @@ def test_an_index_stays_inside_its_folder(saved, copy, name):
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match=r"\.metadata (names .* no file of|is no index)"):
         checked_checkpoint(copy, checksums=False)
-
-
-WITHOUT_PARTS = Metadata.__new__(Metadata)
-WITHOUT_PARTS.storage_data = {}
-NO_INDEX = {
-    "empty": b"",
-    "stop": b"\x80\x04.",
-    "text": b"garbage",
-    "dict": pickle.dumps({"a": 1}),
-    "list": pickle.dumps([1]),
-    "cut": b"\x80\x04\x8c\xff",
-    "deep": b"(" * 100_000,
-    "parts": pickle.dumps(WITHOUT_PARTS),
-}
-
-
-@pytest.mark.parametrize("content", NO_INDEX.values(), ids=NO_INDEX)
-def test_an_index_that_is_none_is_one_error(tmp_path, content):
-    (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is no index)"):
-        read_index(tmp_path / ".metadata")
 
 
 def test_an_index_changes_no_class(tmp_path):

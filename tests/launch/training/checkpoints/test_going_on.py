@@ -8,7 +8,8 @@ import torch
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.checkpoints.test_saving import SMALL, steps
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, LENGTH, SEQUENCES, flags, make_trainer, recorded_batch
+from tests.support.recorded_training import GPT2, LENGTH, SEQUENCES, flags, make_trainer, share
+from tests.support.training_runs import agreed
 
 GOING_ON = ["--num-layers=2", "--micro-batch-size=8", "--lr-decay-style=linear", "--lr-decay-iters=10", "--min-lr=1e-4"]
 
@@ -107,9 +108,8 @@ def test_the_distributed_optimizer_is_named_where_it_differs(ranks, tmp_path, di
     layout, words = Layout(dp=2), flags(tmp_path, *SMALL)
     ranks.run(steps, layout, [*words, f"--save={tmp_path}/save", *[use] * distributed])
     words += [f"--load={tmp_path}/save", *[use] * (not distributed)]
-    first, second = ranks.run(steps, layout, words)
-    assert first == second
-    assert f"was written {'with' if distributed else 'without'} --use-distributed-optimizer" in first
+    said = agreed(ranks.run(steps, layout, words))
+    assert f"was written {'with' if distributed else 'without'} --use-distributed-optimizer" in said
     found = ranks.run(steps, layout, [*words, "--no-load-optim"], 0, False)
     assert [reached for reached, _ in found] == [1, 1]
 
@@ -137,10 +137,9 @@ def test_experts_that_are_spread_otherwise_are_named(ranks, tmp_path, before, af
     words = flags(tmp_path, *EXPERTS, *more)
     ranks.run(steps, before, [*words, f"--save={tmp_path}/save", *before.flags()])
     load = [*words, f"--load={tmp_path}/save", *after.flags()]
-    first, second = ranks.run(steps, after, load)
-    assert first == second
-    assert f"was written with --expert-model-parallel-size {before.ep}, whose optimizer's state does not fit" in first
-    assert remedy in first
+    said = agreed(ranks.run(steps, after, load))
+    assert f"was written with --expert-model-parallel-size {before.ep}, whose optimizer's state does not fit" in said
+    assert remedy in said
     assert [reached for reached, _ in ranks.run(steps, after, [*load, "--no-load-optim"], 0, False)] == [1, 1]
 
 
@@ -218,8 +217,7 @@ def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path, more, layout
 def score_loaded(words):
     """The rank's part of the log-probs, with its rows and positions; None on stages before the last."""
     trainer = make_trainer([*words, "--no-load-optim"])
-    dp, replicas = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
-    batch = trainer.prepare(recorded_batch(3, dp, replicas)).batch
+    batch = trainer.prepare(share(trainer, 3)).batch
     scores = trainer.score(batch)
-    rows = dp * len(batch.rows) + batch.rows.unsqueeze(1)
+    rows = group_rank(trainer.groups.dp) * len(batch.rows) + batch.rows.unsqueeze(1)
     return None if scores is None else (rows, batch.local.positions, scores)

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import math
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -16,23 +15,11 @@ import torch
 from megatron_rc.launch.training.checkpoints import background
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
 from megatron_rc.launch.training.checkpoints.pieces import Pieces
-from megatron_rc.parallel.groups import group_rank
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch
-from tests.support.training_runs import rows, run_training, without_times
+from tests.support.recorded_training import flags, make_trainer, recorded_batch, share
+from tests.support.training_runs import agreed, equal, rows, run_training, small_files, weights_of, without_times
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--micro-batch-size=8"]
-
-
-@contextlib.contextmanager
-def small_files(limit):
-    """No file of this process and its children grows further: what a full disk does, at a chosen place."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def steps(words, count=1, save=True):
@@ -41,9 +28,8 @@ def steps(words, count=1, save=True):
         trainer = make_trainer(words)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    dp, replicas = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
     for index in range(count):
-        trainer.update(trainer.prepare(recorded_batch(index, dp, replicas)), 0)
+        trainer.update(trainer.prepare(share(trainer, index)), 0)
         if save:
             trainer.save()
     group = trainer.optimizer.param_groups[0]
@@ -79,9 +65,8 @@ def test_a_full_disk_is_one_sentence_on_all_ranks_and_harms_nothing(ranks, tmp_p
     """Wherever it strikes: in the weights, in what rank 0 writes alone, in the list of files."""
     layout = Layout(tp=2)
     words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *layout.flags())
-    first, second = ranks.run(save_where_it_is_full, layout, words)
-    assert first == second
-    for error in first:
+    said = agreed(ranks.run(save_where_it_is_full, layout, words))
+    for error in said:
         assert error.startswith(f"SaveError: --save {tmp_path}/save: checkpoint 0 could not be written (")
         assert "File too large" in error
 
@@ -100,9 +85,8 @@ def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
 def poisoned_step(words, value, where):
     """One good step, then one whose gradient holds ``value`` on one rank; whether anything moved, and what was said."""
     trainer = make_trainer(words)
-    dp = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
-    trainer.update(trainer.prepare(recorded_batch(0, *dp)), 0)
-    weights = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    trainer.update(trainer.prepare(share(trainer, 0)), 0)
+    weights = weights_of(trainer.chunks)
     accumulate = trainer.accumulate
 
     def poison(prepared, mini_batch):
@@ -114,12 +98,10 @@ def poisoned_step(words, value, where):
 
     trainer.accumulate, said = poison, None
     try:
-        trainer.update(trainer.prepare(recorded_batch(1, *dp)), 0)
+        trainer.update(trainer.prepare(share(trainer, 1)), 0)
     except RuntimeError as error:
         said = str(error)
-    after = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
-    same = all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
-    saved = None
+    same, saved = equal(weights, weights_of(trainer.chunks)), None
     try:
         trainer.save()
     except RuntimeError as error:
@@ -179,12 +161,11 @@ def save_in_background(words, spoil):
     """Begins to save, trains on, and looks until it is saved; what was said, and whether the old weights are there."""
     trainer = make_trainer(words)
     trainer.save()
-    then = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    then = weights_of(trainer.chunks)
     if spoil == "killed" and torch.distributed.get_rank() == 0:
         trainer.writer.pending.process.kill()
     trainer.update(trainer.prepare(recorded_batch(0)), 0)
-    now = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
-    assert not all(torch.equal(a, b) for a, b in zip(then, now, strict=True))
+    assert not equal(then, weights_of(trainer.chunks))
     try:
         with small_files(300) if spoil == "full" else contextlib.nullcontext():
             for _ in range(12_000):
@@ -196,58 +177,47 @@ def save_in_background(words, spoil):
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     again = make_trainer([*words, f"--load={trainer.config.checkpoints.save}"])
-    loaded = [weight for chunk in again.chunks for weight in chunk.parameters()]
-    return again.iteration, all(torch.equal(a, b) for a, b in zip(then, loaded, strict=True))
+    return again.iteration, equal(then, weights_of(again.chunks))
 
 
-def save_where_fork_fails(words):
-    """Rank 1 has no room for another process; what was said, and the processes that rank 0 has left."""
+def end(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_memory(_):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+# What fails and on which rank, flags, and the reason that is said.
+FAILING = {
+    "begin": (background.ForkProcess, "start", no_memory, 1, ["--async-save"], "Cannot allocate memory"),
+    "killed": (Pieces, "write", end, 0, [], "the process that wrote for rank 0 ended by SIGKILL"),
+}
+
+
+def save_where_one_rank_fails(words, failing):
+    """What was said of the save, and what is still under way."""
+    owner, name, stand_in, rank, *_ = FAILING[failing]
     trainer = make_trainer(words)
-    start = background.ForkProcess.start
-
-    def fail(process):
-        if torch.distributed.get_rank() == 1:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        start(process)
-
-    with mock.patch.object(background.ForkProcess, "start", fail):
+    is_hit = torch.distributed.get_rank() == rank
+    with mock.patch.object(owner, name, stand_in) if is_hit else contextlib.nullcontext():
         try:
             trainer.save()
         except RuntimeError as error:
             return str(error), trainer.writer.pending
 
 
-def test_a_background_save_that_cannot_begin_on_one_rank_begins_on_none(ranks, tmp_path):
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_save_whose_process_cannot_begin_or_is_killed_on_one_rank_fails_on_all(ranks, tmp_path, failing):
+    """Where no process can begin on one rank, the others end theirs."""
     layout, folder = Layout(tp=2), tmp_path / "save"
-    words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", "--async-save", *layout.flags())
-    sentence = "could not be written (Cannot allocate memory); those before it are as they were"
-    found = ranks.run(save_where_fork_fails, layout, words)
-    assert found == [(f"--save {folder}: checkpoint 0 {sentence}", None)] * 2
-    assert list(folder.iterdir()) == []
-
-
-def save_where_a_writer_is_killed(words):
-    """The kernel kills the process that writes for rank 0, as where memory runs out; what was said."""
-
-    def end(_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    trainer = make_trainer(words)
-    is_hit = torch.distributed.get_rank() == 0
-    with mock.patch.object(Pieces, "write", end) if is_hit else contextlib.nullcontext():
-        try:
-            trainer.save()
-        except RuntimeError as error:
-            return str(error)
-
-
-def test_a_save_that_is_waited_for_fails_where_its_writer_is_killed(ranks, tmp_path):
-    layout, folder = Layout(tp=2), tmp_path / "save"
-    words = flags(tmp_path, *SMALL, f"--save={folder}", *layout.flags())
-    sentence = "could not be written (the process that wrote for rank 0 ended by SIGKILL); those before it are as they"
-    first, second = ranks.run(save_where_a_writer_is_killed, layout, words)
-    assert first == second
-    assert first.startswith(f"--save {folder}: checkpoint 0 {sentence} were")
+    *_, more, reason = FAILING[failing]
+    words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", *more, *layout.flags())
+    said = agreed(ranks.run(save_where_one_rank_fails, layout, words, failing))
+    assert said == (
+        f"--save {folder}: checkpoint 0 could not be written ({reason}); those before it are as they were",
+        None,
+    )
     assert list(folder.iterdir()) == []
 
 
@@ -255,15 +225,12 @@ def test_a_save_that_is_waited_for_fails_where_its_writer_is_killed(ranks, tmp_p
 def test_a_background_save_is_whole_or_an_error_on_all_ranks(ranks, tmp_path, spoil):
     layout, folder = Layout(tp=2), tmp_path / "save"
     words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", "--async-save", *layout.flags())
-    first, second = ranks.run(save_in_background, layout, words, spoil)
-    assert first == second
+    said = agreed(ranks.run(save_in_background, layout, words, spoil))
     if spoil is None:
-        assert first == (0, True)
+        assert said == (0, True)
     else:
-        assert first.startswith(f"SaveError: --save {folder}: checkpoint 0 could not be written (")
-        assert {"killed": "the process that wrote for rank 0 ended by SIGKILL", "full": "File too large"}[
-            spoil
-        ] in first
+        assert said.startswith(f"SaveError: --save {folder}: checkpoint 0 could not be written (")
+        assert {"killed": "the process that wrote for rank 0 ended by SIGKILL", "full": "File too large"}[spoil] in said
         assert list(folder.iterdir()) == []
 
 

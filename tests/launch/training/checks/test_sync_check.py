@@ -61,46 +61,47 @@ class StalePrefix(PackedHead):
             self.engine.model = new
 
 
-class Shifted(PackedHead):
+def shifted(engine, *request):
     """Reports the log-prob of the token before."""
+    found = engine.sample(*request)
+    return [Sample(one.token_ids, [-2.0, *one.log_probs[:-1]], one.finish_reason) for one in found]
+
+
+def shifted_later(engine, *request):
+    """Does so from the second sync on, which no probe follows."""
+    return shifted(engine, *request) if engine.version else engine.sample(*request)
+
+
+def warmer(engine, prompts, params, *rest):
+    """Samples at another temperature from the second sync on."""
+    return engine.sample(prompts, dataclasses.replace(params, temperature=0.5) if engine.version else params, *rest)
+
+
+def far(engine, *request):
+    """From the second sync on reports tokens as far less likely than they are: the rejection takes all of them."""
+    off = 5.0 if engine.version else 0.0
+    return [
+        dataclasses.replace(one, log_probs=[value - off for value in one.log_probs]) for one in engine.sample(*request)
+    ]
+
+
+def silent(engine, *request):
+    """Fails in the middle of the check."""
+    raise RuntimeError("out of paper")
+
+
+class Sampling(PackedHead):
+    """Takes the weights of every sync, and samples as a function does."""
+
+    def __init__(self, function, engine):
+        super().__init__(engine)
+        self.function = function
 
     def load_weights(self, weights, version):
         self.engine.load_weights(weights, version)
 
-    def sample(self, *args):
-        found = self.engine.sample(*args)
-        return [Sample(one.token_ids, [-2.0, *one.log_probs[:-1]], one.finish_reason) for one in found]
-
-
-class ShiftedLater(Shifted):
-    """Does so from the second sync on, which no probe follows."""
-
-    def sample(self, *args):
-        return super().sample(*args) if self.version else self.engine.sample(*args)
-
-
-class Warmer(Shifted):
-    """Samples at another temperature from the second sync on."""
-
-    def sample(self, prompts, params, *rest):
-        params = dataclasses.replace(params, temperature=0.5) if self.version else params
-        return self.engine.sample(prompts, params, *rest)
-
-
-class Far(Shifted):
-    """From the second sync on reports tokens as far less likely than they are: the rejection takes all of them."""
-
-    def sample(self, *args):
-        found = self.engine.sample(*args)
-        off = 5.0 if self.version else 0.0
-        return [dataclasses.replace(one, log_probs=[value - off for value in one.log_probs]) for one in found]
-
-
-class Silent(Shifted):
-    """Fails in the middle of the check."""
-
-    def sample(self, *args):
-        raise RuntimeError("out of paper")
+    def sample(self, *request):
+        return self.function(self.engine, *request)
 
 
 def run_broken(words, fault, replica):
@@ -113,7 +114,10 @@ def run_broken(words, fault, replica):
 
     def wrong(self):
         here = parallel_state.get_data_parallel_rank() == replica
-        return fault(right(self)) if here else right(self)
+        engine = right(self)
+        if not here:
+            return engine
+        return fault(engine) if isinstance(fault, type) else Sampling(fault, engine)
 
     rollout.RolloutCollector._default_engine = wrong
     try:
@@ -138,13 +142,13 @@ OLDER = "does the engine keep older weights"
         (PackedHead, Layout(cp=2, dp=2), ["--bypass-mode"], 1, OLDER),
         (StalePrefix, Layout(cp=2), [], 1, OLDER),
         (StalePrefix, Layout(dp=2), ["--bypass-mode", "--rl-use-sequence-packing"], 1, OLDER),
-        (Warmer, Layout(tp=2), [], 1, OLDER),
-        (Warmer, Layout(pp=2), ["--bypass-mode"], 1, OLDER),
-        (ShiftedLater, Layout(cp=2), [], 1, "shifted by +1; align both to the label tokens"),
-        (ShiftedLater, Layout(dp=2), ["--bypass-mode"], 1, "shifted by +1; align both to the label tokens"),
+        (warmer, Layout(tp=2), [], 1, OLDER),
+        (warmer, Layout(pp=2), ["--bypass-mode"], 1, OLDER),
+        (shifted_later, Layout(cp=2), [], 1, "shifted by +1; align both to the label tokens"),
+        (shifted_later, Layout(dp=2), ["--bypass-mode"], 1, "shifted by +1; align both to the label tokens"),
         # The probe after the first sync.
-        (Shifted, Layout(tp=2), [], 0, "shifted by +1; align both to the label tokens"),
-        (Silent, Layout(dp=2), [], 0, "the check of the rollout engine failed: RuntimeError: out of paper"),
+        (shifted, Layout(tp=2), [], 0, "shifted by +1; align both to the label tokens"),
+        (silent, Layout(dp=2), [], 0, "the check of the rollout engine failed: RuntimeError: out of paper"),
     ],
 )
 def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
@@ -164,7 +168,7 @@ def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
     plain = [word for word in RUN if not word.startswith("--rollout-rs")]
     words = flags(tmp_path, *plain, "--rollout-dtype=fp32", "--rollout-rs=token_k3", "--rollout-rs-threshold=1e-3")
     words += ["--bad-steps=skip"]
-    (message,) = ranks.run(run_broken, Layout(), words, Far, 0)
+    (message,) = ranks.run(run_broken, Layout(), words, far, 0)
     assert "after the weight sync of step 1 the rollout engine and the trainer disagree by" in message
     assert [row["skipped_steps"] for row in steps(tmp_path)] == [0, 1]
 

@@ -12,11 +12,20 @@ from tests.support.recorded_training import GPT2, flags, run_config
 
 def switch():
     """What the CPU switch answers inside, and that nothing of it is left outside."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
     from megatron_rc.launch.training.models.cpu import cpu_backend
 
     names = ("current_device", "synchronize", "Stream", "get_rng_state", "manual_seed", "current_stream", "empty_cache")
-    before = {name: getattr(torch.cuda, name) for name in names}
+    owners = (mappings, moe_utils, token_dispatcher, token_dispatcher.MoEAlltoAllTokenDispatcher)
+
+    def present():
+        return [{name: getattr(torch.cuda, name) for name in names}, *(dict(vars(owner)) for owner in owners)]
+
+    before = present()
     with cpu_backend():
+        assert all(map(dict.__ne__, present(), before))
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert (
             torch.ones(2, device=torch.cuda.current_device(), pin_memory=True).cuda().type() == "torch.cuda.FloatTensor"
@@ -27,7 +36,7 @@ def switch():
         generator = torch.get_rng_state()
         torch.cuda.manual_seed(1)
         assert torch.equal(torch.get_rng_state(), generator), "the CPU's own generator stays apart"
-    assert {name: getattr(torch.cuda, name) for name in names} == before
+    assert present() == before
     assert torch.ones(2).type() == "torch.FloatTensor"
 
 

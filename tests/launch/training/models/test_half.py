@@ -6,23 +6,18 @@ import pytest
 import torch
 
 from megatron_rc.launch.training.bad_steps import BadSteps
-from megatron_rc.launch.training.checks.left_out import LeftOut
+from megatron_rc.launch.training.checks.step_checks import LeftOut
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
+from tests.support.recorded_training import flags, make_trainer, run_config, share
 
 # Its products with the gradients here are no float16 numbers.
 TOO_HIGH = 2**24
 
 
-def prepared_batch(trainer, index):
-    batch = recorded_batch(index, trainer.groups.dp.rank(), trainer.config.data_parallel_size)
-    return trainer.prepare(batch)
-
-
 def steps(words, number):
     """The metrics of this many steps on a recorded batch."""
     trainer = make_trainer(words)
-    prepared = prepared_batch(trainer, 0)
+    prepared = trainer.prepare(share(trainer, 0))
     return [trainer.update(prepared, 0) for _ in range(number)]
 
 
@@ -30,7 +25,7 @@ def settle(words):
     """The metrics of steps until one is made, whether the others changed a weight, and the scale after a restart."""
     trainer = make_trainer(words)
     weights = [weight.detach().clone() for weight in trainer.chunks[0].parameters()]
-    prepared, rows = prepared_batch(trainer, 0), []
+    prepared, rows = trainer.prepare(share(trainer, 0)), []
     while not rows or "grad_norm" not in rows[-1]:
         same = all(map(torch.equal, trainer.chunks[0].parameters(), weights))
         rows.append(trainer.update(prepared, 0) | {"same": same})

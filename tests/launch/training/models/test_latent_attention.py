@@ -9,7 +9,7 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_e
 from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
 from tests.support.published_models import MODELS, words_of
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer, recorded_batch
+from tests.support.recorded_training import make_trainer, share
 
 SGD = ["--optimizer=sgd", "--sgd-momentum=0", "--lr=0.01", "--clip-grad=0", "--moe-token-dispatcher-type=alltoall"]
 BALANCED = ["--moe-router-load-balancing-type=seq_aux_loss", "--moe-aux-loss-coeff=0.5"]
@@ -71,11 +71,9 @@ def test_gradients_are_those_of_transformers(ranks, folder):
 def train(words):
     """Two steps on recorded rollouts: how far the two passes differ, and the weights that an engine would get."""
     from megatron_rc.launch.weights.converter import export_model
-    from megatron_rc.parallel.groups import group_rank
 
     trainer = make_trainer(words)
-    replica, replicas = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
-    prepared = trainer.prepare(recorded_batch(0, replica, replicas))
+    prepared = trainer.prepare(share(trainer, 0))
     steps = [trainer.update(prepared, 0) for _ in range(2)]
     return steps[0]["policy/noise_floor"], dict(export_model(trainer.chunks, trainer.config, trainer.groups))
 

@@ -9,7 +9,8 @@ import torch
 
 from megatron_rc.launch.training.trainer import Trainer
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch
+from tests.support.recorded_training import flags, make_trainer, share
+from tests.support.training_runs import weights_of
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size=2000")
 
@@ -19,9 +20,9 @@ def steps_and_weights(words):
     trainer = make_trainer(words)
     steps = []
     for index in range(2):
-        prepared = trainer.prepare(recorded_batch(index, trainer.groups.dp.rank(), trainer.config.data_parallel_size))
+        prepared = trainer.prepare(share(trainer, index))
         steps += [trainer.update(prepared, 0) for _ in range(2)]
-    return steps, [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    return steps, weights_of(trainer.chunks)
 
 
 def forgetful(words):

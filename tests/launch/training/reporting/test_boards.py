@@ -17,7 +17,7 @@ from megatron_rc.launch.training.reporting.reporter import Reporter
 from megatron_rc.measures.histogram import Distribution
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, run_training
+from tests.support.training_runs import LIVE, agreed, rows, run_training
 
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01, "rollout_corr/log_ratio_p50": 0.0, "grad_norm": 0.5}
 LOG_RATIO = {"rollout_corr/log_ratio": Distribution([-1.0, 0.0, 2.0], [3.0, 1.0])}
@@ -39,8 +39,7 @@ def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path, 
     words = flags(tmp_path, *LIVE, "--train-iters=2", *timers, *more)
     assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
     events = events_of(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    row, names = rows[-1], {name for row in rows for name in row} - {"step"}
+    row, names = rows(tmp_path)[-1], {name for row in rows(tmp_path) for name in row} - {"step"}
     # Names with a section are as they were.
     shown = ("reward/mean", "optimizer/grad_norm", "optimizer/lr", "timers/iteration-time")
     shown += ("timers/forward-backward-share",)
@@ -207,6 +206,5 @@ def run_without_a_key(words, folder):
 def test_weights_and_biases_that_cannot_begin_are_one_error_on_all_ranks(offline, ranks, tmp_path):
     layout = Layout(tp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--wandb-project=sums", "--train-iters=2")
-    first, second = ranks.run(run_without_a_key, layout, words, str(tmp_path))
-    assert first == second
-    assert re.match(r"AgreedError: --wandb-project sums failed \(UsageError: .*API key.*\): ", first)
+    said = agreed(ranks.run(run_without_a_key, layout, words, str(tmp_path)))
+    assert re.match(r"AgreedError: --wandb-project sums failed \(UsageError: .*API key.*\): ", said)

@@ -1,16 +1,17 @@
 """Metrics of the machines: operations as PyTorch counts them, memory of the rank that needs most, shares of time."""
 
-import json
 import re
 
+import psutil
 import pytest
 import torch
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training.reporting.machine_metrics import trim_heap
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, run_config
-from tests.support.training_runs import LIVE, run_training
+from tests.support.training_runs import LIVE, rows, run_training
 
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=16 --moe-token-dispatcher-type=alltoall --moe-router-topk=2"
 MODELS = {
@@ -54,8 +55,7 @@ def test_every_step_tells_of_the_machines(ranks, tmp_path):
     words = flags(tmp_path, *LIVE, "--train-iters=2", "--tensor-model-parallel-size=2", "--device-peak-tflops=0.5")
     words += ["--log-timers-to-tensorboard", "--timing-log-level=2"]
     assert ranks.run(run_training, Layout(tp=2), words) == [None, None]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
+    for row in rows(tmp_path):
         shares = [value for name, value in row.items() if re.fullmatch(r"perf/\w+_share", name)]
         assert sum(shares) == pytest.approx(1)
         assert row["perf/rollout_share"] > 0
@@ -72,7 +72,7 @@ def test_every_step_tells_of_the_machines(ranks, tmp_path):
         assert found == pytest.approx({name: value for name, value in shares.items() if name != "iteration-share"})
         assert 0 < timed["optimizer-inner-step-time"] < timed["optimizer-time"] < timed["iteration-time"]
         assert 0 < timed["forward-compute-time"] < timed["forward-backward-time"] < timed["iteration-time"]
-    names = {name for row in rows for name in row}
+    names = {name for row in rows(tmp_path) for name in row}
     assert len([name for name in names if name.startswith("perf/")]) > 12
     assert undocumented(names) == []
 
@@ -107,3 +107,14 @@ def test_a_known_device_has_its_peak_in_16_bits(tmp_path, monkeypatch, words, pe
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     words = [*flags(tmp_path, *words.split(), "--transformer-impl=local"), "--no-cpu"]
     assert device_peak(configure(words, 1, engine=False, elsewhere=True)[0]) == peak
+
+
+def test_free_memory_between_blocks_in_use_goes_back_to_the_system():
+    process = psutil.Process()
+    tensors = [torch.ones(4000) for _ in range(8000)]
+    del tensors[1::2], tensors[::8]
+    full = process.memory_info().rss
+    trim_heap(7)
+    assert full - process.memory_info().rss < 20 * 2**20
+    trim_heap(200)
+    assert full - process.memory_info().rss > 30 * 2**20

@@ -1,6 +1,5 @@
 """A run's folder: what is written there, and what becomes of disks that cannot be written to."""
 
-import resource
 from unittest import mock
 
 import pytest
@@ -9,7 +8,7 @@ from megatron_rc.launch.training.reporting.reporter import Reporter
 from megatron_rc.launch.training.reporting.run_page.page import page_data
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, run_training
+from tests.support.training_runs import LIVE, run_training, small_files
 
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01}
 
@@ -34,16 +33,14 @@ def test_a_new_run_gives_the_errors_of_an_older_one_another_name(tmp_path, itera
 
 
 @pytest.fixture
-def small_files():
+def full():
     """No file of this process can grow beyond 16,000 bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(16_000):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_fills_up_under_tensorboard_alone_is_told(tmp_path, capsys, small_files):
+def test_a_disk_that_fills_up_under_tensorboard_alone_is_told(tmp_path, capsys, full):
     """As an error of the step at which TensorBoard, which writes by a thread, says so, and in a line at the end."""
     reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=99")), 0)
     reporter.board.writer.add_text("words", "x" * 20_000)
@@ -63,7 +60,7 @@ def flush_again_and_again(board):
         board.flush()
 
 
-def test_files_that_can_grow_no_more_are_one_sentence(tmp_path, capsys, small_files):
+def test_files_that_can_grow_no_more_are_one_sentence(tmp_path, capsys, full):
     """The picture cannot be written either, which does not hide why the run ends."""
     # TensorBoard gets nothing: the thread that it writes in would end with the same error, in the tests that follow.
     reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--log-interval=1000")), 0)
