@@ -134,8 +134,9 @@ def expected(name):
 
 
 def words_of(name, layout, folder, *more):
-    batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
-    kept = [word for word in flags(folder, *batch) if not word.startswith(("--rollout-", "--grpo-clamp"))]
+    kept = [
+        word for word in flags(folder, *training_cases.BATCH) if not word.startswith(("--rollout-", "--grpo-clamp"))
+    ]
     return [*kept, *layout.flags(), *OBJECTIVES[name].words, *more]
 
 

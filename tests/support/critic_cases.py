@@ -16,7 +16,7 @@ from tests.support.critic_oracle import Objective
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
-from tests.support.training_cases import LAYOUTS, MINI_BATCHES, PER_MINI_BATCH, SEQUENCES
+from tests.support.training_cases import BATCH, LAYOUTS, MINI_BATCHES
 
 # The flags of each objective, and the same objective for the reference.
 OBJECTIVES = (
@@ -52,17 +52,12 @@ class Case:
 
     def words(self, folder: Any) -> list[str]:
         """The launcher's flags."""
-        words = [*self.layout.flags(), f"--micro-batch-size={self.size}", *OBJECTIVES[self.variant][0]]
         experts = (f"--num-experts={self.experts}", f"--moe-ffn-hidden-size={training_oracle.EXPERT_INNER}")
-        words += experts if self.experts else ()
-        words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
-        batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
-        return flags(folder, *batch, "--advantage-estimator=gae", "--grpo-kl-beta=0", *words, model=LLAMA)
+        words = training_cases.cut_words(self, *OBJECTIVES[self.variant][0], *(experts if self.experts else ()))
+        return flags(folder, *BATCH, "--advantage-estimator=gae", "--grpo-kl-beta=0", *words, model=LLAMA)
 
     def __str__(self) -> str:
-        form = "packed" if self.packed else "padded"
-        loss = "-ptl" if self.per_token_loss else ""
-        return f"{self.layout}-{self.variant}-{form}{self.size}{loss}"
+        return training_cases.label(self, self.variant)
 
 
 def make_cases() -> list[Case]:

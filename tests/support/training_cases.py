@@ -24,6 +24,7 @@ from tests.support.training_oracle import Data, Objective
 
 SEQUENCES, LENGTH, MINI_BATCHES = 32, 16, 2
 PER_MINI_BATCH = SEQUENCES // MINI_BATCHES
+BATCH = (f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}")
 # The least distance of every decision from its bound: float32 errs by at most 1e-5 here.
 NEAREST = 1e-3
 EMPTY_ROWS, REJECTED_ROWS = range(24, 32), range(4)
@@ -79,6 +80,18 @@ OBJECTIVES = {mode: tuple(_objective(**given) for given in some) for mode, some 
 MODES = ("decoupled", "bypass ppo_clip", "bypass reinforce")
 
 
+def cut_words(case: Any, *own: str) -> list[str]:
+    """The flags of a case's layout, micro-batches and setting of the loss, with its own ones between them."""
+    words = [*case.layout.flags(), f"--micro-batch-size={case.size}", *own]
+    return words + ["--rl-use-sequence-packing"] * case.packed + ["--calculate-per-token-loss"] * case.per_token_loss
+
+
+def label(case: Any, objective: object) -> str:
+    """The name of a case in the list of tests."""
+    form = "packed" if case.packed else "padded"
+    return f"{case.layout}-{objective}-{form}{case.size}" + "-ptl" * case.per_token_loss
+
+
 @dataclass(frozen=True)
 class Case:
     """One run: a layout, its objective, and the cut of the work."""
@@ -97,15 +110,11 @@ class Case:
     def words(self, folder: Any) -> list[str]:
         """The launcher's flags."""
         clip = () if self.objective.algorithm == "reinforce" else _CLIP
-        words = [*self.layout.flags(), f"--micro-batch-size={self.size}", *clip, *_REJECT, *self.objective.words]
-        words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
-        batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
-        return [word for word in flags(folder, *batch, *words, model=LLAMA) if not word.startswith(_REPLACED)] + words
+        words = cut_words(self, *clip, *_REJECT, *self.objective.words)
+        return [word for word in flags(folder, *BATCH, *words, model=LLAMA) if not word.startswith(_REPLACED)] + words
 
     def __str__(self) -> str:
-        form = "packed" if self.packed else "padded"
-        loss = "-ptl" if self.per_token_loss else ""
-        return f"{self.layout}-{self.mode.replace(' ', '-')}{self.variant}-{form}{self.size}{loss}"
+        return label(self, f"{self.mode.replace(' ', '-')}{self.variant}")
 
 
 # Prefixes of the scenario's own flags of the correction.
