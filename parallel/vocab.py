@@ -179,7 +179,8 @@ class _VocabSoftmax(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
         rows = _as_rows(logits, order)
-        target = Target.find(*_flat(order, labels, counted_tokens(labels, mask)), spec, logits.shape[-1])
+        label, counted = _flat(order, labels, counted_tokens(labels, mask))
+        target = Target.find(label, counted, spec, logits.shape[-1])
         statistics, ctx.holes = statistics_of(rows, target.counted, spec)
         offset, results = combine(statistics, target, target.logits(rows), spec)
         shape = [labels.shape[dim] for dim in order]
@@ -200,7 +201,8 @@ class _VocabSoftmax(torch.autograd.Function):
         out = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
         rows, written = _as_rows(logits, order), _as_rows(out, order)
         entropy, squares, *flat = _flat(order, *results, *grads)
-        target = Target.find(*_flat(order, labels, counted_tokens(labels, mask)), spec, logits.shape[-1])
+        label, counted = _flat(order, labels, counted_tokens(labels, mask))
+        target = Target.find(label, counted, spec, logits.shape[-1])
         factors = row_gradients(flat, target, target.logits(rows), offset, entropy, squares, spec)
         kernels_of(rows).write_gradient(rows, written, factors, spec.softmax_options(logits.shape[-1], ctx.holes))
         if written.data_ptr() != out.data_ptr():

@@ -120,9 +120,9 @@ class VerlCorrection:
         like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
         _check_call(config, log_prob, {**like, "rollout_is_weights": rollout_is_weights})
         mask, own = response_mask != 0, self._config(_of_the_loss(config))
-        accepted, weights, metrics, algorithm = mask, rollout_is_weights, {}, self.algorithm
+        algorithm = own.loss_type if own.bypass_mode else self.algorithm
+        accepted, weights, metrics = mask, rollout_is_weights, dict[str, float]()
         if own.bypass_mode:
-            algorithm = own.loss_type
             mask, accepted, weights, metrics = self._bypassed(own, log_prob.detach(), old_log_prob, mask, advantages)
         clips = _clips(config, dual=objective_of(algorithm).takes_dual_clip)
         found = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **clips)

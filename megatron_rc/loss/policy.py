@@ -125,7 +125,7 @@ def policy_loss(
     objective = objective_of(algorithm)
     _check_clips(objective, clip_low, clip_high, dual_clip)
     like = {"old_log_probs": old_log_probs, "response_mask": response_mask}
-    optional = {"weights": weights, "sequence_log_ratio": sequence_log_ratio}
+    optional: dict[str, object] = {"weights": weights, "sequence_log_ratio": sequence_log_ratio}
     check_tensors(optional, log_probs=log_probs, advantages=advantages, **like)
     check_alike("log_probs", log_probs, **like, weights=weights)
     check_mask("response_mask", response_mask)

@@ -183,8 +183,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The given flags of the correction, by attribute; ``none`` is None."""
     names = (*FIELDS, *(_name(option) for option in _BASES))
     found = {name: getattr(args, name, None) for name in names}
-    texts = [name for name, value in found.items() if isinstance(value, str) and name in FIELDS]
-    read = {name: value_of(found[name]) for name in texts if name != "metric_prefix"}
+    fields = set(FIELDS) - {"metric_prefix"}
+    read = {name: value_of(value) for name, value in found.items() if name in fields and isinstance(value, str)}
     return {name: read.get(name, value) for name, value in found.items() if value is not None}
 
 
