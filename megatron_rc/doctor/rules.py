@@ -150,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tails",
-        "a few improbable tokens that are far off",
+        "a few tokens that are far off",
         (("k3_kl", "log_ratio_p05", "log_ratio_p95"),),
         signs.has_tails,
         f"k3 > {K3:g}; the 5th and 95th percentile of log ρ are less than 0.2 apart; and k3 is more than 8 times the "
