@@ -158,14 +158,9 @@ class Trainer(TrainedModel):
         """Prepare a whole rollout batch: advantages, micro-batches and the plan of the correction.
 
         A forward-only pass gives log π_old, unless the loss finds it (``RolloutCorrection.corrects_in_loss``). A KL
-        penalty, in the loss or in the rewards, needs another pass for log π_ref.
-
-        Args:
-            batch: the records of this replica.
-            baselines: [rows], reward of each prompt's greedy response, for ``--advantage-estimator remax``.
-
-        Raises:
-            BadStepError: on every rank, if any has an unusable log-prob at a trained position.
+        penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
+        of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
+        has an unusable log-prob at a trained position.
         """
         phases.enter(f"the scoring of step {self.iteration + 1}", waits=True)
         if self.config.rewards.overlong == "mask":
