@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.many_experts import even_experts
@@ -107,6 +107,8 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
         if config.experts is not None:
             share = config.experts.moe_router_topk / config.experts.num_moe_experts
             stack.enter_context(patch(Tensor, "masked_select", _evenly_chosen(share)))
+            # The allgather dispatcher of megatron-core 0.19 counts tokens on the host, for kernels that a CPU lacks.
+            stack.enter_context(patch(FakeTensor, "item", _no_number, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         try:
             yield
@@ -123,6 +125,11 @@ def _evenly_chosen(share: float) -> Any:
         return values.expand(mask.shape).flatten()[: round(mask.numel() * share)].clone()
 
     return masked_select
+
+
+def _no_number(_: Tensor) -> int:
+    """Stand-in for ``item`` of a tensor without memory."""
+    return 0
 
 
 def _joined(attention: Any) -> Any:
