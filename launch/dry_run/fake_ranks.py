@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.many_experts import even_experts
@@ -86,6 +87,7 @@ def of_gpus(config: RunConfig) -> list[str]:
 def fake_tensors(config: RunConfig) -> Iterator[None]:
     """Inside this block tensors have a shape and no memory, and local layers keep the bytes of the run's own layers."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     from megatron_rc.launch.training.models import local_layers
@@ -107,9 +109,10 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
         if config.experts is not None:
             share = config.experts.moe_router_topk / config.experts.num_moe_experts
             stack.enter_context(patch(Tensor, "masked_select", _evenly_chosen(share)))
-            # The allgather dispatcher of megatron-core 0.19 counts tokens on the host, for kernels that a CPU lacks.
-            stack.enter_context(patch(FakeTensor, "item", _no_number, create=True))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(patch(token_dispatcher, "permute", _evenly_permuted(token_dispatcher.permute, share)))
+        # The allgather dispatcher of megatron-core 0.19 reads its number of tokens: a symbol stands for it.
+        symbols = ShapeEnv(allow_scalar_outputs=True)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True))
         try:
             yield
         finally:
@@ -127,9 +130,15 @@ def _evenly_chosen(share: float) -> Any:
     return masked_select
 
 
-def _no_number(_: Tensor) -> int:
-    """Stand-in for ``item`` of a tensor without memory."""
-    return 0
+def _evenly_permuted(permute: Any, share: float) -> Any:
+    """Megatron's ``permute``; a symbolic number of tokens becomes that of experts which get the same number each."""
+
+    def run(tokens: Tensor, routing_map: Tensor, *args: Any, num_out_tokens: Any = None, **kwargs: Any) -> Any:
+        if isinstance(num_out_tokens, torch.SymInt):
+            num_out_tokens = round(routing_map.numel() * share)
+        return permute(tokens, routing_map, *args, num_out_tokens=num_out_tokens, **kwargs)
+
+    return run
 
 
 def _joined(attention: Any) -> Any:

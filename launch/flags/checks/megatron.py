@@ -105,11 +105,8 @@ def _has_engine(config: RunConfig) -> bool:
 
 def _check_numbers(config: RunConfig) -> None:
     """Refuse numbers that depend on earlier passes, and fields that change the function, its gradient or its start."""
-    given, compute, is_loaded = (
-        config.megatron.given,
-        config.compute,
-        config.checkpoints.load or config.checkpoints.load_hf,
-    )
+    given, compute = config.megatron.given, config.compute
+    is_loaded = config.checkpoints.load or config.checkpoints.load_hf
     depends_on_passes = given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed"
     wrong = {
         "{fp8} with --fp8-recipe delayed takes its scales from earlier passes, so that π_old and π_θ differ by noise: "
