@@ -1,5 +1,7 @@
 """Two machines as two launchers on this one: they meet, make one run together, and end alike."""
 
+import contextlib
+import random
 import socket
 
 import pytest
@@ -13,9 +15,12 @@ ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port below those that the system hands out: no other process gets it before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise OSError("a hundred ports of 127.0.0.1 are in use")
 
 
 @pytest.mark.processes
