@@ -104,10 +104,17 @@ class SequenceLayout:
     def padded(
         cls, batch_size: int, local_length: int, *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
     ) -> SequenceLayout:
-        """A layout of local tensors ``[b, s/cp]``: ``batch_size`` sequences, all padded to the same length.
+        """A layout of local tensors ``[b, s/cp]``: all sequences are padded to the same length.
 
-        ``local_length`` is s/cp, the tokens of each sequence on this rank. ValueError if the length does not divide, or
-        the rank lies outside the group.
+        Args:
+            batch_size: b, the number of sequences.
+            local_length: s/cp, the tokens of each sequence on this rank.
+            cp_rank: this rank inside the CP group.
+            cp_size: number of CP ranks.
+            split: how a sequence is cut.
+
+        Raises:
+            ValueError: the length does not divide, or the rank lies outside the group.
         """
         for name, value in (("batch_size", batch_size), ("local_length", local_length)):
             check_integer(name, value, least=0)
@@ -121,8 +128,14 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """A layout of local tensors ``[t/cp]``: sequences one after the other, each cut by itself.
 
-        ``local_cu_seqlens``: [n + 1], cumulative local lengths, starting with 0; on the host. ValueError unless it is a
-        cumulative sum, each length divides, and the rank lies inside the group.
+        Args:
+            local_cu_seqlens: [n + 1], cumulative local lengths, starting with 0; on the host.
+            cp_rank: this rank inside the CP group.
+            cp_size: number of CP ranks.
+            split: how a sequence is cut.
+
+        Raises:
+            ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
         """
         # tolist: of tensors and of NumPy's arrays
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
@@ -175,10 +188,16 @@ class SequenceLayout:
         return torch.cat(self._positions(self.cp_rank) or [torch.empty(0, dtype=torch.int64)]).view(self.shape)
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's shard, a copy, of a tensor that holds whole sequences.
+        """This rank's shard of a tensor that holds whole sequences.
 
-        From ``[b, s, ...]`` padded or ``[t, ...]`` packed to ``[b, s/cp, ...]`` or ``[t/cp, ...]``. ValueError for
-        another shape.
+        Args:
+            full: ``[b, s, ...]`` padded or ``[t, ...]`` packed.
+
+        Returns:
+            ``[b, s/cp, ...]`` or ``[t/cp, ...]``, a copy.
+
+        Raises:
+            ValueError: the shape is not the whole batch's.
         """
         rest = self._check(full, self._full_shape, "whole sequences")
         flat = full.reshape(sum(self.full_lengths), *rest)

@@ -79,12 +79,18 @@ def gae(
     sequence, and behind the last one V and A are 0.    (Schulman et al. 2016, "High-Dimensional Continuous Control
     Using Generalized Advantage Estimation", Eq. 11 to 16)
 
-    ``rewards``, ``values`` (the critic's, of the state in which the token is chosen) and ``response_mask`` (bool, True
-    if the token counts; others change no bit) are of the layout's local shape. ``gamma`` is γ, the discount, ``lam`` λ:
-    1 gives return - V, 0 gives δ. ``layout`` and ``groups`` are as in :func:`outcome_rewards`.
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        values: like ``rewards``: the critic's, of the state in which the token is chosen.
+        response_mask: bool, like ``rewards``, True if the token counts; others change no bit.
+        gamma: γ, the discount.
+        lam: λ; 1 gives return - V, 0 gives δ.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
-    The result has the dtype of ``values``, at least float32; computed in float64. If a counted reward or value is not
-    finite, neither is its sequence up to there; the correction's ``check()`` reports it.
+    Returns:
+        In the dtype of ``values``, at least float32; computed in float64. If a counted reward or value is NaN or
+        infinite, so is everything of its sequence up to there; the correction's ``check()`` reports it.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
 
@@ -134,9 +140,21 @@ def reinforce_plus_plus(
 
     return_t = r_t + γ return_{t+1}.    (Hu et al. 2025, "REINFORCE++")
 
-    Arguments, dtypes, collectives and errors are as in :func:`gae` and :func:`whiten`; ``groups.cp`` holds the other
-    slices of the sequences, ``groups.dp_cp`` all other tokens. A reward that is not finite makes the returns of its
-    sequence so up to there, and all advantages.
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        response_mask: bool, like ``rewards``, True if the token counts.
+        gamma: γ.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences, ``dp_cp`` all other tokens. Default: this process alone.
+
+    Returns:
+        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae` for the returns, and
+        :func:`whiten`, for which one is enough.
+
+    Collectives: as :func:`gae` and :func:`whiten`. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
     """
     returns = discounted_returns(rewards, response_mask, gamma=gamma, layout=layout, groups=groups)
     return TokenAdvantages(whiten(returns, response_mask, layout=layout, groups=groups), returns)
@@ -154,8 +172,21 @@ def remax(
 
     Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method".
 
-    ``baselines``: [n], for each sequence the reward of its prompt's greedy response; one that is not finite makes all
-    advantages of its sequence so. All else is as in :func:`gae`, with γ = 1 and without values.
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        baselines: [n], for each sequence the reward of its prompt's greedy response.
+        response_mask: bool, like ``rewards``, True if the token counts.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
+
+    Returns:
+        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae`; a baseline that is
+        not makes all advantages of its sequence so.
+
+    Collectives: as :func:`gae`. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong.
     """
     layout = layout_of(response_mask, layout, groups)
     check_floats("baselines", baselines, (layout.num_sequences,), "sequences")

@@ -61,13 +61,14 @@ def optimal_token_baseline(
     for name, tensor in (values if weights is None else {**values, "weights": weights}).items():
         check_floats(name, tensor, response_mask.shape, "tokens")
     counted = response_mask & layout.expand(_kept(group_ids, kept, layout))
-    returns = discounted_returns(rewards, response_mask, layout=layout, groups=groups)
+    returns = discounted_returns(rewards.double(), response_mask, layout=layout, groups=groups)
     energy = 1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()
     if weights is not None:
         energy = energy * weights.detach().double().square()
     energy, step = _sums_so_far(torch.where(counted, energy, 0), counted, layout, groups)
-    baseline = _means(returns.double(), energy, step.long() - 1, counted, group_ids, layout, groups)
-    return TokenAdvantages(torch.where(counted, returns.double() - baseline, 0).to(returns.dtype), returns)
+    baseline = _means(returns, energy, step.long() - 1, counted, group_ids, layout, groups)
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    return TokenAdvantages(torch.where(counted, returns - baseline, 0).to(dtype), returns.to(dtype))
 
 
 def _kept(group_ids: Tensor, kept: Tensor | None, layout: SequenceLayout) -> Tensor:

@@ -34,19 +34,26 @@ def aggregate_loss(
     Σ mℓ / loss_scale_factor; ``seq-mean-token-sum`` Σ mℓ / N; ``seq-mean-token-mean`` (1/N) Σ_i (Σ_t mℓ) / n_i;
     ``seq-mean-token-sum-norm`` Σ mℓ / (N · loss_scale_factor).
 
-    ``per_token``, the weighted loss of every token, and the masks are of the layout's local shape; tokens outside of
-    ``mask``, m', change no bit. ``denominator_mask``, D, holds all tokens of the mask; default: the mask. ``layout``:
-    which tokens these are; default: padded, rows of ``per_token``. ``groups.cp`` and ``dp_cp`` hold the other tokens;
-    default: this process alone. Only ``token-sum`` and ``seq-mean-token-sum-norm`` take a ``loss_scale_factor``.
+    Args:
+        per_token: the weighted loss of every token, of the layout's local shape; differentiated.
+        mask: bool, like ``per_token``: the tokens that count (m'); others change no bit.
+        mode: see above.
+        denominator_mask: D, which holds all tokens of the mask; default: the mask.
+        loss_scale_factor: needed by ``token-sum`` and ``seq-mean-token-sum-norm``, and only there.
+        layout: which tokens these are. Default: padded, rows of ``per_token``.
+        groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
 
-    The result is 0-D float64, the global loss on every rank; 0 if D is empty. The gradient at the local ``per_token``
-    is the gradient of the global loss, without any factor for the number of ranks.
+    Returns:
+        0-D float64: the global loss on every rank; 0 if D is empty. The gradient at the local ``per_token`` is the
+        gradient of the global loss, without any factor for the number of ranks.
 
     Collectives: one SUM of [n] over ``cp``, one SUM of four numbers over ``dp_cp``. Host synchronisations: none.
 
     Raises:
-        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes or groups that do not fit;
-            on every rank, a token of any rank's mask outside D. On a GPU the last is a device-side assertion.
+        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit, groups that
+            do not fit the layout; on every rank, tokens of the mask of any rank outside D: a mean would not be
+            one. A GPU finds those itself, by a device-side assertion with the same words, because the host would have
+            to wait for their number: there it is a CUDA error at the next synchronisation.
     """
     check_aggregation(mode, loss_scale_factor)
     counted = _denominator_mask(per_token, mask, denominator_mask)

@@ -138,6 +138,9 @@ class Advantages:
             return remax(rewards, sides(_given(scores.baselines, "a greedy response to each prompt")), mask, **where)
         if name == "optimal-token-baseline":
             old, squares = (_given(one, "a forward-only pass") for one in (scores.old, scores.squares))
+            # An unusable token has the energy 1 - 2 + 1; the correction decides what becomes of it.
+            usable = is_log_prob(old)
+            old, squares = torch.where(usable, old, 0), torch.where(usable, squares, 1)
             ids, kept = sides(scores.batch.group_ids), sides(self._kept(scores, accepted))
             return optimal_token_baseline(rewards, old, squares, mask, ids, weights=weights, kept=kept, **where)
         values = _given(scores.values, "a critic").double()

@@ -189,6 +189,27 @@ def test_the_engine_stands_for_the_old_policy_where_nothing_scored_it(tmp_path):
     assert torch.equal(given.advantages, estimated.advantages)
 
 
+def test_an_unusable_log_prob_spoils_no_token_baseline(tmp_path):
+    """With ``--bad-log-probs reject_token`` the token has no energy, and its siblings keep their advantages."""
+    words = ["--advantage-estimator=optimal-token-baseline", "--bad-log-probs=reject_token"]
+    config, batch = run_config(flags(tmp_path, *words), engine=False), recorded_batch(0)
+    cut = cut_batch(batch, config, ParallelGroups())
+    old, squares = (_cut(cut, tables()[index]) for index in (0, 5))
+    place = tuple(cut.local.response_mask.nonzero()[2])
+    spoilt, known = old.clone(), squares.clone()
+    spoilt[place], known[place] = torch.nan, torch.nan
+    certain, whole = old.clone(), squares.clone()
+    certain[place], whole[place] = 0.0, 1.0
+    found, wanted = (
+        Advantages(config, ParallelGroups()).of(
+            Scores(batch=batch, rewards=batch.rewards, cut=cut, old=scored, squares=sums)
+        )
+        for scored, sums in ((spoilt, known), (certain, whole))
+    )
+    assert found.advantages.isfinite().all()
+    assert torch.equal(found.advantages, wanted.advantages)
+
+
 def test_a_rejected_response_shifts_no_sibling(tmp_path):
     """What its reward is changes no other advantage, unless all responses are what they are measured by."""
     words = ["--advantage-estimator=grpo-no-std", "--advantage-scope=accepted"]
