@@ -1,18 +1,22 @@
 """The commands for machines with a GPU, as far as a machine without one can tell."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import time
+import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu import __main__ as program
-from tests.gpu import check_kernels, environment, machine, wheels
+from tests.gpu import check_correction, check_kernels, check_training, environment, machine, measure, wheels
 from tests.support import recorded_training, vocab_cases
 from tests.support.errors import largest_error
 from tests.support.paths import ROOT
@@ -157,6 +161,73 @@ def test_success_is_that_something_passed_and_nothing_failed_or_was_left(tmp_pat
     assert [row["result"] for row in content["checks"]] == [row.result for row in rows if row.result != "Ctrl-C"]
 
 
+DYING = """
+import os, signal, pytest
+@pytest.fixture
+def dies():
+    yield
+    os.kill(os.getpid(), signal.SIGSEGV)
+def test_one(dies): pass
+def test_two(dies): pass
+def test_three(): pass
+"""
+
+
+def write_checks(folder, code):
+    for name in ("pytest.ini", "conftest.py"):
+        shutil.copy(ROOT / "tests" / "gpu" / name, folder)
+    checks = folder / "check_some.py"
+    checks.write_text(code, encoding="utf-8")
+    return checks
+
+
+@pytest.mark.processes
+def test_processes_that_die_between_checks_leave_the_rest_not_reached(tmp_path, monkeypatch):
+    checks = write_checks(tmp_path, DYING)
+    monkeypatch.setattr(program, "PROCESSES_PER_FILE", 2)
+    rows = list(program.run_file(Path(sys.executable), checks, "cpu", "", time.monotonic() + 600))
+    assert [row.result for row in rows] == ["passed", "crashed", "passed", "crashed", "not reached"]
+    assert "SIGSEGV" in rows[1].message
+    assert rows[-1].message == "2 processes of this file came to an end before it"
+
+
+HANGING = """
+import time
+from pathlib import Path
+
+
+def test_one():
+    Path({begun!r}).touch()
+    time.sleep(600)
+
+
+def test_two():
+    pass
+"""
+
+
+@pytest.mark.processes
+def test_when_time_is_up_the_rest_is_not_reached(tmp_path, monkeypatch):
+    """By a clock that stands still until the first check has begun."""
+    begun, found, now = tmp_path / "begun", tmp_path / "found.json", [0.0]
+    checks = write_checks(tmp_path, HANGING.format(begun=str(begun)))
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        now[0] = 9.0 * begun.exists()
+
+    monkeypatch.setattr(program, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with pytest.raises(SystemExit) as stopped:
+        run_here(monkeypatch, "--device=cpu", "--seconds=8", f"--json={found}", str(checks))
+    rows = json.loads(found.read_text(encoding="utf-8"))["checks"]
+    assert [(row["name"], row["result"]) for row in rows] == [
+        ("check_some.py::test_one", "crashed"),
+        ("check_some.py::test_two", "not reached"),
+    ]
+    assert "no time was left" in rows[0]["message"]
+    assert stopped.value.code == 1
+
+
 def test_nan_anywhere_is_a_failure(monkeypatch):
     assert largest_error([1.0, 3.0, 2.0]) == 3.0
     assert math.isnan(largest_error([1.0, math.nan, 2.0]))
@@ -171,6 +242,44 @@ def test_nan_anywhere_is_a_failure(monkeypatch):
         with pytest.raises(AssertionError):
             check_kernels.assert_case(case, torch.device("cpu"), figures.update)
         assert math.isnan(figures["forward_error"])
+
+
+def test_a_metric_that_is_nan_fails():
+    weights, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
+    results = [
+        types.SimpleNamespace(metrics=lambda found=found: found, weights=weights, mask=mask)
+        for found in ({"a": 1.0, "b": math.nan}, {"a": 1.0, "b": 2.0})
+    ]
+    of_metrics, of_weights = check_correction.differences(*results)
+    assert math.isnan(of_metrics)
+    assert of_weights == 0
+
+
+def test_every_case_fails_where_one_metric_is_nan(monkeypatch):
+    def correct(name, batch, layout=None):
+        return types.SimpleNamespace(metrics=lambda: {"a": 1.0, "b": math.nan}, weights=None, mask=batch.mask)
+
+    monkeypatch.setattr(check_correction, "correct", correct)
+    found = {}
+    with pytest.raises(AssertionError):
+        check_correction.test_every_case_is_that_of_the_cpu(torch.device("cpu"), found.update, packed=False)
+    assert math.isnan(found["metric_error"])
+
+
+def test_a_gradient_that_is_nan_in_one_mini_batch_fails(monkeypatch):
+    want = {"weight": torch.ones(3)}
+    got = [want, {"weight": torch.full((3,), torch.nan)}]
+    expected = types.SimpleNamespace(gradients=[want] * len(got))
+    monkeypatch.setattr(check_training.training_cases, "expected", lambda objective: expected)
+    monkeypatch.setattr(check_training.matrix, "whole_gradients", lambda everywhere, index: got[index])
+    assert math.isnan(check_training.distance_of(None, check_training.CASES["decoupled"]))
+
+
+def test_a_profiler_that_sees_no_kernel_counts_none(monkeypatch):
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "profile", lambda **_: contextlib.nullcontext(types.SimpleNamespace(events=list)))
+    with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
+        measure.count_launches(lambda: None)
 
 
 def test_the_list_of_wheels_names_each_package_once():

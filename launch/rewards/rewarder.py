@@ -37,7 +37,7 @@ class Rewards:
     """The scores of some responses."""
 
     values: list[float]  # numbers to train on, one for each response; a failed response has ``--reward-on-error``
-    outcomes: list[Outcome]  # results of the rule, one for each response
+    outcomes: list[Outcome]  # results of the rule, one for each response that is not dropped
 
     @property
     def errors(self) -> int:

@@ -79,7 +79,7 @@ class AdvantageSection:
         "each response counts alike in the baseline of its prompt, or by its importance weight: the mean reward of the "
         "engine's policy, or an estimate of the trainer's",
         default="group",
-        needs="!advantage_estimator=remax|gae|reinforce-pp|optimal-token-baseline",
+        needs="!advantage_estimator=remax|gae|reinforce-pp|optimal-token-baseline|grpo-passk-no-std",
     )
     advantage_baseline_weights: Literal["ratio", "correction"] = option(
         "importance weight of a response in its prompt's baseline: the ratio of the whole response, or the mean of the "

@@ -61,11 +61,11 @@ def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Uni
         return
     # Each expert-parallel rank owns a contiguous range of experts.
     number = experts_of(config).num_moe_experts
-    share = number // config.parallel.expert_model_parallel_size
+    share, rules = number // config.parallel.expert_model_parallel_size, family.expert
     for expert in range(number):
         owner, local = divmod(expert, share)
         prefix = f"{layer.prefix}mlp.experts.local_experts.{local}."
-        yield Unit(layer.stage, layer.chunk, prefix, layer.layer, family.expert, expert, owner)
+        yield Unit(layer.stage, layer.chunk, prefix, layer.layer, rules, expert, owner)
 
 
 def own_weights(

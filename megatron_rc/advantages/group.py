@@ -15,6 +15,7 @@ from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 EPSILON = 1e-6
+ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by less
 _NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
 
 
@@ -121,8 +122,9 @@ def group_advantages(
             "the batch from 0, alike on every rank"
         )
     centred = rewards - torch.where(count > 1, total / torch.where(weight > 0, weight, 1), 0)[group]
-    # A mean with weights is not the only reward to the last bit, nor without a weight.
-    centred = torch.where(((count > 1) & (size == 1))[group], rewards - rewards, centred)
+    # A mean with weights is not the only reward, or equal ones, to the last bit; 0, but NaN if not finite.
+    is_alone = ((count > 1) & (size == 1))[group]
+    centred = torch.where(is_alone | (centred.abs() <= ROUNDING * rewards.abs()), rewards - rewards, centred)
     (squares,) = add(torch.where(kept, counts * centred.square(), 0))
     # The number of responses less 1, if they count alike.
     freedom = weight - square / torch.where(weight > 0, weight, 1)

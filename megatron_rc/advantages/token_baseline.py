@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages.group import ROUNDING
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns
 from megatron_rc.advantages.shards import check_floats, layout_of
 from megatron_rc.parallel.arguments import check_tensors
@@ -67,8 +68,11 @@ def optimal_token_baseline(
         energy = energy * weights.detach().double().square()
     energy, step = _sums_so_far(torch.where(counted, energy, 0), counted, layout, groups)
     baseline = _means(returns, energy, step.long() - 1, counted, group_ids, layout, groups)
+    advantages = returns - baseline
+    # A mean of equal returns is not these to the last bit.
+    counted &= (advantages.abs() <= ROUNDING * returns.abs()).logical_not()
     dtype = torch.promote_types(rewards.dtype, torch.float32)
-    return TokenAdvantages(torch.where(counted, returns - baseline, 0).to(dtype), returns.to(dtype))
+    return TokenAdvantages(torch.where(counted, advantages, 0).to(dtype), returns.to(dtype))
 
 
 def _kept(group_ids: Tensor, kept: Tensor | None, layout: SequenceLayout) -> Tensor:

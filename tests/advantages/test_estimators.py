@@ -358,6 +358,19 @@ def test_equal_weights_change_nothing_and_none_has_no_mean():
     torch.testing.assert_close(got, torch.tensor([1.0, 3.0, 5.0]).double() / (1 + 1e-6))
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1.0, -7.7, 1e9])
+def test_equal_rewards_give_exactly_no_advantage_however_they_count(reward):
+    rewards, prompts = torch.full((800,), reward, dtype=torch.float64), torch.arange(100).repeat_interleave(8)
+    weights = torch.rand(800, generator=torch.Generator().manual_seed(0)) + 0.01
+    for estimator in set(GROUP_ESTIMATORS):
+        found = group_advantages(rewards, prompts, estimator=estimator, lengths=100 * weights, weights=weights)
+        assert not found.any(), estimator
+    mask = torch.arange(6) < torch.randint(5, 7, (800, 1), generator=torch.Generator().manual_seed(1))
+    tokens, shares = outcome_rewards(rewards, mask), weights.unsqueeze(1).expand(mask.shape).double()
+    found = optimal_token_baseline(tokens, (shares / 2).log(), shares, mask, prompts).advantages
+    assert not found[:, :5].any()
+
+
 @pytest.mark.parametrize("wrong", [-1.0, torch.nan])
 def test_a_wrong_weight_is_seen(wrong):
     """Of the first prompt alone; a response that is not kept needs none."""

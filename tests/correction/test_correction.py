@@ -17,9 +17,13 @@ from tests.support.correction_comparison import assert_same, config_of, correct,
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_matches_the_oracle(name):
     batch, found = clear_batch(name)
+    given = (batch.train, batch.rollout, batch.mask)
+    before = [tensor.clone() for tensor in given]
     result = correct(name, batch)
     result.check()
     assert_same(result, found)
+    for now, was in zip(given, before, strict=True):
+        torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["token", "token icepop", "sequence icepop", "geometric", "sequence by staleness"])

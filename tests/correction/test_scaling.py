@@ -181,6 +181,7 @@ def test_the_document_has_the_numbers_of_which_the_constants_are_made(document):
     made_of = (sums, maxima, len(CRITERIA), NUM_BINS, 2 * LENGTH_BUCKETS, f"{8 * int(numbers) / 1000:.0f}")
     prose = re.sub(r"^\|.*", "", document, flags=re.MULTILINE)
     assert set(map(str, made_of)) <= set(re.findall(r"\d+", prose))
+    assert re.search(rf"{sums} sums and {maxima} maxima\D*{len(CRITERIA)} criteria", " ".join(prose.split()))
 
 
 def test_no_collective_in_a_group_of_one(document):

@@ -13,5 +13,6 @@ def refused(parts):
     with pytest.raises(ConfigurationError) as caught:
         yield
     sentence = str(caught.value)
+    assert parts
     assert [part for part in parts.split(" | ") if part not in sentence] == [], sentence
     assert "\n" not in sentence

@@ -27,7 +27,8 @@ def _values(names, cells):
     cells = ["" if cell == "-" else cell for cell in cells]
     rest = [cells[len(names) - 1 :]] if names[-1].startswith("*") else []
     found = cells[: len(names) - len(rest)]
-    return [_mapping(cell) if name.startswith("{") else cell for name, cell in zip(names, found, strict=False)] + rest
+    pairs = zip(names[: len(names) - len(rest)], found, strict=True)
+    return [_mapping(cell) if name.startswith("{") else cell for name, cell in pairs] + rest
 
 
 def _mapping(cell):

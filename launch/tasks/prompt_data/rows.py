@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,7 +23,9 @@ def parse_line(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("is empty: every line is one JSON object")
     try:
-        row = json.loads(text, parse_constant=_refuse, object_pairs_hook=_object)
+        row = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer, object_pairs_hook=_object
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at column {error.colno}): every line is one JSON object") from error
     except RecursionError as error:
@@ -112,6 +115,20 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"holds {constant}, which is no JSON value")
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if math.isinf(value):
+        raise ValueError(f"holds {word}, which is too large a number")
+    return value
+
+
+def _integer(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError as error:  # Python limits the digits of an integer
+        raise ValueError(f"holds an integer of {len(word)} digits, which is too large a number") from error
 
 
 def _among(row: Row) -> str:

@@ -1,1 +1,1 @@
-"""Checks of steps, batches and weight syncs, and the conditions that end a run."""
+"""Checks of steps, batches, weight syncs and run folders, counts of left-out steps, and conditions that end a run."""

@@ -148,6 +148,7 @@ TABLES = {
         --advantage-estimator=grpo-passk --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo-passk
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
         --advantage-estimator=remax --advantage-scope=accepted :: --advantage-scope accepted | remax
+        --advantage-estimator=grpo-passk-no-std --advantage-baseline=weighted :: --advantage-baseline weighted | passk
         --advantage-estimator=remax --advantage-baseline=weighted :: --advantage-baseline weighted | remax
         WEIGHTED --advantage-baseline-bound=2 :: --advantage-baseline-bound 2.0 | --advantage-baseline-weights
         WEIGHTED --no-rollout-is-apply :: correction | --rollout-is
@@ -386,6 +387,10 @@ UNMET = [
     (option, next((need for need in option.needs if not is_met(need, DEFAULTS)), ""))
     for _, option in flag_options().values()
 ]
+
+
+def test_no_option_has_lost_its_need():
+    assert sum(bool(need) for _, need in UNMET) >= 89
 
 
 @pytest.mark.parametrize(

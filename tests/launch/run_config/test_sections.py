@@ -65,6 +65,12 @@ def test_settings_reach_megatron_unchanged(tmp_path):
         assert {name: built[name] for name in wanted} == wanted
 
 
+def test_every_whole_number_has_a_bound():
+    counted = [one for _, section, _ in sections_of(RunConfig) for one in options_of(section) if one.kind is int]
+    assert len(counted) > 60
+    assert [one.field for one in counted if not out_of_range(one, 10**19)] == []
+
+
 def test_nothing_can_be_written_to_it(tmp_path):
     config = run_config(flags(tmp_path))
     for _, section in [(None, config), *[(name, getattr(config, name)) for name, *_ in sections_of(RunConfig)]]:

@@ -38,6 +38,7 @@ def test_a_line_is_an_object():
         (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' twice"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
         (b'{"a": ' + b"1" * 5000 + b"}", "5000 digits"),
+        (b'{"a": [1e999]}', "1e999"),
     ],
 )
 def test_a_line_that_is_none(line, message):

@@ -1,5 +1,6 @@
 """The warning of a run whose geometric bounds reject most of its first batch."""
 
+import math
 import re
 
 import pytest
@@ -31,6 +32,28 @@ def test_the_bounds_of_the_warning_reject_about_five_percent():
     assert 0.02 < found["rollout_corr/rollout_rs_seq_mean_k1_seq_masked_fraction"] < 0.08
     assert warn_of_bounds(found, wider) is None
     assert warn_of_bounds({"rollout_corr/kl": 0.0}, RolloutCorrectionConfig.decoupled_token_is()) is None
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(-9990.0, 3.0), (0.0, 900.0), (9990.0, 0.5), (0.1, 0.0), (math.nan, math.nan)], ids=str
+)
+def test_policies_that_no_bounds_fit_get_none(mean, std):
+    name = "rollout_corr/rollout_rs_seq_mean_k1"
+    metrics = {f"{name}_masked_fraction": 0.9, f"{name}_seq_mean": mean, f"{name}_seq_std": std}
+    words = warn_of_bounds(metrics, GEO)
+    assert "megatron_rc.doctor" in words
+    assert "would reject" not in words
+
+
+@pytest.mark.parametrize(("mean", "std"), [(3.9, 0.2), (-3.9, 0.2), (0.0, 2e-5), (2.0, 1.0)])
+def test_proposed_bounds_can_be_given(mean, std):
+    name = "rollout_corr/rollout_rs_seq_mean_k1"
+    metrics = {f"{name}_masked_fraction": 0.9, f"{name}_seq_mean": mean, f"{name}_seq_std": std}
+    (bounds,) = re.findall(r"; (\S+) would reject", warn_of_bounds(metrics, GEO))
+    lower, upper = map(float, bounds.split("_"))
+    assert math.log(lower) == pytest.approx(-mean - 1.96 * std, rel=0.1, abs=1e-6)
+    assert math.log(upper) == pytest.approx(-mean + 1.96 * std, rel=0.1, abs=1e-6)
+    RolloutCorrectionConfig.decoupled_geo_rs(bounds)
 
 
 @pytest.mark.parametrize("iteration", [0, 2])
