@@ -68,7 +68,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     if mine.dry_run:
         from megatron_rc.launch.dry_run.command import dry_run
 
-        typed = {word.partition("=")[0][2:].replace("_", "-") for word in words}
+        typed = {word.partition("=")[0][2:].replace("_", "-") for word in words if word.startswith("--")}
         meant = None if {"nproc-per-node", "nnodes"} & typed else processes_meant(flags)
         most = meant or machines.world_sizes()[-1]
         # Eight GPUs on each machine, if only the launch file gives the number of processes.

@@ -70,7 +70,7 @@ def _reason_against(folder: Path) -> str | None:
         with tempfile.TemporaryFile(dir=there):
             return None
     except OSError as error:
-        return error.strerror
+        return error.strerror or type(error).__name__
 
 
 def check_machine(config: RunConfig) -> None:

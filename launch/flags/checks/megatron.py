@@ -154,7 +154,7 @@ def _build(config: RunConfig, flags: list[str]) -> None:
     try:
         for build in (build_transformer_config, build_ddp_config, build_optimizer_config):
             build(config)
-    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(f"Megatron-Core refuses {', '.join(flags)}: {reason}") from error
     finally:
