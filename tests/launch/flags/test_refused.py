@@ -325,7 +325,7 @@ TABLES = {
         --pipeline-model-parallel-layout=Et|L :: --decoder-first-pipeline-num-layers
         --account-for-loss-in-pipeline-split :: --decoder-last-pipeline-num-layers
         --cuda-graph-impl=local
-        --cuda-graph-scope=3 :: --cuda-graph-scope 3
+        --cuda-graph-scope=3 :: --cuda-graph-scope
         --experimental-attention-variant=gated_delta_net
         --fp16 --bf16 :: --fp16 and --bf16
         --fp16 --num-experts=4 :: --fp16 with --num-experts
