@@ -39,38 +39,39 @@ class Recurrence:
     ``algebra.same`` and the offset ``algebra.nothing`` is skipped. Both tensors are of the layout's local shape.
     """
 
+    layout: SequenceLayout
     coefficients: Tensor
     offsets: Tensor
     backward: bool = False  # H of the token after t
     algebra: Algebra = SUMS
 
 
-def neighbouring_values(recurrences: Sequence[Recurrence], layout: SequenceLayout, cp: Group | None) -> list[Tensor]:
+def neighbouring_values(recurrences: Sequence[Recurrence], cp: Group | None) -> list[Tensor]:
     """For each recurrence and token t the H of the token before t (after it, if backward): float64, the local shape.
 
     A chunk of consecutive tokens maps the H outside of it to the H at its end: by one coefficient and one offset. CP
     ranks exchange these two numbers for each chunk. Inside a chunk the tokens' maps are joined in log2(length) rounds,
     without a division, and no sequence changes another one's bits. ``cp`` holds the other chunks.
 
-    Collectives: one SUM of [n · chunks of a sequence, 2 · recurrences] doubles over ``cp``. Gradient: none.
+    Collectives: one SUM over ``cp``, of two doubles for each recurrence and chunk of a sequence. Gradient: none.
     """
-    longest = max(layout.full_lengths, default=0) // layout.num_chunks
-    chunk = layout.chunk_index.to(recurrences[0].offsets.device, non_blocking=True)
-    # A backward recurrence is a forward one over the tokens in reverse.
-    chunks = [_in_order(one, chunk) for one in recurrences]
-    joined = [_joined(one, order, longest) for one, order in zip(recurrences, chunks, strict=True)]
+    chunks, joined = [], []
+    for one in recurrences:
+        # A backward recurrence is a forward one over the tokens in reverse.
+        chunks.append(_in_order(one, one.layout.chunk_index.to(one.offsets.device, non_blocking=True)))
+        joined.append(_joined(one, chunks[-1]))
     maps = []
-    for order, pair in zip(chunks, joined, strict=True):
+    for one, chunk, pair in zip(recurrences, chunks, joined, strict=True):
         # A chunk's map is the joined map at its end; only the rank that holds the chunk adds it.
-        ends = torch.where(_is_new(order).roll(-1).unsqueeze(1), torch.stack(pair, dim=1), 0.0)
-        whole = ends.new_zeros(layout.num_sequences * layout.num_chunks, 2)
-        maps.append(whole.index_add_(0, order, ends))
-    exchanged = all_reduce_sum(torch.cat(maps, dim=1), cp).split(2, dim=1)
+        ends = torch.where(_is_new(chunk).roll(-1).unsqueeze(1), torch.stack(pair, dim=1), 0.0)
+        whole = ends.new_zeros(one.layout.num_sequences * one.layout.num_chunks, 2)
+        maps.append(whole.index_add_(0, chunk, ends))
+    exchanged = all_reduce_sum(torch.cat(maps), cp).split([len(whole) for whole in maps])
     found = []
-    for one, order, (coefficient, offset), whole in zip(recurrences, chunks, joined, exchanged, strict=True):
-        outside = _outside(one, whole, layout)[order]
+    for one, chunk, (coefficient, offset), whole in zip(recurrences, chunks, joined, exchanged, strict=True):
+        outside = _outside(one, whole)[chunk]
         value = one.algebra.join(offset, one.algebra.scale(coefficient, outside))
-        found.append(_in_order(one, torch.where(_is_new(order), outside, value.roll(1))).view(layout.shape))
+        found.append(_in_order(one, torch.where(_is_new(chunk), outside, value.roll(1))).view(one.layout.shape))
     return found
 
 
@@ -84,9 +85,10 @@ def _is_new(chunk: Tensor) -> Tensor:
     return torch.cat([chunk.new_ones(min(len(chunk), 1), dtype=torch.bool), chunk[1:] != chunk[:-1]])
 
 
-def _joined(one: Recurrence, chunk: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def _joined(one: Recurrence, chunk: Tensor) -> tuple[Tensor, Tensor]:
     """For each token the joined map of its chunk's tokens up to it, as (coefficient, offset)."""
     coefficient, offset = (_in_order(one, values.detach()).double() for values in (one.coefficients, one.offsets))
+    longest = max(one.layout.full_lengths, default=0) // one.layout.num_chunks
     join, scale, step = one.algebra.join, one.algebra.scale, 1
     while step < longest:
         same = chunk[step:] == chunk[:-step]
@@ -98,11 +100,11 @@ def _joined(one: Recurrence, chunk: Tensor, longest: int) -> tuple[Tensor, Tenso
     return coefficient, offset
 
 
-def _outside(one: Recurrence, maps: Tensor, layout: SequenceLayout) -> Tensor:
+def _outside(one: Recurrence, maps: Tensor) -> Tensor:
     """The H outside of each chunk that its first token needs, [sequences · chunks], from the maps of all chunks."""
-    coefficients, offsets = maps.view(layout.num_sequences, layout.num_chunks, 2).unbind(2)
+    coefficients, offsets = maps.view(one.layout.num_sequences, one.layout.num_chunks, 2).unbind(2)
     outside = torch.full_like(offsets, one.algebra.nothing)
-    order = list(range(layout.num_chunks))
+    order = list(range(one.layout.num_chunks))
     for before, chunk in pairwise(reversed(order) if one.backward else order):
         mapped = one.algebra.scale(coefficients[:, before], outside[:, before])
         outside[:, chunk] = one.algebra.join(offsets[:, before], mapped)

@@ -103,8 +103,8 @@ def gae(
     reward, value = (_counted(*one, response_mask) for one in (("rewards", rewards), ("values", values)))
     # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
     coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)
-    recurrence = Recurrence(coefficients, (1 - lam) * value + lam * reward, backward=True)
-    (after,) = neighbouring_values([recurrence], layout, groups.cp)
+    recurrence = Recurrence(layout, coefficients, (1 - lam) * value + lam * reward, backward=True)
+    (after,) = neighbouring_values([recurrence], groups.cp)
     advantages = torch.where(response_mask, reward - value + gamma * after, 0)
     dtype = torch.promote_types(values.dtype, torch.float32)
     return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))

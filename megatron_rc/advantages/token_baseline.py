@@ -50,7 +50,7 @@ def optimal_token_baseline(
         In the dtype of ``rewards``, at least float32; computed in float64. If a counted value is NaN or infinite, so
         are advantages of its prompt; the correction's ``check()`` reports it.
 
-    Collectives over ``cp``: SUMs of [n · chunks of a sequence, 2] doubles, of [n · chunks of a sequence, 4] doubles,
+    Collectives over ``cp``: SUMs of [n · chunks of a sequence, 2] doubles, of [2 n · chunks of a sequence, 2] doubles,
     and of [prompts, longest sequence, 3] doubles. Gradient: none.
 
     Raises:
@@ -93,8 +93,7 @@ def _sums_so_far(
 ) -> tuple[Tensor, Tensor]:
     """(W_t, t) of each token, like the tokens, float64: sums over the counted tokens of its sequence up to this one."""
     parts = (energy, counted.double())
-    recurrences = [Recurrence(torch.ones_like(part), part) for part in parts]
-    before = neighbouring_values(recurrences, layout, groups.cp)
+    before = neighbouring_values([Recurrence(layout, torch.ones_like(part), part) for part in parts], groups.cp)
     return energy + before[0], counted + before[1]
 
 

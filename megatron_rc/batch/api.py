@@ -69,7 +69,7 @@ def correct_rollouts(
 
     Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion), one SUM and one MAX over ``dp_cp`` (and
     one SUM of ``[num_groups, k]`` with a group criterion); none for a group of size 1. Weights of prefixes add one SUM
-    over ``cp`` for each micro-batch, turns two. The sizes do not depend on the number of tokens.
+    over ``cp``, turns two. The sizes do not depend on the number of tokens.
 
     Raises:
         ValueError: shapes, dtypes or settings that do not fit together (alike on all ranks).

@@ -90,7 +90,7 @@ def sequence_sums(
             need alone.
         compile: run blocks of equally long sequences through ``torch.compile``.
 
-    Collectives: none; over ``cp`` one SUM a micro-batch for weights of prefixes, two for turns.
+    Collectives: none; over ``cp`` one SUM for weights of prefixes, two for turns.
 
     Raises:
         ValueError: the config needs advantages, prompts or versions that are not there, or other slices without

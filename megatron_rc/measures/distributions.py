@@ -65,7 +65,7 @@ def weight_histograms(header: BatchHeader[float], config: RolloutCorrectionConfi
     found = {"rollout_is_seq": WeightHistogram(per_sequence)}
     if per_token:
         found["rollout_is"] = WeightHistogram(per_token[0])
-    elif config.rollout_is == "token" and config.staleness_scale is None:
+    elif config.weighs_single_tokens and config.staleness_scale is None:
         lower, upper = config.is_bounds
         lower = math.exp(-EXP_LIMIT) if config.is_mode == "truncate" else lower
         zeros = (header.weights.above, header.weights.below) if config.is_mode == "mask" else (0.0, 0.0)

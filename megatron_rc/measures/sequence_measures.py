@@ -140,13 +140,17 @@ def weight_sums(
         extremes = log_raw, log_raw, mean, mean
         counts = torch.cat([counts, counts * valid])
     elif own is not None and sums.weight is not None and measures.above is not None and measures.below is not None:
-        mean, raw = sums.weight / sums.num_tokens, 1 + measures.raw_excess / sums.num_tokens
+        raw_sum = measures.excess if measures.raw_excess is None else measures.raw_excess
+        mean, raw = sums.weight / sums.num_tokens, 1 + raw_sum / sums.num_tokens
         bounds: Any = config.is_bounds if scale is None else scaled_bounds(config, scale)
         tested, (lower, upper) = raw, bounds
         above, below = measures.above, measures.below
-        raw_excess, excess = own.raw_excess_squared, own.excess_squared
+        raw_excess, excess = tokens.excess_squared, own.excess_squared
         squares = None, None
-        extremes = own.log_raw_max, own.log_raw_min, own.max, own.min
+        extremes = tokens.log_ratio_max, tokens.log_ratio_min, own.max, own.min
+        if tokens.raw_weights is not None:
+            raw_excess = tokens.raw_weights.excess_squared
+            extremes = tokens.raw_weights.log_max, tokens.raw_weights.log_min, own.max, own.min
     else:
         return None
     log_raw_max, log_raw_min, bounded_max, bounded_min = extremes

@@ -22,7 +22,7 @@ class SequenceMeasures:
     """Sums over the valid tokens of each whole sequence, [n] float64."""
 
     excess: Tensor  # Σ (ρ_t - 1)
-    raw_excess: Tensor  # Σ (w_t - 1) of the unbounded weights; the same for weights of tokens
+    raw_excess: Tensor | None  # Σ (w_t - 1) of the unbounded weights; None unless they are other than ρ_t
     above: Tensor | None  # tokens whose weight is above its bounds; None unless weights are token-level
     below: Tensor | None  # tokens whose weight is below its bounds; None unless weights are token-level
     accepted: dict[str, Tensor]  # for each criterion on tokens or turns, by name, the tokens that it accepts
@@ -44,12 +44,18 @@ class TestedSums(Generic[N]):
 class TokenWeightSums(Generic[N]):
     """Token-level weights w, bounded, over valid tokens."""
 
-    raw_excess_squared: N  # Σ (raw w - 1)²
     excess_squared: N  # Σ (w - 1)²
-    log_raw_max: N = largest()
-    log_raw_min: N = smallest()
     max: N = largest()
     min: N = smallest()
+
+
+@dataclass(frozen=True)
+class RawWeightSums(Generic[N]):
+    """Token-level weights w before their bounds, over valid tokens."""
+
+    excess_squared: N  # Σ (w - 1)²
+    log_max: N = largest()
+    log_min: N = smallest()
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class TokenSums(Generic[N]):
     excess_squared: N  # Σ (ρ - 1)²
     k3: N  # Σ k3
     weights: TokenWeightSums[N] | None  # None unless weights are token-level
+    raw_weights: RawWeightSums[N] | None  # None unless weights are token-level and other than ρ
     tests: dict[str, TestedSums[N]]  # by the name of each criterion on tokens or turns
     log_ratio_max: N = largest()
     log_ratio_min: N = smallest()
@@ -96,7 +103,7 @@ def measure_sequences(
         below = sequences.count(decisions.valid & (tested < lower))
     accepted = {name: sequences.count(accepted) for name, accepted in decisions.accepted.items()}
     excess = sequences.sum(decisions.ratio - 1)
-    raw_excess = excess if decisions.raw is decisions.ratio else sequences.sum(decisions.raw - 1)
+    raw_excess = None if decisions.raw is decisions.ratio else sequences.sum(decisions.raw - 1)
     turns = [criterion.name for criterion in config.criteria if criterion.unit == "turn"]
     of_turns = {name: sequences.exact_sum(decisions.tested[name].double()) for name in turns}
     return SequenceMeasures(excess, raw_excess, above, below, accepted, of_turns)
@@ -107,39 +114,24 @@ def measure_tokens(
 ) -> TokenSums[Tensor]:
     """The measures of all tokens, from one block."""
     absent, log_ratio = decisions.absent, decisions.log_ratio
-    excess = decisions.ratio - 1  # to 6e-8 in float32; expm1 would cost six exponentials
-    extremes = sequences.largest(log_ratio, absent), sequences.smallest(log_ratio, absent)
-    of_ratios = sequences.sum(excess.square()), *extremes
+    excess, weights, raw = decisions.ratio - 1, None, None  # to 6e-8 in float32; expm1 would cost six exponentials
+    if decisions.weights is not None:
+        extremes = sequences.largest(decisions.weights, absent), sequences.smallest(decisions.weights, absent)
+        weights = TokenWeightSums(sequences.sum((decisions.weights - decisions.one).square()), *extremes)
+    if decisions.raw is not decisions.ratio:
+        logs = decisions.log_weight
+        extremes = sequences.largest(logs, absent), sequences.smallest(logs, absent)
+        raw = RawWeightSums(sequences.sum((decisions.raw - 1).square()), *extremes)
     tested = [criterion for criterion in config.criteria if criterion.of_tokens]
     return TokenSums(
-        excess_squared=of_ratios[0],
+        excess_squared=sequences.sum(excess.square()),
         # Both terms clamped, as in k3.
         k3=sequences.sum(excess - log_ratio.clamp(max=EXP_LIMIT)),
-        weights=_measure_weights(decisions, sequences, of_ratios),
+        weights=weights,
+        raw_weights=raw,
         tests={criterion.name: _measure_test(criterion, decisions, sequences) for criterion in tested},
-        log_ratio_max=of_ratios[1],
-        log_ratio_min=of_ratios[2],
-    )
-
-
-def _measure_weights(
-    decisions: TokenDecisions, sequences: BlockSequences, of_ratios: tuple[Tensor, Tensor, Tensor]
-) -> TokenWeightSums[Tensor] | None:
-    """``of_ratios`` are Σ (ρ - 1)², the largest and the smallest log ρ: the unbounded weights' if these are ρ."""
-    if decisions.weights is None:
-        return None
-    absent, log_weight = decisions.absent, decisions.log_weight
-    squared, largest_log, smallest_log = of_ratios
-    if decisions.raw is not decisions.ratio:
-        squared = sequences.sum((decisions.raw - 1).square())
-        largest_log, smallest_log = sequences.largest(log_weight, absent), sequences.smallest(log_weight, absent)
-    return TokenWeightSums(
-        raw_excess_squared=squared,
-        excess_squared=sequences.sum((decisions.weights - decisions.one).square()),
-        log_raw_max=largest_log,
-        log_raw_min=smallest_log,
-        max=sequences.largest(decisions.weights, absent),
-        min=sequences.smallest(decisions.weights, absent),
+        log_ratio_max=sequences.largest(log_ratio, absent),
+        log_ratio_min=sequences.smallest(log_ratio, absent),
     )
 
 

@@ -95,7 +95,7 @@ def _check_scale(config: CorrectionFields) -> None:
         raise ValueError(
             f"{given} does nothing without bounds: set rollout_is, or a criterion in rollout_rs that takes a bound"
         )
-    if config.level is not None and (config.level.unit == "turn" or config.level.of_history is not None):
+    if config.weighs_tokens and not config.weighs_single_tokens:
         raise ValueError(
             f"{given}: a weight of rollout_is={config.rollout_is!r} is of several tokens, which differ in staleness: "
             "use the levels token, sequence or geometric, or drop the scale"

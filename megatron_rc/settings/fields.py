@@ -95,6 +95,11 @@ class CorrectionFields:
         return self.level is not None and self.level.of_tokens
 
     @property
+    def weighs_single_tokens(self) -> bool:
+        """True if the weight of a token is its own ratio."""
+        return self.level is not None and self.level.of_single_tokens
+
+    @property
     def corrects_in_loss(self) -> bool:
         """True if the correction is computed inside the loss."""
         return self.bypass_mode or self.proximal_interpolation

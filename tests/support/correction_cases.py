@@ -136,10 +136,10 @@ turns:
     rollout_rs_threshold: '0.3_3,0.18,0.42'}
   settings: {level: turn, upper: 1.6, criteria: [turn_sum_k1 0.3 3, turn_mean_k3 -inf 0.18, turn_max_k2 -inf 0.42]}
 turns by id:
-  fields: {rollout_is: turn_geometric, rollout_is_threshold: 0.7_1.4, rollout_rs: 'turn_mean_k1,turn_sum_k2',
-    rollout_rs_threshold: '0.6_1.5,1'}
+  fields: {rollout_is: turn_geometric, rollout_is_threshold: 0.7_1.4, rollout_rs:
+    'turn_mean_k1,turn_sum_k2,turn_sum_k3,turn_mean_k2', rollout_rs_threshold: '0.6_1.5,0.9,0.9,0.24'}
   settings: {level: turn_geometric, mode: mask, lower: 0.7, upper: 1.4, criteria: [turn_mean_k1 0.6 1.5, turn_sum_k2
-    -inf 1]}
+    -inf 0.9, turn_sum_k3 -inf 0.9, turn_mean_k2 -inf 0.24]}
   sides: [turn_ids]
 turns of the vetoed:
   fields: {rollout_is: turn, rollout_is_threshold: 3, rollout_is_mode: mask, rollout_is_batch_normalize: true,
