@@ -32,18 +32,25 @@ def history_values(shards: Shards, config: RolloutCorrectionConfig, cp: Group | 
     """The numbers of each micro-batch; None if the correction needs none.
 
     Collectives: one SUM over ``cp`` for weights of prefixes, two for turns.
+
+    Raises:
+        ValueError: slices of sequences without ``cp``.
     """
     level, criteria = config.level, [criterion for criterion in config.criteria if criterion.unit == "turn"]
+    before = None if level is None else level.before
     of_turn = level.of_sums if level is not None and level.unit == "turn" else None
+    if before is None and of_turn is None and not criteria:
+        return None
+    if cp is None and shards.parts[0].layout.cp_size > 1:
+        given = f"rollout_is={config.rollout_is!r}, rollout_rs={config.rollout_rs!r}"
+        raise ValueError(f"{given} needs the other slices of a sequence before its sums: pass cp=, or whole sequences")
     log_weights: list[Tensor | None] = [None] * len(shards.parts)
     turns: list[SequenceValues] = []
-    if level is not None and level.before is not None:
-        log_weights = [*_log_weights(shards, level.before, cp)]
+    if before is not None:
+        log_weights = [*_log_weights(shards, before, cp)]
     if criteria or of_turn is not None:
         needs = dict.fromkeys([*PRODUCT, *(need for criterion in criteria for need in criterion.needs)])
         turns = _turns(shards, list(needs), cp)
-    elif log_weights[0] is None:
-        return None
     found = []
     for number, part in enumerate(shards.parts):
         log_weight = log_weights[number] if of_turn is None else of_turn(turns[number])

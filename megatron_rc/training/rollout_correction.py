@@ -160,8 +160,8 @@ class RolloutCorrection:
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
         tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
-        sides = {"sequence_ids": sequence_ids, "policy_versions": policy_versions, "turn_ids": turn_ids}
-        inputs = dataclasses.replace(tokens, **sides)
+        tokens = dataclasses.replace(tokens, sequence_ids=sequence_ids, turn_ids=turn_ids)
+        inputs = dataclasses.replace(tokens, policy_versions=policy_versions)
         with torch.no_grad():
             found = plan.from_theta(inputs)
         if torch.is_grad_enabled():
