@@ -112,7 +112,40 @@ def test_weights_of_tokens_leave_a_bias_of_the_other_tokens(length):
     assert_same(estimate(toy, weights_of(toy, "token")), toy.gradient(one_token.sum(1).mean()))
 
 
-SHOWN = [None, ("token",), ("geometric",), ("sequence", 2.0), ("sequence",)]
+def test_weights_of_prefixes_are_exact_for_one_token_alone():
+    toy = enumerated(1)
+    assert_same(estimate(toy, weights_of(toy, "prefix")), toy.wanted())
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_weights_of_prefixes_leave_a_bias_of_the_later_tokens(length):
+    for distance in (0.1, 0.3, 1.0):
+        toy = enumerated(length, distance=distance)
+        found = bias(toy, weights_of(toy, "prefix"))
+        assert 1e-4 < found <= SCORE * length * (length - 1) * token_distance(toy)
+    # The estimate is the gradient of the rewards of policies that follow π up to one token, and μ after it.
+    up_to = (toy.train - toy.rollout).cumsum(1)
+    given = up_to.detach() - (toy.train - toy.rollout).detach()
+    one_token = (given + toy.train - toy.rollout).exp() * toy.rewards.unsqueeze(1)
+    assert_same(estimate(toy, weights_of(toy, "prefix")), toy.gradient(one_token.sum(1).mean()))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_the_second_moment_of_prefix_weights_grows_with_the_position(length):
+    toy = enumerated(length)
+    moments = (toy.logits.detach().softmax(1).square() / toy.engine).sum(1)  # 1 + χ² after each prefix
+    found = weights_of(toy, "prefix").square().mean(0)
+    for position, value in enumerate(found, start=1):
+        assert moments.min() ** position - 1e-9 <= value <= moments.max() ** position + 1e-9
+
+
+def test_weights_with_the_smallest_ratio_before_have_a_mean_below_one():
+    means = weights_of(enumerated(4, distance=0.3), "min_prefix").mean(0)
+    assert means[:2].tolist() == pytest.approx([1, 1])
+    assert means[3] < means[2] < 0.9
+
+
+SHOWN = [None, ("token",), ("prefix",), ("min_prefix",), ("geometric",), ("sequence", 2.0), ("sequence",)]
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def _statistic_metrics(
     sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.high, sums.low))
     sequence_top, sequence_bottom = extremes(sums.max, sums.min)
     above, below = sequence_above, sequence_below
-    if criterion.unit == "token":
+    if criterion.of_tokens:
         above, below = ratio(sums.tested.high, tokens), ratio(rejected - sums.tested.high, tokens)
     top, bottom = extremes(sums.tested.max, sums.tested.min)
     metrics = {

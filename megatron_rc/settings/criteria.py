@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
@@ -98,15 +99,22 @@ _RESPONSES = "all responses of a prompt"
 define(Criterion("token_k1", "token", "tokens whose ρ_t", RATIO, _SUM[K1], _mean_of(K1), tested=K1))
 for x in (K2, K3):
     define(Criterion(f"token_{x.name}", "token", f"tokens whose {x.words}", UPPER, _SUM[x], _mean_of(x), tested=x))
-define(Criterion("seq_sum_k1", "sequence", "sequences whose Π ρ_t", RATIO, _SUM[K1], _sum_of(K1)))
-for x in (K2, K3):
-    define(Criterion(f"seq_sum_{x.name}", "sequence", f"sequences whose sum of {x.words}", UPPER, _SUM[x], _sum_of(x)))
-define(Criterion("seq_mean_k1", "sequence", "sequences whose geometric mean ρ", RATIO, _SUM[K1], _mean_of(K1)))
-for x in (K2, K3):
-    define(Criterion(f"seq_mean_{x.name}", "sequence", f"sequences whose mean {x.words}", UPPER, _SUM[x], _mean_of(x)))
-for x in (K2, K3):
-    words, largest = f"sequences whose largest {x.words}", (Need("max", x),)
-    define(Criterion(f"seq_max_{x.name}", "sequence", words, UPPER, largest, _max_of(x)))
+_PARTS: tuple[tuple[str, Literal["sequence", "turn"], str], ...] = (
+    ("seq", "sequence", "sequences"),
+    ("turn", "turn", "turns"),
+)
+for short, unit, things in _PARTS:
+    define(Criterion(f"{short}_sum_k1", unit, f"{things} whose Π ρ_t", RATIO, _SUM[K1], _sum_of(K1)))
+    for x in (K2, K3):
+        words = f"{things} whose sum of {x.words}"
+        define(Criterion(f"{short}_sum_{x.name}", unit, words, UPPER, _SUM[x], _sum_of(x)))
+    define(Criterion(f"{short}_mean_k1", unit, f"{things} whose geometric mean ρ", RATIO, _SUM[K1], _mean_of(K1)))
+    for x in (K2, K3):
+        words = f"{things} whose mean {x.words}"
+        define(Criterion(f"{short}_mean_{x.name}", unit, words, UPPER, _SUM[x], _mean_of(x)))
+    for x in (K2, K3):
+        words, largest = f"{things} whose largest {x.words}", (Need("max", x),)
+        define(Criterion(f"{short}_max_{x.name}", unit, words, UPPER, largest, _max_of(x)))
 words = f"{_RESPONSES} whose geometric mean ρ over their tokens"
 define(Criterion("group_mean_k1", "prompt", words, RATIO, _SUM[K1], _mean_of(K1)))
 for x in (K2, K3):

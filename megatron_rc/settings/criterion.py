@@ -84,12 +84,13 @@ class Criterion:
 
     Attributes:
         name: the canonical name, for example ``seq_mean_k1``.
-        unit: scope of one verdict: a ``token``, a ``sequence``, or all responses of a ``prompt``.
+        unit: scope of one verdict: a ``token``, a ``turn`` (a run of trained tokens), a ``sequence``, or all responses
+            of a ``prompt``.
         words: the rejected things, up to the bounds: "sequences whose Π ρ_t".
         bounds: the form of the bounds.
         needs: the sums and extremes that the statistic uses.
-        statistic: [n] float64 of whole sequences (of prompts for the unit prompt). For the unit token only metrics of
-            sequences use it.
+        statistic: [n] float64 of whole sequences (of prompts or turns for these units). For the unit token only metrics
+            of sequences use it.
         tested: x of each token, for the unit token; else None.
         only_negative: accept tokens with an advantage of 0 or more, whatever the statistic.
         follows_others: the statistic uses ``num_lost``, the rejection by the other criteria.
@@ -101,7 +102,7 @@ class Criterion:
     """
 
     name: str
-    unit: Literal["token", "sequence", "prompt"]
+    unit: Literal["token", "turn", "sequence", "prompt"]
     words: str
     bounds: Bounds
     needs: tuple[Need, ...]
@@ -127,6 +128,11 @@ class Criterion:
         """The divergences of the test and of the statistic."""
         tested = () if self.tested is None else (self.tested,)
         return (*tested, *(need.divergence for need in self.needs))
+
+    @property
+    def of_tokens(self) -> bool:
+        """True if tokens of one sequence may have different verdicts."""
+        return self.unit in ("token", "turn")
 
     @property
     def is_measured(self) -> bool:
@@ -171,8 +177,8 @@ class _Asked(dict[str, Tensor]):
 def _problems(criterion: Criterion) -> list[str]:
     if not criterion.name.replace("_", "").isalnum() or criterion.name != criterion.name.lower():
         return ["the name must be letters, digits and underscores, in lower case"]
-    if criterion.unit not in ("token", "sequence", "prompt"):
-        return [f"unit={criterion.unit!r} must be token, sequence or prompt"]
+    if criterion.unit not in ("token", "turn", "sequence", "prompt"):
+        return [f"unit={criterion.unit!r} must be token, turn, sequence or prompt"]
     if not criterion.words or not isinstance(criterion.bounds, Bounds) or not callable(criterion.statistic):
         return ["words, bounds and statistic must all be given"]
     if not isinstance(criterion.needs, tuple) or any(not isinstance(need, Need) for need in criterion.needs):

@@ -22,7 +22,9 @@ from megatron_rc.settings.presets import PRESETS, RELEASES
 
 # Help texts without the default, except of fields whose default is None.
 _HELP = {
-    "rollout_is": "level of the importance weights: token, sequence, geometric (mean of a sequence's ratios), or none",
+    "rollout_is": "level of the importance weights: token; sequence (product of its ratios) or geometric (their mean); "
+    "turn or turn_geometric, the same over a run of trained tokens; prefix (product up to the token); min_prefix "
+    "(MinPRO); or none",
     "rollout_is_threshold": "bound on the importance weights: one ratio, or a pair lo_hi; "
     f"default: {DEFAULT_WEIGHT_THRESHOLD}",
     "rollout_is_mode": "treatment of weights out of bounds: truncate at the upper bound, clamp to both, or mask, which "

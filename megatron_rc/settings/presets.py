@@ -92,6 +92,38 @@ class Presets:
         return cls(**_weights("token", f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}"))
 
     @classmethod
+    def decoupled_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """Prefix-level truncated importance sampling: w_t = min(Π ρ_j over j <= t, threshold).
+
+        The contexts and the action are the trainer's, the continuation is the engine's: less bias than token weights,
+        and a variance that grows with the position. Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy
+        Policy Evaluation".
+        """
+        _check_release(release)
+        return cls(**_weights("prefix", threshold))
+
+    @classmethod
+    def decoupled_min_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """MinPRO weights: w_t = min(ρ_t · m_t, threshold), m_t the smallest ρ_j with j < t, 1 for the first token.
+
+        The smallest ratio stands for the product of all before, whose variance grows with the position. Lei et al.
+        2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718.
+        """
+        _check_release(release)
+        return cls(**_weights("min_prefix", threshold))
+
+    @classmethod
+    def decoupled_turn_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """Turn-level truncated importance sampling: w = min(Π ρ_t over the tokens of a turn, threshold).
+
+        For responses of several turns: sequence weights if there is one turn, token weights if each turn has one token.
+        A turn is a run of trained tokens between observations, as the segments of Wang et al. 2025, "Reinforcement
+        Learning Optimization for Large-Scale Learning: An Efficient and User-Friendly Scaling Library" (ROLL).
+        """
+        _check_release(release)
+        return cls(**_weights("turn", threshold))
+
+    @classmethod
     def decoupled_seq_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
         """Sequence-level truncated importance sampling: w = min(Π ρ_t, threshold). Unbiased except for the truncation.
 
@@ -288,6 +320,18 @@ class Presets:
     )
     bypass_pg_is = _bypass(
         "reinforce", decoupled_seq_is, "REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ."
+    )
+    bypass_pg_prefix_is = _bypass(
+        "reinforce",
+        decoupled_prefix_is,
+        "REINFORCE with weights of prefixes: -min(Π π_θ/π_rollout over j <= t, u) A log π_θ.",
+        'Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation"',
+    )
+    bypass_pg_min_prefix_is = _bypass(
+        "reinforce",
+        decoupled_min_prefix_is,
+        "REINFORCE with MinPRO weights, in which π_θ/π_rollout is the ratio: the published use.",
+        'Lei et al. 2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718',
     )
     bypass_pg_token_icepop = _bypass(
         "reinforce", decoupled_token_icepop, "REINFORCE with the weights of ``decoupled_token_icepop``.", _LING

@@ -225,7 +225,7 @@ def test_an_incomplete_one_cannot_be_defined(missing):
     ("changed", "message"),
     [
         ({"name": "Another one"}, "letters, digits and underscores"),
-        ({"unit": "batch"}, "must be token, sequence or prompt"),
+        ({"unit": "batch"}, "must be token, turn, sequence or prompt"),
         ({"words": ""}, "must all be given"),
         ({"bounds": "upper"}, "must all be given"),
         ({"statistic": None}, "must all be given"),
