@@ -32,6 +32,7 @@ from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
 from megatron_rc.launch.training.models.passes import ModelPasses
 from megatron_rc.launch.training.models.trained_model import TrainedModel
+from megatron_rc.loss.objectives import objective_of
 from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
@@ -325,7 +326,8 @@ class Trainer(TrainedModel):
                 return None
         metrics = self._step_metrics() | self.correction.loss_metrics()
         self.checks.loss(self.iteration + 1, metrics["loss/total"])
-        if self.config.loss.dual_clip is None:
+        loss = self.correction.loss
+        if loss.dual_clip is None and objective_of(str(loss.algorithm)).default_dual_clip is None:
             del metrics["policy/dual_clip_fraction"]
         if self.reference is None:
             del metrics["policy/reference_kl"]

@@ -220,8 +220,6 @@ def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
     if objective.takes_temperatures:
         for name, default in zip(("tau_pos", "tau_neg"), SAPO_TEMPERATURES, strict=True):
             bounds[name] = _number(config, name, default)
-            if bounds[name] == 0:
-                raise ValueError(f"{name}=0 of the actor's configuration must be above 0")
     return bounds
 
 

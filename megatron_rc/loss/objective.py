@@ -85,6 +85,7 @@ class Objective:
         by_sequence: its log ratio is the mean over the sequence.
         clips: it has bounds, ``clip_low`` and ``clip_high``, and says which tokens lie outside.
         takes_dual_clip: it has a cap, ``dual_clip``.
+        default_dual_clip: the cap unless the user gives one; None: no cap.
         takes_temperatures: it has ``tau_pos`` and ``tau_neg``.
         whole_sequences: its loss uses ``terms.sequences``, so that it needs the CP group and the layout.
 
@@ -99,6 +100,7 @@ class Objective:
     by_sequence: bool
     clips: bool
     takes_dual_clip: bool
+    default_dual_clip: float | None = None
     takes_temperatures: bool = False
     whole_sequences: bool = False
 

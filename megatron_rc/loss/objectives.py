@@ -15,7 +15,7 @@ from megatron_rc.loss.objective import Objective, TokenLoss, TokenTerms
 from megatron_rc.numerics import EXP_LIMIT
 from megatron_rc.parallel.arguments import one_of
 
-DPPO_LIMIT = 20.0  # the ratio in front of DPPO's gradient is at most this, unless dual_clip says another number
+DPPO_LIMIT = 20.0  # the ratio in front of DPPO's gradient is at most this, unless dual_clip is another number
 SAPO_TEMPERATURES = (1.0, 1.05)  # of SAPO's gate, for A > 0 and for other A
 CPPO_LEAST_WEIGHT = 0.8  # the weight of a response's last token in CPPO; the first token has 1
 CPPO_QUANTILE = 0.9  # this quantile of a response's distances is CPPO's budget of a token,
@@ -77,7 +77,7 @@ def _dppo(terms: TokenTerms, low: Tensor, high: Tensor) -> TokenLoss:
     """The loss without tokens that lie too far ``low`` or ``high`` and would go further."""
     rises = terms.advantages > 0
     low, high = low & ~rises, high & rises
-    ratio, limit = terms.ratio().detach(), DPPO_LIMIT if terms.dual_clip is None else terms.dual_clip
+    ratio, limit = terms.ratio().detach(), torch.inf if terms.dual_clip is None else terms.dual_clip
     loss = -terms.advantages * ratio.clamp(max=limit) * terms.log_probs
     is_left_out = low | high
     return TokenLoss(torch.where(is_left_out, 0, loss), low, high, (ratio > limit) & ~is_left_out)
@@ -138,8 +138,16 @@ define(
     Objective("reinforce", "REINFORCE, without clipping", _reinforce, True, False, False, False),
     Objective("gspo", "GSPO clips the geometric mean of a sequence's ρ", _ppo_clip, False, True, True, True),
     Objective("cispo", "CISPO weighs each token by its clipped ρ", _cispo, False, False, True, False),
-    Objective("dppo_tv", "DPPO bounds π_θ - π_rollout of each token", _dppo_tv, False, False, True, True),
-    Objective("dppo_kl", "DPPO bounds the KL of each token's two events", _dppo_kl, False, False, True, True),
+    Objective(
+        *("dppo_tv", "DPPO bounds π_θ - π_rollout of each token", _dppo_tv),
+        *(False, False, True, True),
+        default_dual_clip=DPPO_LIMIT,
+    ),
+    Objective(
+        *("dppo_kl", "DPPO bounds the KL of each token's two events", _dppo_kl),
+        *(False, False, True, True),
+        default_dual_clip=DPPO_LIMIT,
+    ),
     Objective(
         *("cppo", "CPPO bounds |π_θ - π_rollout| of each token and of the tokens before", _cppo),
         *(False, False, True, False),

@@ -35,14 +35,14 @@ class PolicyLossConfig:
         clip_high: the upper bound: above 1 + this, or of the other kind.
         dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: no such cap. In ``dppo_tv`` and
             ``dppo_kl`` the ratio is at most c; None: 20.
-        tau_pos: temperature of ``sapo`` for A > 0; None: 1.
-        tau_neg: temperature of ``sapo`` for A ≤ 0; None: 1.05.
         aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
         loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``, which alone need it.
         kl_coef: weight of the KL penalty to the reference policy, per token.
         kl_estimator: ``k1``, ``k2``, ``k3``, ``k1+`` or ``k3+`` (see :func:`kl_penalty`).
         entropy_coef: weight of the entropy bonus, per token.
+        tau_pos: temperature of ``sapo`` for A > 0; None: 1.
+        tau_neg: temperature of ``sapo`` for A ≤ 0; None: 1.05.
 
     Raises:
         ValueError: at construction: names the field and the value.
@@ -52,13 +52,13 @@ class PolicyLossConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    tau_pos: float | None = None
-    tau_neg: float | None = None
     aggregation: str = "token-mean"
     loss_scale_factor: float | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    tau_pos: float | None = None
+    tau_neg: float | None = None
 
     def __post_init__(self) -> None:
         objective = None if self.algorithm is None else objective_of(self.algorithm)
@@ -182,7 +182,7 @@ def policy_loss(
         whole=whole if objective.whole_sequences else None,
         clip_low=clip_low,
         clip_high=clip_high,
-        dual_clip=dual_clip,
+        dual_clip=objective.default_dual_clip if dual_clip is None else dual_clip,
         tau_pos=tau_pos,
         tau_neg=tau_neg,
     )

@@ -48,8 +48,9 @@ class CorrectionFields:
             and log π_θ by weight version (``megatron_rc.loss.proximal``). The correction is computed inside the
             loss, one mini-batch at a time. Exact in the first update after a rollout; needs the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
-        loss_type: the objective in bypass mode, from ``megatron_rc.loss.objectives``: ``ppo_clip``, ``gspo`` or
-            ``cispo`` (the ratio is the correction: weights are measured, not applied), or ``reinforce``.
+        loss_type: the objective in bypass mode, from ``megatron_rc.loss.objectives``: ``reinforce``, or one whose
+            ratio is the correction (weights are measured, not applied): ``ppo_clip``, ``gspo``, ``cispo``,
+            ``dppo_tv``, ``dppo_kl``, ``cppo``, ``sapo``, ``gmpo``.
         notes: results of translating another program's settings, and settings that were dropped; not compared.
 
     Args:

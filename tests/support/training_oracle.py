@@ -190,11 +190,13 @@ class Objective:
     estimator: str = "k3"
     entropy: float = 0.0
     interpolation: bool = False
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
     @property
     def bounds(self) -> Bounds:
         """The objective of a token, and its numbers."""
-        return Bounds(self.algorithm, self.low, self.high, self.dual)
+        return Bounds(self.algorithm, self.low, self.high, self.dual, self.tau_pos, self.tau_neg)
 
 
 @dataclass(frozen=True)
