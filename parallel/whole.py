@@ -30,7 +30,7 @@ class WholeSequences:
     cp: Group | None
 
     def mean(self, values: Tensor) -> Tensor:
-        """At each token the mean over the counted tokens of its sequence; 0 without such a token.
+        """The mean over the counted tokens of each token's sequence, at that token; 0 without a counted one.
 
         Collectives: one SUM of [2, n] doubles over ``cp``.
         """

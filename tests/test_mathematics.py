@@ -25,6 +25,7 @@ from megatron_rc import (
     kl_penalty,
     policy_loss,
 )
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.training.schedule import masked_loss
@@ -426,7 +427,7 @@ def self_normalised(toy, rows):
     return float((weights[:, 0] * toy.rewards[rows]).mean())
 
 
-@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("algorithm", sorted(set(OBJECTIVES) - {"reinforce"}))
 def test_at_the_old_policy_all_objectives_are_one(algorithm):
     toy = enumerated(3)
     weights = weights_of(toy, "token", 2.0)
@@ -438,18 +439,31 @@ def ratio_in_bypass(toy, algorithm, dual_clip=math.inf):
     ratio, positive = toy.log_ratio.exp(), toy.rewards.unsqueeze(1) > 0
     if algorithm == "cispo":
         return ratio.clamp(0.8, 1.2)
+    if algorithm == "sapo":
+        tau = 1 + 0.05 * (~positive).double()
+        gate = torch.sigmoid(tau * (ratio - 1))
+        return 4 * gate * (1 - gate) * ratio
+    if algorithm == "dppo_tv":
+        rise = toy.train.detach().exp() - toy.rollout.exp()
+        return ratio.clamp(max=20) * torch.where(positive, rise <= 0.2, rise >= -0.2)
+    if algorithm == "gmpo":
+        kept = torch.where(positive, toy.log_ratio <= 0.2, toy.log_ratio >= -0.2)
+        held = torch.where(positive, toy.log_ratio.clamp(max=0.2), toy.log_ratio.clamp(min=-0.2))
+        return held.mean(1, keepdim=True).exp() * kept
     if algorithm == "gspo":
         ratio = toy.log_ratio.mean(1, keepdim=True).exp().expand_as(ratio)
     return ratio * torch.where(positive, ratio <= 1.2, (ratio >= 0.8) & (ratio <= dual_clip))
 
 
-@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "gmpo"])
 def test_bypass_objectives_are_reinforce_with_weights_of_their_own(algorithm):
     toy = enumerated(3)
     found = estimate(toy, old=toy.rollout, algorithm=algorithm)
     weights = ratio_in_bypass(toy, algorithm)
     assert (weights != toy.log_ratio.exp()).any()
     assert_same(found, estimate(toy, weights))
+    if algorithm not in ("ppo_clip", "gspo", "cispo"):
+        return
     negative = toy.rewards < 0
     assert weights[~negative].max() <= 1.2
     if algorithm == "cispo":
