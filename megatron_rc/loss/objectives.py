@@ -15,6 +15,8 @@ from megatron_rc.loss.objective import Objective, TokenLoss, TokenTerms
 from megatron_rc.numerics import EXP_LIMIT
 from megatron_rc.parallel.arguments import one_of
 
+__all__ = ["OBJECTIVES", "Objective", "TokenLoss", "TokenTerms", "define", "objective_of", "two_point_kl"]
+
 DPPO_LIMIT = 20.0  # the ratio in front of DPPO's gradient is at most this, unless dual_clip is another number
 SAPO_TEMPERATURES = (1.0, 1.05)  # of SAPO's gate, for A > 0 and for other A
 CPPO_LEAST_WEIGHT = 0.8  # the weight of a response's last token in CPPO; the first token has 1

@@ -11,6 +11,7 @@ from megatron_rc.loss.metrics import SUMS
 from megatron_rc.loss.objectives import OBJECTIVES, two_point_kl
 from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from tests.support.far_device import far_device
 from tests.support.objectives_oracle import Bounds, of_response, over_budget, two_point
 from tests.support.on_rank import cp_place, recorded
 from tests.support.ranks import Layout
@@ -216,6 +217,18 @@ def test_a_log_prob_that_is_no_number_is_not_hidden_by_a_bound(name):
         {"new": new, "old": old}[log_prob][mask.nonzero()[0][0], mask.nonzero()[0][1]] = torch.nan
         found = policy_loss(new, old, worths, mask, **settings_of(BOUNDS[name])).per_token
         assert found.isnan().any() or (name == "reinforce" and log_prob == "old")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_on_a_gpu_the_host_does_not_wait(name):
+    with far_device() as device:
+        new, old, worths, weights, mask = (tensor.to("far") for tensor in drawn())
+        layout = SequenceLayout.padded(ROWS, WIDTH)
+        device.waits.clear()
+        found = policy_loss(new, old, worths, mask, weights=weights, layout=layout, **settings_of(BOUNDS[name]))
+        assert not device.waits
+        want = policy_loss(*drawn()[:3], drawn()[4], weights=drawn()[3], **settings_of(BOUNDS[name]))
+        torch.testing.assert_close(found.per_token.cpu(), want.per_token, rtol=0, atol=0)
 
 
 def test_responses_without_a_token_and_batches_without_a_response():
