@@ -43,7 +43,7 @@ class WholeSequences:
         """The values and the mask of all tokens of the sequences, in their order, on every rank of ``cp``.
 
         Returns:
-            [n, s] float64, 0 where the mask is False, and [n, s] bool; s is the length of the longest sequence, with
+            [n, s] float64, 0 outside the mask, and [n, s] bool; s is the length of the longest sequence, with
             its padding, at least 1.
 
         Collectives: one SUM of [2, n, s] doubles over ``cp``.
