@@ -73,7 +73,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     scale = None
     if config.staleness_scale is not None and tokens.level is not None:
         scale = config.staleness_scale.of(tokens.level, log_ratio.dtype)
-    values = {x.name: x.of(log_ratio.double()) if x.of else log_ratio for x in config.divergences}
+    values = {x.name: x.values(train, rollout, log_ratio) for x in config.divergences}
     tested, accepted, kept, weights = {}, {}, valid, None
     for criterion in config.criteria:
         if criterion.of_tokens:

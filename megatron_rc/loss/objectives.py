@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_rc.loss.objective import Objective, TokenLoss, TokenTerms
-from megatron_rc.numerics import EXP_LIMIT
+from megatron_rc.numerics import EXP_LIMIT, two_point_kl
 from megatron_rc.parallel.arguments import one_of
 
-__all__ = ["OBJECTIVES", "Objective", "TokenLoss", "TokenTerms", "define", "objective_of", "two_point_kl"]
+__all__ = ["OBJECTIVES", "Objective", "TokenLoss", "TokenTerms", "define", "objective_of"]
 
 DPPO_LIMIT = 20.0  # the ratio in front of DPPO's gradient is at most this, unless dual_clip is another number
 SAPO_TEMPERATURES = (1.0, 1.05)  # of SAPO's gate, for A > 0 and for other A
 CPPO_LEAST_WEIGHT = 0.8  # the weight of a response's last token in CPPO; the first token has 1
 CPPO_QUANTILE = 0.9  # this quantile of a response's distances is CPPO's budget of a token,
 CPPO_BUDGETS = (0.02, 0.04)  # clamped to these bounds
-_CERTAIN = 1e-8  # 1 - p of a token is at least this; float32 log-probs cannot say less, and write 0
 
 OBJECTIVES: dict[str, Objective] = {}
 
@@ -83,17 +82,6 @@ def _dppo(terms: TokenTerms, low: Tensor, high: Tensor) -> TokenLoss:
     loss = -terms.advantages * ratio.clamp(max=limit) * terms.log_probs
     is_left_out = low | high
     return TokenLoss(torch.where(is_left_out, 0, loss), low, high, (ratio > limit) & ~is_left_out)
-
-
-def two_point_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """D(p‖q) = p log(p/q) + (1 - p) log((1 - p)/(1 - q)), in nats, of log-probs of one token.
-
-    The divergence of two distributions over two events: this token, and any other. 1 - p and 1 - q are never taken for
-    less than 1e-8, so that the value of a certain token is finite.
-    """
-    log_p, log_q = log_p.clamp(max=-_CERTAIN), log_q.clamp(max=-_CERTAIN)
-    other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)
-    return log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())
 
 
 def _cppo(terms: TokenTerms) -> TokenLoss:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_rc.numerics import factor_error, k2, k3
+from megatron_rc.numerics import factor_error, k2, k3, larger_two_point_kl
 from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, UPPER_NUMBER, Threshold, aligned
 from megatron_rc.settings.criterion import Criterion, Divergence, Need, SequenceValues
 
@@ -92,7 +92,8 @@ K1 = Divergence("k1", "log ρ", of=None, least=-math.inf)
 K2 = Divergence("k2", "k2 = ½(log ρ)²", of=k2, least=0.0)
 K3 = Divergence("k3", "k3 = ρ - 1 - log ρ", of=k3, least=0.0)
 ERROR = Divergence("error", "exp|log ρ| - 1", of=factor_error, least=0.0)
-_SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR)}
+KPOP = Divergence("kpop", "max(D(p‖q), D(q‖p))", of=None, least=0.0, of_both=larger_two_point_kl)
+_SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR, KPOP)}
 _RESPONSES = "all responses of a prompt"
 
 # The table. k1 has two bounds on ρ; k2 and k3 have one upper bound.
@@ -127,3 +128,5 @@ define(Criterion("group_any", "prompt", words, NONE_AT_ALL, (), lost, follows_ot
 # NeMo-RL's "multiplicative probability error" of a sequence, less 1.
 words = f"sequences whose mean {ERROR.words}"
 define(Criterion("seq_mean_error", "sequence", words, UPPER_NUMBER, _SUM[ERROR], _mean_of(ERROR)))
+# KPop: p = π_train and q = π_rollout of the token, D between two events, this token and any other.
+define(Criterion("token_kpop", "token", f"tokens whose {KPOP.words}", UPPER, _SUM[KPOP], _mean_of(KPOP), tested=KPOP))

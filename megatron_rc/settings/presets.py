@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.parallel.arguments import one_of
 
 NEWEST = "2026-08"
@@ -90,6 +91,25 @@ class Presets:
         if "_" in str(threshold):
             return cls(**_weights("token", threshold), rollout_is_threshold_lower=threshold_lower)
         return cls(**_weights("token", f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}"))
+
+    @classmethod
+    def decoupled_token_kpop(
+        cls: type[C], rs_threshold: float = 0.1, is_threshold: float = UNTRUNCATED, *, release: str = NEWEST
+    ) -> C:
+        """Reject tokens that the two policies find differently likely (KPop), and weigh the others by ρ_t.
+
+        The test is the larger KL of the two events "this token" and "another one", in nats: it leaves rare tokens more
+        room than likely ones. Rejected tokens count in the denominators of the loss, as IcePop's do. Guo et al. 2026,
+        "Taming Training-Inference Mismatch in Reinforcement Learning with Adaptive Masking Regions",
+        ringtech.notion.site/kpop.
+        """
+        _check_release(release)
+        return cls(
+            **_weights("token", is_threshold),
+            rollout_rs="token_kpop",
+            rollout_rs_threshold=rs_threshold,
+            rejection_denominator="original",
+        )
 
     @classmethod
     def decoupled_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:

@@ -273,6 +273,33 @@ def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, messag
         dataclasses.replace(DISTANCE, **changed)
 
 
+BOTH = Divergence("gap", "|p - q|", of=None, least=0.0, of_both=lambda p, q: (p.exp() - q.exp()).abs())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"of": torch.abs}, "of and of_both exclude each other"),
+        ({"of_both": "gap"}, "of_both must be a function of each pair of log-probs"),
+        ({"of_both": lambda p, q: p - q}, "of_both gives -3e.38, below least"),
+        ({"of_both": lambda p, q: p.exp() + q.exp()}, "of_both must be finite, and 0 where log ρ is 0"),
+        ({"of_both": lambda p, q: ((p.exp() - q.exp()) / torch.expm1(q)).abs()}, "of_both must be finite"),
+        ({"of_both": lambda p, q: (p - q).sum()}, "of_both must give one float64 number for each pair of log-probs"),
+        ({"of_both": lambda p, q: (p - q).abs().float()}, "of_both must give one float64 number"),
+    ],
+)
+def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
+    with pytest.raises(ValueError, match=f"divergence 'gap': .*{message}"):
+        dataclasses.replace(BOTH, **changed)
+
+
+def test_a_criterion_of_both_log_probs_bounds_no_ratio():
+    mean = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
+    assert Criterion(**SOUND | mean).needs[0].name == "sum_gap"
+    with pytest.raises(ValueError, match="bounds on a ratio fit log ρ alone"):
+        Criterion(**SOUND | mean | {"bounds": RATIO})
+
+
 def test_a_name_stands_for_one_criterion_and_one_divergence():
     with pytest.raises(ValueError, match="'seq_min_k1' is defined already"):
         define(SEQ_MIN)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_rc.loss.metrics import SUMS
-from megatron_rc.loss.objectives import OBJECTIVES, two_point_kl
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
+from megatron_rc.numerics import two_point_kl
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.far_device import far_device
 from tests.support.objectives_oracle import Bounds, of_response, over_budget, two_point

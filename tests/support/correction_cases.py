@@ -59,6 +59,12 @@ token icepop:
   fields: {rollout_is: token, rollout_is_threshold: 0.6_1.6, rejection_denominator: original, rollout_rs: token_k3,
     rollout_rs_threshold: 0.4}
   settings: {level: token, mode: mask, lower: 0.6, upper: 1.6, denominator: original, criteria: [token_k3 -inf 0.4]}
+token kpop:
+  fields: {rollout_is: token, rollout_is_threshold: 1.5, rejection_denominator: original, rollout_staleness_scale:
+    '1:1.5,3:0.8', rollout_rs: 'token_kpop,seq_mean_k1', rollout_rs_threshold: '0.05,0.7_1.5'}
+  settings: {level: token, upper: 1.5, denominator: original, staleness: [[1, 1.5], [3, 0.8]], criteria: [token_kpop
+    -inf 0.05, seq_mean_k1 0.7 1.5]}
+  sides: [token_policy_versions]
 token accepted scope:
   fields: {rollout_is: token, rollout_is_threshold: 1.4, rollout_is_batch_normalize: true,
     rollout_is_batch_normalize_scope: accepted, rollout_token_veto_threshold: 0.4, rollout_rs: 'token,geometric,opsm',

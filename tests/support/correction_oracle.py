@@ -21,7 +21,7 @@ Table = Sequence[Sequence[float]]
 Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
-EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-8
+EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN, SMALLEST_REST = 20.0, 80.0, 1e-4, 1e-8, 1e-8
 AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean", "turn_sum", "turn_mean", "turn_max")
 BY_TOKEN = ("token", "turn", "turn_geometric", "prefix", "min_prefix")  # levels whose weights differ in a sequence
 
@@ -163,10 +163,20 @@ def deviation(values: Iterable[float], lost: int = 0) -> float:
 
 
 def divergence(kind: str, x: float) -> float:
-    """x of log ρ; k1 is log ρ here."""
+    """The divergence of one log ρ; k1 is log ρ here."""
     if kind == "error":
         return math.expm1(min(abs(x), EXP_LIMIT))
     return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - min(x, EXP_LIMIT)}[kind]
+
+
+def kpop(train: float, rollout: float) -> float:
+    """The larger of D(p‖q) and D(q‖p), p and q the probabilities of the token; 1 - p is at least 1e-8."""
+    (p, rest_p), (q, rest_q) = (
+        (math.exp(x), -math.expm1(x)) for x in (min(train, -SMALLEST_REST), min(rollout, -SMALLEST_REST))
+    )
+    forward = p * (train - rollout) + rest_p * math.log(rest_p / rest_q)
+    backward = q * (rollout - train) + rest_q * math.log(rest_q / rest_p)
+    return max(forward, backward)
 
 
 def flat(rows: Rows) -> list[float]:
@@ -265,7 +275,10 @@ def statistic(name: str, batch: Batch) -> Rows:
     aggregation, _, kind = name.rpartition("_")
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"unknown criterion {name!r}")
-    values = [{t: divergence(kind, x) for t, x in row.items()} for row in batch.log_ratio]
+    if kind == "kpop":
+        values = [{t: kpop(batch.train[i][t], batch.rollout[i][t]) for t in row} for i, row in enumerate(batch.good)]
+    else:
+        values = [{t: divergence(kind, x) for t, x in row.items()} for row in batch.log_ratio]
     if aggregation == "token":
         return values
     if aggregation == "group_mean":
