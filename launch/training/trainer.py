@@ -272,8 +272,12 @@ class Trainer(TrainedModel):
         if is_first and not self.correction.corrects_in_loss:
             # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
+        found, factor = self._found(prepared), 1.0
+        if self.config.schedule.lr_ess_scaling and found is not None:
+            metrics["lr_ess"] = found.sequence_eff_sample_size
+            metrics["lr_ess_factor"] = factor = self.config.schedule.ess_factor(metrics["lr_ess"])
         with self.optimizer_here():
-            learning_rate, grad_norm = self.learning_rate, self.optimizer_step()
+            learning_rate, grad_norm = self.learning_rate * factor, self.optimizer_step(factor)
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
         # 5. Gradients in float16 overflow.
@@ -338,8 +342,13 @@ class Trainer(TrainedModel):
 
         They cover the rollout batch; if the correction is made in the loss, the last step.
         """
+        found = self._found(prepared)
+        return {} if found is None else found.distributions()
+
+    def _found(self, prepared: PreparedBatch) -> CorrectionResult | None:
+        """The correction of the rollout batch; if it is made in the loss, of the step that ended last, if any."""
         found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
-        return found.distributions() if isinstance(found, CorrectionResult) else {}
+        return found if isinstance(found, CorrectionResult) else None
 
     def _loss(
         self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor

@@ -21,7 +21,7 @@ class Divergence:
     Attributes:
         name: short name such as ``k3``; no other divergence may have it.
         words: name or formula of x, for descriptions.
-        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: x is log ρ, or ``of_both`` gives x.
+        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: x is log ρ, or ``of_both``'s.
         least: the smallest possible x.
         of_both: function from (log π_train, log π_rollout) to x, elementwise, in float64; 0 if both are equal.
 

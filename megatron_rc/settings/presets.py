@@ -245,6 +245,16 @@ class Presets:
         return cls(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
+    def seq_mask_tis(cls: type[C], rs_threshold: Bound = "0.999_1.002", *, release: str = NEWEST) -> C:
+        """``decoupled_geo_rs`` with token weights that are not truncated; rejected tokens count in the denominators.
+
+        The correction of the GRPO reference of MLPerf Training v6.1, under NeMo-RL's name. Liu et al. 2025, "When Speed
+        Kills Stability".
+        """
+        _check_release(release)
+        return cls(**_weights("token", UNTRUNCATED), **_geometric(rs_threshold), rejection_denominator="original")
+
+    @classmethod
     def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01, *, release: str = NEWEST) -> C:
         """Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound, in nats; no weights.
 

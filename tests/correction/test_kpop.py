@@ -1,4 +1,4 @@
-"""KPop: the larger KL of "this token" and "another token", against its formula with sixty digits, and what it rejects."""
+"""KPop: the larger KL of "this token" and "another one", against its formula with sixty digits; what it rejects."""
 
 import itertools
 import math
