@@ -35,26 +35,25 @@ def put_table(outcomes: Iterable[Outcome], page: Path, block: Block) -> None:
     page.write_text(f"{before}{begin}\n{table(outcomes, block)}\n{end}{after}", encoding="utf-8")
 
 
-def own_of(outcomes: Iterable[Outcome], block: Block) -> list[Outcome]:
-    """The outcomes of a block's runs, in their order."""
-    found = {outcome.key: outcome for outcome in outcomes}
-    return [found[run.key] for run in block.runs if run.key in found]
-
-
 def table(outcomes: Iterable[Outcome], block: Block) -> str:
     """The table of a block in Markdown, and a sentence about its runs."""
-    own = own_of(outcomes, block)
+    found = {outcome.key: outcome for outcome in outcomes}
+    own = [found[run.key] for run in block.runs if run.key in found]
     lines = _hard_lines(own, block) if block is HARD else _lines(own, block)
     return "\n".join([*lines, "", _count(own, block), ""])
 
 
 def _count(own: Sequence[Outcome], block: Block) -> str:
-    made = {outcome.key for outcome in own}
-    names = [f"`{run.name}`" for run in block.runs if run.key not in made]
+    """The number of runs and their time, and the runs that are missing."""
+    made, lacking = {outcome.key for outcome in own}, dict[str, list[str]]()
+    for run in block.runs:
+        if run.key not in made:
+            lacking.setdefault(f"`{run.mismatch.name}-{run.correction.name}`", []).append(str(run.seed))
     seconds = sum(outcome.seconds for outcome in own)
     each = f", {seconds / len(own):.0f} each" if own else ""
     text = f"{len(own)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
-    return f"{text} Not made yet: {', '.join(names)}." if names else text
+    names = "; ".join(f"{kind} {', '.join(seeds)}" for kind, seeds in lacking.items())
+    return f"{text} Not made yet, with their seeds: {names}." if lacking else text
 
 
 def _lines(own: Sequence[Outcome], block: Block) -> list[str]:

@@ -20,12 +20,12 @@ class StudyError(RuntimeError):
 
 
 def missing(runs: Sequence[Run], data: Path) -> list[Run]:
-    """The runs that a data file does not have.
+    """The runs that a data file does not have, or has typed by hand.
 
     Raises:
         StudyError: it has one that was made with other flags.
     """
-    made = {outcome.key: outcome.flags for outcome in read(data)}
+    made = {outcome.key: outcome.flags for outcome in read(data) if not outcome.is_typed}
     for run in runs:
         if made.get(run.key, " ".join(run.flags)) != " ".join(run.flags):
             raise StudyError(f"{data} has {run.name} with other flags than the study now: remove it, or give --data")
@@ -61,7 +61,7 @@ def run_all(runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Ca
                 if outcome is None:
                     continue
                 del under_way[run]
-                write([*read(data), outcome], data)
+                write([*(one for one in read(data) if one.key != outcome.key), outcome], data)
                 made = total - len(waiting) - len(under_way)
                 left = (time.monotonic() - begun) / made * (total - made) / 60
                 how = "finished" if outcome.error is None else f"ended: {outcome.error}"
@@ -73,11 +73,13 @@ def run_all(runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Ca
 
 
 def _commit() -> str:
-    """The commit of this code, with a + if tracked files differ from it; empty outside of a repository."""
-    told = subprocess.run(
-        ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
-    )
-    return told.stdout.strip()
+    """The commit of this code, with a + if files outside of docs/ differ from it; empty outside of a repository."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
 
 
 def _start(run: Run, folder: Path, own: Sequence[str] = ()) -> subprocess.Popen[bytes]:

@@ -37,7 +37,7 @@ class Outcome:
         correction: name of the trainer's correction.
         seed: the run's seed.
         flags: the launcher's flags.
-        commit: the commit whose code made it.
+        commit: the commit whose code made it; with "typed" for numbers that were typed by hand.
         seconds: processor time, user's and system's, of the run and all its processes.
         error: the error that ended it before its last step, or None.
         policy: (step, reward of the trainer's policy), at least ``WINDOW`` steps apart, and of the last weights.
@@ -62,6 +62,11 @@ class Outcome:
     def key(self) -> tuple[str, str, str, int]:
         """The key of its run."""
         return self.setting, self.mismatch, self.correction, self.seed
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether its numbers were typed by hand, from a run that had no data file."""
+        return self.commit.endswith("typed")
 
     @property
     def final(self) -> float:
