@@ -36,7 +36,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
-	bench-peers peers coverage fuzz lint docs docs-links study study-entropy study-baselines study-hard study-smollm2 format clean
+	bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -55,25 +55,25 @@ run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	@echo "== the trained model, loaded by transformers, answers sums that it was not trained on"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py sums $(TRAINED)/step-*
 
-# 48 runs of one process, two at a time: training without correction and with four corrections; see docs/study.md. A
-# stopped study goes on.
+# The main table of docs/study.md, 102 runs of one process, two at a time. Runs that docs/study.json has are not repeated,
+# so a stopped study goes on; `make study DATA=runs/again.json` repeats them, and prints the table.
 study: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.study
+	$(VENV)/bin/python -m benchmarks.study main $(if $(DATA),--data $(DATA))
 
-# 16 runs of `make study` again, without the default task's entropy bonus.
-study-entropy: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.study --without-entropy
+# All 240 runs, with other baselines, long responses, realistic mismatches and an entropy bonus.
+study-all: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study all $(if $(DATA),--data $(DATA))
 
-# 27 runs without an entropy bonus: sequence TIS and token TIS, with the group's baseline and a weighted one.
-study-baselines: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.study --baselines
+# One block of them.
+study-baselines study-long study-realistic study-bonus: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study $(@:study-%=%) $(if $(DATA),--data $(DATA))
 
-# SmolLM2 with rollouts of weights up to eight steps old: three runs.
+# SmolLM2 with rollouts of weights up to eight steps old: three runs, written to docs/study_hard.json.
 study-hard:
 	$(MAKE) study-smollm2 ENGINE=transformers
 
 study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
-	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2)
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) $(if $(DATA),--data $(DATA))
 
 PYTEST = $(VENV)/bin/python -m pytest
 

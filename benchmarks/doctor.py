@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.study.results import read
+from benchmarks.study.settings import BONUS
 from megatron_rc.doctor.advice import mean_log_ratios
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
@@ -92,8 +93,8 @@ def runs(number: int) -> None:
         found += any("drift" in names for names in _verdicts(drifting_run(seed)[0]))
     sys.stdout.write(f"{number} healthy runs: {wrong} with a verdict at any step; of as many drifts {found} found\n")
     of_study: dict[str, list[bool]] = {}
-    for file in ("study.json", "study_entropy.json"):
-        for run in read(ROOT / "docs" / file):
+    for run in read(ROOT / "docs" / "study.json"):
+        if run.setting == BONUS.name:
             of_study.setdefault(run.mismatch, []).append(any("drift" in one for one in _verdicts(study_rows(run))))
     for mismatch, drifts in of_study.items():
         sys.stdout.write(f"study, {mismatch}: drift at the end of {sum(drifts)} of {len(drifts)} runs\n")

@@ -1,10 +1,8 @@
 """The study: its page names its runs, they are made once, and the page has their measurements."""
 
 import dataclasses
-import itertools
 import json
 import math
-import re
 import subprocess
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import yaml
 
 from benchmarks.study import __main__ as command
 from benchmarks.study import document, engine, pictures, queue, results, settings
-from benchmarks.study.task import CountUp
+from benchmarks.study.task import CountOn, CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.flags import parser
@@ -24,7 +22,8 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.paths import ROOT
 
-RUNS = list(settings.all_runs())
+RUNS = list(settings.runs_of(settings.BLOCKS.values()))
+MAIN = settings.MAIN.runs
 # Flags of the study's launch file that differ from the default task's, and flags of each run.
 LAYOUT = {"world-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "sequence-parallel"}
 CORRECTION = {"rollout-correction-preset", "rollout-rs", "rollout-rs-threshold", "rollout-dtype", "task"}
@@ -32,14 +31,17 @@ OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval
 
 
 def test_the_runs():
-    """45, three to compare them with, 16 without an entropy bonus, 27 of baselines; all train the default task."""
-    assert len({run.name for run in settings.runs_of_baselines()}) == 27
-    assert len(RUNS) == len({run.name for run in RUNS}) == 48
-    assert sum(run.mismatch is settings.NONE for run in RUNS) == 3
-    found = list(settings.runs_without_entropy())
-    assert [run.name for run in found] == [run.name for run in RUNS[:16]]
-    for run, other in zip(found, RUNS, strict=False):
-        assert [flag for flag in run.flags if flag not in other.flags] == ["--grpo-entropy-term-weight=0"]
+    """240 in five blocks, of which some are shared; `count_up` trains the default task."""
+    sizes = {name: len(block.runs) for name, block in settings.BLOCKS.items()}
+    assert sizes == {"main": 102, "baselines": 51, "long": 18, "realistic": 39, "bonus": 48}
+    assert len(RUNS) == len({run.name for run in RUNS}) == 240
+    assert RUNS[:102] == MAIN
+    assert [run.seed for run in MAIN] == [1] * 34 + [2] * 34 + [3] * 34, "a part of a block is complete for its seeds"
+    for block in settings.BLOCKS.values():
+        assert block.kinds[0] == (settings.NONE, settings.UNCORRECTED)
+        names = {(mismatch.name, how.name) for mismatch, how in block.kinds}
+        others = {(mismatch.name, how.against) for mismatch, how in block.kinds[1:]}
+        assert {how for _, how in others - names} <= {"uncorrected"}, "what is compared is in the block"
     ours, default = (
         yaml.safe_load((ROOT / "configs" / folder / "count_up.yaml").read_text()) for folder in ("study", "launch")
     )
@@ -48,25 +50,26 @@ def test_the_runs():
 
 
 def test_every_run_can_start(monkeypatch, tmp_path):
-    names = [f"study-{kind.name}" for kind in (settings.NONE, *settings.MISMATCHES)]
-    for name in names:
-        monkeypatch.setitem(ENGINES, name, ENGINES["transformers"])
+    for kind in settings.ENGINES:
+        monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
     monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
     monkeypatch.chdir(ROOT)
     found = {}
-    for run in RUNS[:16]:
+    for run in RUNS:
+        if run.seed != 1:
+            continue
         config, _ = configure([*run.flags, f"--runs-dir={tmp_path}", f"--run-name={run.name}"], 1)
         assert config.launch.on_cpu
         assert (config.training.seed, config.engine.rollout_engine) == (1, f"study-{run.mismatch.name}")
-        found[run.mismatch.name, run.correction.name] = config
-    assert len(found) == 16
-    stale = {kind for (kind, _), config in found.items() if config.rollouts.rollout_staleness}
-    assert stale == {"staleness"}
-    for kind in settings.MISMATCHES:
-        corrections = [found[kind.name, how.name].correction for how in (settings.UNCORRECTED, *settings.CORRECTIONS)]
-        assert len(set(corrections)) == 5
-        assert [one.rollout_is_apply for one in corrections[:2]] == [False, True]
-        assert [one.bypass_mode for one in corrections] == [False] * 4 + [True]
+        found[run.key[:3]] = config
+    assert len(found) == 80
+    stale = {kind for (_, kind, _), config in found.items() if config.rollouts.rollout_staleness}
+    assert stale == {"staleness", "staleness_mild"}
+    for block in settings.BLOCKS.values():
+        for kind in {mismatch.name for mismatch, _ in block.kinds}:
+            own = [found[block.setting.name, kind, how.name] for at, how in block.kinds if at.name == kind]
+            assert len({(config.correction, config.advantages) for config in own}) == len(own), "no two are the same"
+    assert {config.loss.entropy_coef for (name, *_), config in found.items() if name != "bonus"} == {0}
 
 
 # The engine.
@@ -80,9 +83,10 @@ def made(tmp_path):
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=task.text.size
     )
     launch = SimpleNamespace(runs_dir=str(tmp_path), run_name="", device=torch.device("cpu"))
-    inputs = EngineInputs(SimpleNamespace(launch=launch), model, task.text.eos, task.text.pad, 0)
 
-    def make(**mismatch):
+    def make(task_name="", **mismatch):
+        config = SimpleNamespace(launch=launch, task=SimpleNamespace(task=task_name))
+        inputs = EngineInputs(config, model, task.text.eos, task.text.pad, 0)
         found = engine.StudyEngine(inputs, **mismatch)
         torch.manual_seed(0)
         exact = TransformersEngine(model, "fp32", task.text.eos, task.text.pad, launch.device)
@@ -146,36 +150,60 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     assert total > 0.5
 
 
+def test_the_long_task_rewards_each_digit_that_follows_and_its_policy_is_sampled(made):
+    task = CountOn(seed=1)
+    (problem,) = task.problems(7, 1, held_out=True)
+    assert (problem.prompt, task.max_response_length) == ("07", 128)
+
+    def earned(response):
+        return 128 * task.reward(prompt="07", response=response, label=None, record={})
+
+    assert [earned(text) for text in ("", "8", "89", "890", "80", "81", "812")] == [0, 1, 2, 3, 1, 1, 2]
+    assert earned(("8901234567" * 13)[:128]) == 128
+    found, exact = made(task_name=CountOn.NAME)
+    for version in (0, 2, 10):
+        found.load_weights(weights_of(exact), version)
+    rows = [json.loads(line) for line in found._file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 10], "every tenth step, because sampling takes time"
+    assert all(0 < row["reward"] < 0.5 for row in rows)
+    assert yaml.safe_load((ROOT / "configs" / "study" / "count_on.yaml").read_text())["task"] == CountOn.NAME
+
+
 # The queue.
 
 
 @pytest.fixture
 def two_steps():
     """A short run without mismatch."""
-    kind = dataclasses.replace(settings.NONE, flags=("--train-iters=2", "--eval-interval=2"))
-    return dataclasses.replace(RUNS[0], mismatch=kind)
+    kind = dataclasses.replace(settings.NONE, flags=(*settings.NONE.flags, "--train-iters=2", "--eval-interval=2"))
+    return dataclasses.replace(MAIN[0], mismatch=kind)
 
 
 @pytest.mark.processes
 def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
-    said = []
-    queue.run_all([two_steps], tmp_path, 2, said.append)
-    assert said[0] == "0 of 1 runs are finished, 1 to go, 2 at a time"
-    assert said[1].startswith("1/1 none-uncorrected-1 finished, ")
-    own = tmp_path / two_steps.name
-    before = (own / queue.DONE).read_bytes()
-    queue.run_all([two_steps], tmp_path, 2, said.append)
-    assert said[2:] == ["1 of 1 runs are finished, 0 to go, 2 at a time"]
-    assert (own / queue.DONE).read_bytes() == before
-    (found,) = results.gather([two_steps], tmp_path)
+    said, data = [], tmp_path / "data.json"
+    queue.run_all([two_steps], data, tmp_path, 2, said.append)
+    assert said[0] == f"0 of 1 runs are in {data}, 1 to go, 2 at a time"
+    assert said[1].startswith("1/1 count_up-none-uncorrected-1 finished, ")
+    before = data.read_bytes()
+    queue.run_all([two_steps], data, tmp_path, 2, said.append)
+    assert said[2:] == [f"1 of 1 runs are in {data}, 0 to go, 2 at a time"]
+    assert data.read_bytes() == before
+    (found,) = results.read(data)
     assert found.seconds > 1
-    assert [step for step, _ in found.policy] == [0]
-    rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
+    assert found.key == two_steps.key
+    assert [step for step, _ in found.policy] == [0, 2]
+    rows = [json.loads(line) for line in (tmp_path / two_steps.name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "grad_norm" in row]
     assert len(steps) == 2
     for row in steps:
         known = row["rollout_corr/rollout_is_raw_eff_sample_size"]
         assert results._value(row, "ess") == pytest.approx(known, abs=1e-9)
+        assert {name for name in results._NAMES.values() if name not in row} == {
+            "rollout_corr/rollout_rs_masked_fraction"
+        }
+    with pytest.raises(queue.StudyError, match="has count_up-none-uncorrected-1 with other flags"):
+        queue.run_all(MAIN[:1], data, tmp_path, 1, said.append)
 
 
 @pytest.mark.parametrize(
@@ -187,25 +215,28 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
     ],
 )
 def test_an_error_of_the_training_is_a_result_and_every_other_ends_the_study(tmp_path, monkeypatch, code, outcome):
-    def start(run, folder):
-        (folder / run.name).mkdir()
+    data = tmp_path / "data.json"
+
+    def start(run, folder, own):
+        finished_run(folder, run)
         (folder / run.name / queue.LOG).write_text("step 1\nerror: all is lost\n\n")
         return subprocess.Popen(["sh", "-c", f"exit {code}"])
 
     monkeypatch.setattr(queue, "_start", start)
     if code == settings.GAVE_UP:
-        queue.run_all(RUNS[:1], tmp_path, 1, lambda line: None)
-        assert queue.finished(RUNS[0], tmp_path).error == outcome
+        queue.run_all(RUNS[:1], data, tmp_path, 1, lambda line: None)
+        (found,) = results.read(data)
+        assert found.error == outcome
     else:
         with pytest.raises(queue.StudyError, match=outcome):
-            queue.run_all(RUNS[:1], tmp_path, 1, lambda line: None)
-        assert queue.finished(RUNS[0], tmp_path) is None
+            queue.run_all(RUNS[:1], data, tmp_path, 1, lambda line: None)
+        assert results.read(data) == []
 
 
 def test_what_is_under_way_ends_with_the_study(tmp_path, monkeypatch):
     started = []
 
-    def start(run, folder):
+    def start(run, folder, own):
         (folder / run.name).mkdir()
         (folder / run.name / queue.LOG).touch()
         started.append(subprocess.Popen(["sh", "-c", "exit 2" if started else "sleep 60"]))
@@ -213,56 +244,57 @@ def test_what_is_under_way_ends_with_the_study(tmp_path, monkeypatch):
 
     monkeypatch.setattr(queue, "_start", start)
     with pytest.raises(queue.StudyError, match="it said nothing"):
-        queue.run_all(RUNS[:3], tmp_path, 2, lambda line: None)
+        queue.run_all(RUNS[:3], tmp_path / "data.json", tmp_path, 2, lambda line: None)
     assert [process.poll() for process in started] == [-15, 2]
 
 
 # The measurements.
 
 
-def finished_run(folder, run, flags=None, rewards=(0.1, 0.5), error=None):
+def finished_run(folder, run, rewards=(0.1, 0.5)):
     """The files of a run of 12 steps."""
     own = folder / run.name
     own.mkdir(parents=True)
-    (own / queue.DONE).write_text(json.dumps({"flags": flags or run.flags, "seconds": 60.0, "error": error}))
-    row = {"reward/mean": 0.25, "grad_norm": 2.0, "policy/entropy": 1.5}
+    row = {"reward/mean": 0.25, "grad_norm": 2.0, "policy/entropy": 1.5, "rollout/response_length": 8.0}
     row |= {"rollout_corr/kl": 0.5, "rollout_corr/k3_kl": 0.25, "rollout_corr/chi2_token": 1.25}
     rows = [{"step": 0, "eval/reward": 0.0}, *({"step": step, **row} for step in range(1, 13))]
     rows[3] |= {"grad_norm": float("inf")}
-    rows[11] |= {"reward/mean": 0.75}
+    rows[11] |= {"reward/mean": 0.75, "rollout_corr/kl": 0.75}
     (own / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     policy = [{"step": 10 * number, "reward": reward} for number, reward in enumerate(rewards)]
-    lines = [*policy, {"step": 15, "reward": 1.0}]
+    lines = [*policy, {"step": 15, "reward": 0.0}, {"step": 18, "reward": rewards[-1]}]
     (own / settings.POLICY_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in lines))
 
 
-def test_gathering(tmp_path):
-    finished_run(tmp_path, RUNS[1])
-    (found,) = results.gather(RUNS[1:2], tmp_path)
-    assert (found.mismatch, found.correction, found.seed, found.seconds) == ("rounding", "uncorrected", 1, 60.0)
-    assert (found.policy, found.final, found.best) == ([(0, 0.1), (10, 0.5)], 0.5, 0.5)
-    means = {"kl": 0.5, "ess": 0.25, "grad_norm": 2.0, "entropy": 1.5}
-    assert found.curves == {"sampled": [0.25, 0.5], **{measure: [value] * 2 for measure, value in means.items()}}
+def measured(run, folder, error=None):
+    return results.measured(run, folder / run.name, "abc", 60.0, error)
+
+
+def test_measuring(tmp_path):
+    finished_run(tmp_path, MAIN[1])
+    found = measured(MAIN[1], tmp_path)
+    assert found.key == ("count_up", "rounding", "uncorrected", 1)
+    assert (found.flags, found.commit, found.seconds) == (" ".join(MAIN[1].flags), "abc", 60.0)
+    assert (found.policy, found.final, found.best) == ([(0, 0.1), (10, 0.5), (18, 0.5)], 0.5, 0.5)
+    assert found.over_the_run == pytest.approx((10 * 0.3 + 8 * 0.5) / 18)
+    means = {"k3": 0.25, "grad_norm": 2.0, "entropy": 1.5, "length": 8.0}
+    assert {measure: found.curves[measure] for measure in means} == {name: [value] * 2 for name, value in means.items()}
+    assert (found.curves["sampled"], found.curves["kl"], found.largest_kl) == ([0.25, 0.5], [0.5, 0.625], 0.75)
+    assert found.curves["ess"][0] == 0.25
+    assert found.curves["rejected"] == [None, None]
+    assert math.isnan(found.mean("rejected"))
     assert found.mean("sampled") == 0.375
     results.write([found], tmp_path / "study.json")
     assert results.read(tmp_path / "study.json") == [found]
-    with pytest.raises(queue.StudyError, match="rounding-token_tis-1 is not finished: start the study again"):
-        results.gather(RUNS[1:3], tmp_path)
-    finished_run(tmp_path, RUNS[2], error="error: no memory")
-    (tmp_path / RUNS[2].name / "metrics.jsonl").write_text("")
-    with pytest.raises(queue.StudyError, match=r"token_tis-1 ended before .* \(error: no memory\)"):
-        results.gather(RUNS[1:3], tmp_path)
-
-    finished_run(tmp_path, RUNS[0], flags=["--lr=1"])
-    with pytest.raises(queue.StudyError, match="none-uncorrected-1 was run with other flags"):
-        queue.run_all(RUNS[:1], tmp_path, 1, lambda line: None)
+    (tmp_path / MAIN[1].name / "metrics.jsonl").write_text("")
+    assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
 
 
 def test_what_is_not_finite_is_left_out(tmp_path):
-    finished_run(tmp_path, RUNS[1])
-    path = tmp_path / RUNS[1].name / "metrics.jsonl"
+    finished_run(tmp_path, MAIN[1])
+    path = tmp_path / MAIN[1].name / "metrics.jsonl"
     path.write_text(path.read_text().replace('"grad_norm": 2.0', '"grad_norm": NaN'))
-    (found,) = results.gather(RUNS[1:2], tmp_path)
+    found = measured(MAIN[1], tmp_path)
     assert found.curves["grad_norm"] == [None, None]
     assert math.isnan(found.mean("grad_norm"))
 
@@ -279,42 +311,99 @@ def test_what_is_not_finite_is_left_out(tmp_path):
     ],
 )
 def test_verdicts(tmp_path, rewards, error, said):
-    finished_run(tmp_path, RUNS[1], rewards=rewards, error=error)
-    (found,) = results.gather(RUNS[1:2], tmp_path)
-    assert results.verdict(found, reference=0.9) == said
+    finished_run(tmp_path, MAIN[1], rewards=rewards)
+    assert results.verdict(measured(MAIN[1], tmp_path, error), reference=0.9) == said
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [
+        ((0.5, 0.6, 0.7), (0.3, 0.4, 0.45), 1),
+        ((0.3, 0.4, 0.45), (0.5, 0.6, 0.7), -1),
+        ((0.5, 0.6, 0.7), (0.3, 0.4, 0.55), 0),
+        ((0.99, 0.99, 0.995), (0.96, 0.97, 0.98), 0),
+    ],
+)
+def test_kinds_are_apart_by_all_seeds_and_a_margin(own, others, said):
+    assert results.apart(own, others) == said
 
 
 @pytest.fixture
 def outcomes(tmp_path):
-    """Outcomes of all runs; each seed earns a twentieth more than the one before."""
-    for run in RUNS:
-        finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20))
-    return results.gather(RUNS, tmp_path)
+    """Outcomes of the first two blocks and of ``long``'s first seed; each seed earns a twentieth more."""
+    runs = [*settings.runs_of([settings.MAIN, settings.BASELINES]), *settings.LONG_RESPONSES.runs[:6]]
+    for run in runs:
+        better = 0.2 * (run.correction in (settings.SEQ_TIS_WEIGHTED, settings.TOKEN_TIS))
+        finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20 + better))
+    return [measured(run, tmp_path) for run in runs]
 
 
-def test_the_table_and_the_figures_of_runs(outcomes, tmp_path):
-    lines = document.table(outcomes).splitlines()
-    assert len([line for line in lines if line.startswith("| ")]) == 1 + 16
-    assert lines[2].startswith("| no mismatch | without correction | 0.70 (0.65 to 0.75) | 3 sound | 0.50 ")
-    assert lines[-1].startswith(
-        "48 runs, 2880 seconds of the processor together, 60 each: two at a time that is 24 min"
-    )
-    nothing = dataclasses.replace(outcomes[0], curves={measure: [None] for measure in results.MEASURES})
-    assert document.table([nothing, *outcomes[1:]]).splitlines()[2].count("nan (") == 5, "which is no 0"
+def test_the_tables_and_the_figures_of_runs(outcomes, tmp_path):
+    lines = document.table(outcomes, settings.MAIN).splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 1 + 34
+    assert lines[2].startswith("| no mismatch | without correction | 0.70 (0.65 to 0.75) | 3 sound | ")
+    assert "better, faster than without correction" in lines[4]
+    assert "| worse, slower than token TIS |" in lines[5]
+    assert lines[-1] == "102 of 102 runs, 6120 seconds of the processor together, 60 each."
+    weighted = [line for line in document.table(outcomes, settings.BASELINES).splitlines() if "weighted" in line]
+    assert [line.split(" | ")[5] for line in weighted] == ["better, faster than sequence TIS"] * 3 + ["undecided"]
+    long = document.table(outcomes, settings.LONG_RESPONSES).splitlines()
+    assert long[-1].startswith("6 of 18 runs, ")
+    assert long[-1].endswith("`rounding_long-geo_rs_grown` 2, 3.")
+    assert all(line.split(" | ")[5] == "" for line in long[3:8]), "nothing is compared before all seeds are there"
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{document.begin_of('study')}\nyesterday\n{document.END}\nafter\n")
+    begin = document.begin_of(settings.MAIN)
+    page.write_text(f"before\n{begin}\nyesterday\n{document.END}\nafter\n")
     for _ in range(2):
-        document.put_table(outcomes, page, "study")
+        document.put_table(outcomes, page, settings.MAIN)
     text = page.read_text()
-    assert text.startswith(f"before\n{document.begin_of('study')}\n\n| mismatch |")
-    assert text.endswith(f"two cores.\n\n{document.END}\nafter\n")
+    assert text.startswith(f"before\n{begin}\n\n| mismatch |")
+    assert text.endswith(f"60 each.\n\n{document.END}\nafter\n")
     assert "yesterday" not in text
     page.write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"page\.md .* <!-- the table of study\.json"):
-        document.put_table(outcomes, page, "study")
-    for draw in (pictures.draw_rewards, pictures.draw_measures):
-        draw(outcomes, tmp_path / f"{draw.__name__}.png")
-        assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"page\.md .* <!-- the table of main"):
+        document.put_table(outcomes, page, settings.MAIN)
+    pictures.draw_all(outcomes, tmp_path)
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in PICTURES)
+
+
+PICTURES = ("study.png", "study_measures.png")
+
+
+# The harder task.
+
+
+def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monkeypatch):
+    """`make study-hard` as it runs, but for the runs themselves."""
+    model, docs = tmp_path / "model", tmp_path / "docs"
+    model.mkdir()
+    docs.mkdir()
+    (model / "config.json").touch()
+    run = settings.HARD.runs[0]
+    typed = results.Outcome(*run.key, " ".join(run.flags), "6b7f31a, typed", 1.0, None, [(0, 0.5)], {"kl": [0.5]})
+    results.write([typed], docs / "study_hard.json")
+    begins = (document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD))
+    (docs / "study.md").write_text("".join(f"{begin}\n{document.END}\n" for begin in begins))
+    started = []
+
+    def start(run, folder, own):
+        started.append((run.name, own))
+        finished_run(folder, run)
+        (folder / run.name / settings.POLICY_FILE).unlink()
+        (folder / run.name / queue.LOG).touch()
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(queue, "_start", start)
+    for name, file in (("DOCS", ""), ("DATA", "study.json"), ("HARD_DATA", "study_hard.json")):
+        monkeypatch.setattr(command, name, docs / file)
+    monkeypatch.setattr(command, "draw_all", lambda outcomes, folder: None)
+    command.main(["--hard", str(model), "--runs", str(tmp_path / "runs")])
+    names = [f"smollm2-old-{how}-1" for how in ("uncorrected", "token_tis", "bypass")]
+    assert started == [(name, (f"--load-hf={model}",)) for name in names]
+    found = results.read(docs / "study_hard.json")
+    assert [one.policy for one in found] == [[(0, 0.0)]] * 3
+    row = "| token TIS | 0.0% | 0.562 | 0.750 | 2.00 | "
+    assert row in (docs / "study.md").read_text()
 
 
 # The committed files.
@@ -324,110 +413,22 @@ def committed(name="study"):
     return results.read(ROOT / "docs" / f"{name}.json")
 
 
-SETS = {
-    "study": RUNS,
-    "study_entropy": list(settings.runs_without_entropy()),
-    "study_baselines": list(settings.runs_of_baselines()),
-}
+def test_the_data_are_of_the_designs_runs():
+    flags = {run.key: " ".join(run.flags) for run in [*RUNS, *settings.HARD.runs]}
+    for name in ("study", "study_hard"):
+        assert all(flags[one.key] == one.flags for one in committed(name))
+        assert len({one.key for one in committed(name)}) == len(committed(name))
+    last = {"count_up": 200, "bonus": 200, "count_on": 100}
+    assert all(one.policy[-1][0] == last[one.setting] for one in committed() if one.error is None)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_data_and_the_page_are_those_of_all_runs(name):
-    assert [(one.mismatch, one.correction, one.seed) for one in committed(name)] == [
-        (run.mismatch.name, run.correction.name, run.seed) for run in SETS[name]
-    ]
-    assert all(one.policy[-1][0] == 200 for one in committed(name))
-    text = (ROOT / "docs" / "study.md").read_text()
-    _, _, after = text.partition(f"{document.begin_of(name)}\n")
-    assert after.partition(document.END)[0] == f"\n{document.table(committed(name))}\n"
-    for picture in (f"{name}.png", f"{name}_measures.png") * (name != "study_baselines"):
-        assert (ROOT / "docs" / picture).stat().st_size < 150_000
+@pytest.mark.parametrize("block", [*settings.BLOCKS.values(), settings.HARD], ids=lambda block: block.name)
+def test_the_page_has_the_tables_of_the_data(block):
+    data = committed("study_hard" if block is settings.HARD else "study")
+    _, begin, after = (ROOT / "docs" / "study.md").read_text().partition(f"{document.begin_of(block)}\n")
+    assert begin
+    assert after.partition(document.END)[0] == f"\n{document.table(data, block)}\n"
 
 
-def of(mismatch, correction, name="study"):
-    """The last rewards of all seeds."""
-    return [one.final for one in committed(name) if (one.mismatch, one.correction) == (mismatch, correction)]
-
-
-ALL = ("uncorrected", *(how.name for how in settings.CORRECTIONS))
-BETTER = ("token_tis", "geo_rs_token_tis")
-
-
-def prose(name):
-    """The page without its tables, on one line."""
-    return " ".join(re.sub(r"^\|.*$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE).split())
-
-
-def words_of(name):
-    return set(re.findall(r"\d\.\d\d", prose(name)))
-
-
-def test_readme_and_the_page_have_the_mean_rewards():
-    kinds = [*itertools.product(("staleness", "rounding"), ("uncorrected", *BETTER))]
-    kinds += [("temperature", "uncorrected"), ("none", "uncorrected")]
-    means = {kind: f"{sum(of(*kind)) / 3:.2f}" for kind in kinds}
-    assert set(means.values()) <= words_of("docs/study.md")
-    pairs = [("staleness", "uncorrected"), ("staleness", "token_tis")]
-    pairs += [("rounding", "uncorrected"), ("rounding", "token_tis"), ("none", "uncorrected")]
-    shown = [means[pair] for pair in pairs]
-    shown += [f"{sum(of('temperature', how, 'study_baselines')) / 3:.2f}" for how in ("seq_tis", "seq_tis_weighted")]
-    assert re.search(".*".join(map(re.escape, shown)), prose("README.md")), shown
-    last = [of("temperature", how, "study_entropy")[0] for how in ("uncorrected", *BETTER)]
-    assert {f"{reward:.2f}" for reward in last} <= words_of("docs/study.md")
-
-
-def test_what_the_page_concludes():
-    """How the corrections compare, with the entropy bonus in each of three seeds."""
-    for mismatch in ("rounding", "staleness", "temperature"):
-        for how in ALL[1:] if mismatch == "temperature" else BETTER:
-            pairs = zip(of(mismatch, how), of(mismatch, "uncorrected"), strict=True)
-            assert {corrected > plain for corrected, plain in pairs} == {mismatch != "temperature"}
-        means = {how: sum(of(mismatch, how)) for how in ALL}
-        assert min(means, key=means.get) == "bypass"
-        assert means["seq_tis"] < means["uncorrected"]
-    verdicts = [(one, results.verdict(one, results.reference_of(committed()))) for one in committed()]
-    collapsed = [one for one, said in verdicts if said == "collapsed"]
-    assert (len(collapsed), {one.mismatch for one in collapsed}) == (5, {"temperature"})
-    sound = [one for one, said in verdicts if said == "sound" and one.mismatch in ("rounding", "staleness")]
-    assert len(sound) == 3
-    assert "uncorrected" not in {one.correction for one in (*collapsed, *sound)}
-    assert not any(one.error for one in committed())
-
-
-def test_what_the_page_concludes_without_an_entropy_bonus():
-    last = {kind: of(*kind, "study_entropy")[0] for kind in itertools.product(("rounding", "staleness"), ALL)}
-    for mismatch in ("rounding", "staleness"):
-        usual = sum(of(mismatch, "token_tis")) / 3 - sum(of(mismatch, "uncorrected")) / 3
-        assert 0 < last[mismatch, "token_tis"] - last[mismatch, "uncorrected"] < usual
-    assert last["staleness", "geo_rs_token_tis"] < last["staleness", "uncorrected"]
-    assert max(of("temperature", how, "study_entropy")[0] for how in ("seq_tis", "bypass")) < 0.3
-
-
-def test_what_the_page_concludes_of_two_baselines():
-    verdicts = {}
-    for kind, how in [*((kind.name, "seq_tis") for kind in settings.MISMATCHES), ("temperature", "token_tis")]:
-        group, weighted = (of(kind, name, "study_baselines") for name in (how, f"{how}_weighted"))
-        verdicts[kind, how] = {after > before for before, after in zip(group, weighted, strict=True)}
-        assert {f"{reward:.2f}" for reward in (*group, *weighted)} <= words_of("docs/study.md")
-    assert verdicts == {
-        ("rounding", "seq_tis"): {True},
-        ("staleness", "seq_tis"): {True, False},
-        ("temperature", "seq_tis"): {True},
-        ("temperature", "token_tis"): {True, False},
-    }
-    data = committed("study_baselines")
-    said = {one.correction: results.verdict(one, results.reference_of(data)) for one in data}
-    assert (said["seq_tis"], said["seq_tis_weighted"]) == ("collapsed", "sound"), "the last ones are of temperature"
-    norms = [one.mean("grad_norm") for one in data if one.correction == "token_tis_weighted"]
-    assert f"gradient norm is {sum(norms) / 3:.0f} in the mean" in prose("docs/study.md")
-
-
-def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, capsys):
-    (run, *_) = runs = list(settings.hard_runs(tmp_path))
-    assert len({run.name for run in runs}) == 3
-    finished_run(tmp_path, run)
-    (tmp_path / run.name / settings.POLICY_FILE).unlink()
-    (found,) = results.gather([run], tmp_path)
-    assert found.policy == [(0, 0.0)]
-    command.tell_hard([found])
-    assert "seed 1: 0.0% at step 0; means kl 0.5" in capsys.readouterr().out
+def test_pictures_are_small():
+    assert all((ROOT / "docs" / picture).stat().st_size < 150_000 for picture in PICTURES)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.study``: make the missing runs, then write the study's figures and table."""
+"""``python -m benchmarks.study``: make the missing runs of some blocks, then write the study's tables and figures."""
 
 from __future__ import annotations
 
@@ -7,66 +7,55 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.study.document import put_table
-from benchmarks.study.pictures import draw_measures, draw_rewards
+from benchmarks.study.document import put_table, table
+from benchmarks.study.pictures import draw_all
 from benchmarks.study.queue import StudyError, run_all
-from benchmarks.study.results import Outcome, gather, write
-from benchmarks.study.settings import ROOT, all_runs, hard_runs, runs_of_baselines, runs_without_entropy
+from benchmarks.study.results import read
+from benchmarks.study.settings import BLOCKS, HARD, ROOT, runs_of
+
+DOCS = ROOT / "docs"
+DATA, HARD_DATA = DOCS / "study.json", DOCS / "study_hard.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs and write the documents; end the process with 1 and a sentence if a run fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
-    parser.add_argument("--runs", type=Path, help="folder of the runs; default: runs/ and the study's name")
+    parser.add_argument("blocks", nargs="*", choices=[*BLOCKS, "all", "none"], default="main", help="default: main")
+    parser.add_argument("--hard", type=Path, metavar="DIR", help="the harder task alone, with SmolLM2 from this folder")
+    parser.add_argument(
+        "--data", type=Path, help="file of finished runs, which are not repeated; default: the study's own in docs/"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs; default: runs/study")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time; default: 2")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--without-entropy", action="store_true", help="one seed of each run, without an entropy bonus")
-    which.add_argument("--baselines", action="store_true", help="two corrections with two baselines each")
-    which.add_argument("--hard", type=Path, metavar="DIR", help="the harder task, with SmolLM2 from this folder")
     args = parser.parse_args(argv)
     if args.at_once < 1:
         parser.error(f"--at-once {args.at_once}: take 1 or more")
     if args.hard and not (args.hard / "config.json").is_file():
         parser.error(f"--hard {args.hard}: no config.json there, see make study-hard")
-    name, runs = "study", list(all_runs())
-    if args.without_entropy:
-        name, runs = "study_entropy", list(runs_without_entropy())
-    elif args.baselines:
-        name, runs = "study_baselines", list(runs_of_baselines())
-    elif args.hard:
-        name, runs = "study_hard", list(hard_runs(args.hard.resolve()))
-    folder = (args.runs or Path("runs") / name).resolve()
+    names = [args.blocks] if isinstance(args.blocks, str) else args.blocks
+    blocks = [HARD] if args.hard else [block for name, block in BLOCKS.items() if {name, "all"} & {*names}]
+    data = (args.data or (HARD_DATA if args.hard else DATA)).resolve()
+    own = [f"--load-hf={args.hard.resolve()}"] if args.hard else []
     try:
-        run_all(runs, folder, args.at_once, say)
-        outcomes = gather(runs, folder)
+        run_all(list(runs_of(blocks)), data, args.runs.resolve(), args.at_once, say, *own)
     except StudyError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
-    if args.hard:
-        tell_hard(outcomes)
+    if data in (DATA, HARD_DATA):
+        write_documents()
     else:
-        write_documents(outcomes, name)
+        for block in blocks:
+            say(table(read(data), block))
 
 
-def write_documents(outcomes: Sequence[Outcome], name: str) -> None:
-    """Write data, table and figures of docs/study.md; the runs of two baselines have no figure."""
-    docs = ROOT / "docs"
-    write(outcomes, docs / f"{name}.json")
-    put_table(outcomes, docs / "study.md", name)
-    if name == "study_baselines":
-        say(f"written to {docs}: {name}.json, and the table in study.md")
-        return
-    draw_rewards(outcomes, docs / f"{name}.png")
-    draw_measures(outcomes, docs / f"{name}_measures.png")
-    say(f"written to {docs}: {name}.json, {name}.png, {name}_measures.png, and the table in study.md")
-
-
-def tell_hard(outcomes: Sequence[Outcome]) -> None:
-    """Print each run's measurements; three runs of one seed allow no statistics."""
-    for found in outcomes:
-        rewards = ", ".join(f"{reward:.1%} at step {step}" for step, reward in found.policy)
-        means = ", ".join(f"{measure} {found.mean(measure):.3g}" for measure in ("kl", "ess", "grad_norm"))
-        say(f"{found.correction}, seed {found.seed}: {rewards}; means {means}; {found.seconds:.0f} s of processor")
+def write_documents() -> None:
+    """Write the tables and figures of docs/study.md."""
+    outcomes = read(DATA)
+    for block in BLOCKS.values():
+        put_table(outcomes, DOCS / "study.md", block)
+    put_table(read(HARD_DATA), DOCS / "study.md", HARD)
+    draw_all(outcomes, DOCS)
+    say(f"written to {DOCS}: the tables in study.md, and the figures")
 
 
 def say(line: str) -> None:

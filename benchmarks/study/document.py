@@ -1,74 +1,125 @@
-"""The table of docs/study.md, from the outcomes."""
+"""The tables of docs/study.md, from the outcomes."""
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.study.results import Outcome, reference_of, verdict
-from benchmarks.study.settings import CORRECTIONS, MISMATCHES, NONE, UNCORRECTED, WEIGHTED, Correction, Mismatch
+from benchmarks.study.results import Outcome, apart, reference_of, verdict
+from benchmarks.study.settings import HARD, Block, Correction, Mismatch
 
 END = "<!-- end of the table -->"
 _VERDICTS = ("collapsed", "degraded", "sound")
+_MEANS = {"kl": "KL", "k3": "k3", "ess": "ESS", "rejected": "rejected", "grad_norm": "gradient norm"}
 
 
-def begin_of(name: str) -> str:
-    """The line before the table of some runs."""
-    return f"<!-- the table of {name}.json: python -m benchmarks.study writes it -->"
+def begin_of(block: Block) -> str:
+    """The line before the table of a block."""
+    return f"<!-- the table of {block.name}: python -m benchmarks.study writes it -->"
 
 
-def put_table(outcomes: Sequence[Outcome], page: Path, name: str) -> None:
-    """Write the table of some runs into a page, in place of the old one.
+def put_table(outcomes: Iterable[Outcome], page: Path, block: Block) -> None:
+    """Write the table of a block into a page, in place of the old one.
 
     Raises:
         ValueError: the page has no place for it.
     """
     text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(f"{begin_of(name)}\n")
+    before, begin, rest = text.partition(f"{begin_of(block)}\n")
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} lacks the lines {begin_of(name)} and {END} around the table: add them")
-    page.write_text(f"{before}{begin}\n{table(outcomes)}\n{end}{after}", encoding="utf-8")
+        raise ValueError(f"{page} lacks the lines {begin_of(block)} and {END} around the table: add them")
+    page.write_text(f"{before}{begin}\n{table(outcomes, block)}\n{end}{after}", encoding="utf-8")
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The table in Markdown: a line for each kind of run, with the smallest and the largest value of its seeds."""
-    head = (
-        "| mismatch | correction | reward of the last weights | | reward of the samples | KL | ESS | gradient norm "
-        "| entropy |\n|---|---|---|---|---|---|---|---|---|"
-    )
-    made = {(outcome.mismatch, outcome.correction) for outcome in outcomes}
-    every = itertools.product((NONE, *MISMATCHES), (UNCORRECTED, *CORRECTIONS, *WEIGHTED))
-    kinds = [(kind, how) for kind, how in every if (kind.name, how.name) in made]
-    reference = reference_of(outcomes)
-    lines = [_line(kind, how, outcomes, reference) for kind, how in kinds]
-    seconds = sum(outcome.seconds for outcome in outcomes)
-    time = (
-        f"{len(outcomes)} runs, {seconds:.0f} seconds of the processor together, {seconds / len(outcomes):.0f} each: "
-        f"two at a time that is {seconds / 120:.0f} minutes, where nothing else runs on the two cores."
-    )
-    return "\n".join([head, *lines, "", time, ""])
+def table(outcomes: Iterable[Outcome], block: Block) -> str:
+    """The table of a block in Markdown, and a sentence about its runs."""
+    found = {outcome.key: outcome for outcome in outcomes}
+    own = [found[run.key] for run in block.runs if run.key in found]
+    lines = _hard_lines(own, block) if block is HARD else _lines(own, block)
+    return "\n".join([*lines, "", _count(own, block), ""])
 
 
-def _line(kind: Mismatch, how: Correction, outcomes: Sequence[Outcome], reference: float) -> str:
-    own = [found for found in outcomes if (found.mismatch, found.correction) == (kind.name, how.name)]
-    counts = Counter(verdict(found, reference) for found in own)
-    said = ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
-    means = [_spread([found.mean(measure) for found in own]) for measure in ("kl", "ess", "grad_norm")]
-    sampled, entropy = (_spread([found.at_the_end(measure) for found in own]) for measure in ("sampled", "entropy"))
-    cells = [kind.title, how.title, _spread([found.final for found in own]), said, sampled, *means, entropy]
-    return f"| {' | '.join(cells)} |"
+def _count(own: Sequence[Outcome], block: Block) -> str:
+    """The number of runs and their time, and the runs that are missing."""
+    made, lacking = {outcome.key for outcome in own}, dict[str, list[str]]()
+    for run in block.runs:
+        if run.key not in made:
+            lacking.setdefault(f"`{run.mismatch.name}-{run.correction.name}`", []).append(str(run.seed))
+    seconds = sum(outcome.seconds for outcome in own)
+    each = f", {seconds / len(own):.0f} each" if own else ""
+    text = f"{len(own)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
+    names = "; ".join(f"{kind} {', '.join(seeds)}" for kind, seeds in lacking.items())
+    return f"{text} Not made yet, with their seeds: {names}." if lacking else text
+
+
+def _lines(own: Sequence[Outcome], block: Block) -> list[str]:
+    """A line for each kind of run, with the mean, the smallest and the largest value of its seeds."""
+    titles = ("mismatch", "correction", "reward of the last weights", "", "over the run", "compared", *_MEANS.values())
+    reference = reference_of(own)
+    lines = [f"| {' | '.join(titles)} | entropy |", "|---" * (len(titles) + 1) + "|"]
+    for kind, how in block.kinds:
+        found = seeds_of(own, kind, how)
+        if not found:
+            continue
+        counts = Counter(verdict(one, reference) for one in found)
+        said = ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
+        means = [_spread([one.mean(measure) for one in found]) for measure in _MEANS]
+        ends, runs = [one.final for one in found], [one.over_the_run for one in found]
+        entropy = _spread([one.at_the_end("entropy") for one in found])
+        cells = [kind.title, how.title, _spread(ends), said, _spread(runs), compared(own, block, kind, how)]
+        lines.append(f"| {' | '.join([*cells, *means, entropy])} |")
+    return lines
+
+
+def seeds_of(outcomes: Iterable[Outcome], kind: Mismatch, how: Correction) -> list[Outcome]:
+    """The outcomes of a kind of run."""
+    return [one for one in outcomes if (one.mismatch, one.correction) == (kind.name, how.name)]
+
+
+def compared(own: Sequence[Outcome], block: Block, kind: Mismatch, how: Correction) -> str:
+    """How a kind of run ended and how fast it learned, beside the kind that it is compared with.
+
+    Empty if a seed of either is missing, or if it is compared with nothing in the block.
+    """
+    other = next((one for at, one in block.kinds if at is kind and one.name == how.against), how)
+    found, others = seeds_of(own, kind, how), seeds_of(own, kind, other)
+    if other is how or not len(found) == len(others) == len(block.seeds):
+        return ""
+    at_end = apart([one.final for one in found], [one.final for one in others])
+    on_way = apart([one.over_the_run for one in found], [one.over_the_run for one in others])
+    words = [("", "better", "worse")[at_end], ("", "faster", "slower")[on_way]]
+    return f"{', '.join(filter(None, words))} than {other.title}" if any(words) else "undecided"
+
+
+def _hard_lines(own: Sequence[Outcome], block: Block) -> list[str]:
+    """A line for each run of the language model, with all its evaluations."""
+    steps = [step for step, _ in own[0].policy] if own else []
+    heads = [f"right at step {step}" for step in steps]
+    titles = ("correction", *heads, "KL: mean", "largest", "gradient norm", "seconds")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    title_of = {how.name: how.title for _, how in block.kinds}
+    for one in own:
+        largest = math.nan if one.largest_kl is None else one.largest_kl
+        rewards = [f"{reward:.1%}" for _, reward in one.policy]
+        numbers = [f"{one.mean('kl'):.3f}", f"{largest:.3f}", f"{one.mean('grad_norm'):.2f}", f"{one.seconds:.0f}"]
+        lines.append(f"| {' | '.join([title_of[one.correction], *rewards, *numbers])} |")
+    return lines
 
 
 def _spread(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return _shown(values[0])
-    return f"{_shown(fmean(values))} ({_shown(min(values))} to {_shown(max(values))})"
+    """Mean, smallest and largest of the values that are numbers; empty if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    if len(finite) == 1:
+        return _shown(finite[0])
+    return f"{_shown(fmean(finite))} ({_shown(min(finite))} to {_shown(max(finite))})"
 
 
 def _shown(value: float) -> str:
-    shown = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+    shown = f"{value:.0f}" if abs(value) >= 10 else f"{value:.3f}" if 0.0005 <= abs(value) < 0.1 else f"{value:.2f}"
     return "0.00" if shown == "-0.00" else shown.replace("-", "−")

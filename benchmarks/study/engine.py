@@ -7,14 +7,15 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.study.settings import POLICY_FILE
-from benchmarks.study.task import CountUp
+from benchmarks.study.settings import POLICY_FILE, WINDOW
+from benchmarks.study.task import LONG, CountOn, CountUp
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs, EngineKind
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
@@ -26,8 +27,7 @@ class StudyEngine:
     """A ``transformers`` model that samples with a mismatch, and an exact copy of the trainer's model to measure.
 
     Its log-probs are of the distribution that it samples from. After every weight sync it appends the expected reward
-    of the trainer's policy to ``policy.jsonl`` in the run's folder. The exact copy answers evaluations, which are
-    greedy.
+    of the trainer's policy to ``policy.jsonl`` in the run's folder.
 
     Args:
         inputs: the run's inputs for an engine.
@@ -44,6 +44,7 @@ class StudyEngine:
         self.exact, self.sampler = TransformersEngine(*made), TransformersEngine(*made)
         self.levels, self.warming = levels, warming
         self._rounded = _linear_weights(self.sampler.model) if levels else set()
+        self._is_long = inputs.config.task.task == CountOn.NAME
         self._file = Path(launch.runs_dir) / launch.run_name / POLICY_FILE
 
     @property
@@ -56,7 +57,10 @@ class StudyEngine:
         self.exact.load_weights(weights, version)
         exact = checkpoint_tensors(self.exact.model).items()
         self.sampler.load_weights(((name, self._held(name, tensor)) for name, tensor in exact), version)
-        row = {"step": version, "reward": expected_reward(self.exact.model)}
+        if self._is_long and version % WINDOW:
+            return
+        reward = sampled_reward(self.exact) if self._is_long else expected_reward(self.exact.model)
+        row = {"step": version, "reward": reward}
         with self._file.open("a" if version else "w", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -64,8 +68,6 @@ class StudyEngine:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
         """Sample with the mismatch; see :class:`RolloutEngine`."""
-        if params.top_k == 1:
-            return self.exact.sample(prompts, params, max_new_tokens, seed)
         warmer = params.temperature * (1 + self.warming) ** self.version
         return self.sampler.sample(prompts, dataclasses.replace(params, temperature=warmer), max_new_tokens, seed)
 
@@ -81,7 +83,7 @@ def round_to_levels(weight: Tensor, levels: int) -> Tensor:
 
 @torch.inference_mode()
 def expected_reward(model: Any) -> float:
-    """The mean reward of a policy at temperature 1 over all hundred problems, computed instead of sampled.
+    """The mean reward of a policy at temperature 1 over all hundred problems of count_up, computed instead of sampled.
 
     The reward is the share of the answer's places before the first mistake. So its expectation is the mean over the
     places of the probability that all places up to there are right: the mean of running products.
@@ -99,6 +101,16 @@ def expected_reward(model: Any) -> float:
     logits = model(input_ids=torch.cat([shown, places[:, :-1]], dim=1)).logits[:, shown.shape[1] - 1 :]
     right = logits.double().softmax(-1).gather(-1, places.unsqueeze(-1)).squeeze(-1)
     return float(((right.cumprod(1) * is_place).sum(1) / is_place.sum(1)).mean())
+
+
+def sampled_reward(exact: TransformersEngine) -> float:
+    """The mean reward of one response at temperature 1 to each of the hundred problems of count_on."""
+    task = CountOn(seed=0)
+    problems = task.problems(0, 100, held_out=True)
+    samples = exact.sample([task.text.encode(one) for one in problems], SamplingParams(), LONG, seed=exact.version)
+    answers = [task.text.decode(sample.token_ids) for sample in samples]
+    pairs = zip(problems, answers, strict=True)
+    return fmean(task.reward(prompt=one.prompt, response=text, label=None, record={}) for one, text in pairs)
 
 
 def _linear_weights(model: Any) -> set[str]:

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.study.results import WINDOW, Outcome
-from benchmarks.study.settings import CORRECTIONS, MISMATCHES, NONE, UNCORRECTED, Correction, Mismatch
+from benchmarks.study.document import seeds_of
+from benchmarks.study.results import Outcome
+from benchmarks.study.settings import (
+    BYPASS,
+    GEO_RS,
+    MAIN,
+    NONE,
+    SEQ_TIS,
+    SEQ_TIS_WEIGHTED,
+    STRONG,
+    TOKEN_TIS,
+    UNCORRECTED,
+    WINDOW,
+    Correction,
+)
 
-_COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:purple", "tab:orange")
+# The lines of the README's picture, and of the measures.
+_COLOURS: Mapping[Correction, str] = {
+    UNCORRECTED: "tab:red",
+    TOKEN_TIS: "tab:blue",
+    GEO_RS: "tab:purple",
+    SEQ_TIS: "tab:green",
+    SEQ_TIS_WEIGHTED: "tab:olive",
+    BYPASS: "tab:orange",
+}
 # Title and scale of an axis.
 _ROWS = {
     "sampled": ("reward of the samples", "linear"),
@@ -23,17 +44,24 @@ _ROWS = {
 Points = Mapping[int, float]
 
 
+def draw_all(outcomes: Iterable[Outcome], folder: Path) -> None:
+    """Draw the figures of the strong mismatches, without an entropy bonus: ``study.png`` and ``study_measures.png``."""
+    own = [one for one in outcomes if one.setting == MAIN.setting.name]
+    draw_rewards(own, folder / "study.png")
+    draw_measures(own, folder / "study_measures.png")
+
+
 def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
     """Draw the rewards of the trainer's policy, with an axis for each mismatch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.9), layout="constrained")
-    axes = figure.subplots(1, len(MISMATCHES), sharey=True)
-    for axis, kind in zip(axes, MISMATCHES, strict=True):
-        reference = _of(outcomes, NONE, UNCORRECTED)
-        _draw(axis, [dict(found.policy) for found in reference], "0.6", NONE.title, linestyle="--")
-        for how, colour in _coloured():
-            _draw(axis, [dict(found.policy) for found in _of(outcomes, kind, how)], colour, how.title)
+    axes = figure.subplots(1, len(STRONG), sharey=True)
+    reference = [dict(found.policy) for found in seeds_of(outcomes, NONE, UNCORRECTED)]
+    for axis, kind in zip(axes, STRONG, strict=True):
+        _draw(axis, reference, "0.6", NONE.title, linestyle="--")
+        for how, colour in _COLOURS.items():
+            _draw(axis, [dict(found.policy) for found in seeds_of(outcomes, kind, how)], colour, how.title)
         axis.set_title(kind.title)
         axis.set_ylim(-0.02, 1.02)
     axes[0].set_ylabel("reward of the trainer's policy")
@@ -45,15 +73,15 @@ def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 13.5), layout="constrained")
-    grid = figure.subplots(len(_ROWS), len(MISMATCHES), sharey="row")
+    grid = figure.subplots(len(_ROWS), len(STRONG), sharey="row")
     for (measure, (title, scale)), axes in zip(_ROWS.items(), grid, strict=True):
-        for axis, kind in zip(axes, MISMATCHES, strict=True):
-            for how, colour in _coloured():
-                own = [_points(found.curves[measure]) for found in _of(outcomes, kind, how)]
+        for axis, kind in zip(axes, STRONG, strict=True):
+            for how, colour in _COLOURS.items():
+                own = [_points(found.curves[measure]) for found in seeds_of(outcomes, kind, how)]
                 _draw(axis, own, colour, how.title)
             axis.set_yscale(scale, **({"linthresh": 0.1} if scale == "symlog" else {}))
         axes[0].set_ylabel(title)
-    for axis, kind in zip(grid[0], MISMATCHES, strict=True):
+    for axis, kind in zip(grid[0], STRONG, strict=True):
         axis.set_title(kind.title)
     _finish(figure, list(grid.flat), picture)
 
@@ -65,19 +93,11 @@ def _finish(figure: Any, axes: list[Any], picture: Path) -> None:
     from PIL import Image
 
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=90)
     # Few colours make the file a third as large.
     Image.open(drawn).convert("RGB").quantize(128).save(picture, optimize=True)
-
-
-def _coloured() -> list[tuple[Correction, str]]:
-    return list(zip((UNCORRECTED, *CORRECTIONS), _COLOURS, strict=True))
-
-
-def _of(outcomes: Sequence[Outcome], kind: Mismatch, how: Correction) -> list[Outcome]:
-    return [found for found in outcomes if (found.mismatch, found.correction) == (kind.name, how.name)]
 
 
 def _points(values: Sequence[float | None]) -> Points:
@@ -86,6 +106,8 @@ def _points(values: Sequence[float | None]) -> Points:
 
 
 def _draw(axis: Any, curves: Sequence[Points], colour: str, label: str, linestyle: str = "-") -> None:
+    if not curves:
+        return
     steps = sorted({step for curve in curves for step in curve})
     at = [[curve[step] for curve in curves if step in curve] for step in steps]
     marker = "o" if len(steps) < WINDOW else None

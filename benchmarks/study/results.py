@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.study.queue import StudyError, finished
-from benchmarks.study.settings import COLLAPSE_SHARE, DEGRADED_BY, NONE, POLICY_FILE, Run
+from benchmarks.study.settings import APART_BY, COLLAPSE_SHARE, DEGRADED_BY, NONE, POLICY_FILE, WINDOW, Run
 
 Row = Mapping[str, float]
-# Optimizer steps of one point of a curve.
-WINDOW = 10
-MEASURES = ("sampled", "kl", "ess", "grad_norm", "entropy")
-_NAMES = {"sampled": "reward/mean", "grad_norm": "grad_norm", "entropy": "policy/entropy"}
+# Measures of the curves, with their names in a run's metrics; ``ess`` is computed.
+_NAMES = {
+    "sampled": "reward/mean",
+    "kl": "rollout_corr/kl",
+    "k3": "rollout_corr/k3_kl",
+    "rejected": "rollout_corr/rollout_rs_masked_fraction",
+    "length": "rollout/response_length",
+    "grad_norm": "grad_norm",
+    "entropy": "policy/entropy",
+}
+MEASURES = (*_NAMES, "ess")
 _DIGITS = 4
 
 
@@ -25,22 +32,41 @@ class Outcome:
     """The measurements of one run.
 
     Attributes:
+        setting: name of its setting.
         mismatch: name of the engine's mismatch.
         correction: name of the trainer's correction.
         seed: the run's seed.
-        seconds: processor time.
+        flags: the launcher's flags.
+        commit: the commit whose code made it; with "typed" for numbers that were typed by hand.
+        seconds: processor time, user's and system's, of the run and all its processes.
         error: the error that ended it before its last step, or None.
-        policy: (step, reward of the trainer's policy), for steps that ``WINDOW`` divides or that were evaluated.
-        curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value.
+        policy: (step, reward of the trainer's policy), at least ``WINDOW`` steps apart, and of the last weights.
+        curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value. Runs of
+            the first edition lack some measures.
+        largest_kl: the largest KL of a step, or None without a finite value.
     """
 
+    setting: str
     mismatch: str
     correction: str
     seed: int
+    flags: str
+    commit: str
     seconds: float
     error: str | None
     policy: list[tuple[int, float]]
-    curves: dict[str, list[float | None]]
+    curves: dict[str, list[float | None]] = field(repr=False)
+    largest_kl: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """The key of its run."""
+        return self.setting, self.mismatch, self.correction, self.seed
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether its numbers were typed by hand, from a run that had no data file."""
+        return self.commit.endswith("typed")
 
     @property
     def final(self) -> float:
@@ -52,24 +78,21 @@ class Outcome:
         """Largest reward of all measured weights."""
         return max(reward for _, reward in self.policy)
 
+    @property
+    def over_the_run(self) -> float:
+        """Mean reward over the steps, on straight lines between the measurements."""
+        areas = [(to - since) * (begin + end) / 2 for (since, begin), (to, end) in pairwise(self.policy)]
+        return sum(areas) / self.policy[-1][0] if areas else self.final
+
     def mean(self, measure: str) -> float:
         """Mean over the whole run; NaN without a finite value."""
-        finite = [value for value in self.curves[measure] if value is not None]
+        finite = [value for value in self.curves.get(measure, ()) if value is not None]
         return fmean(finite) if finite else math.nan
 
     def at_the_end(self, measure: str) -> float:
         """Mean of the last window; NaN without a finite value."""
-        last = self.curves[measure][-1]
+        *_, last = self.curves.get(measure) or [None]
         return math.nan if last is None else last
-
-
-def gather(runs: Sequence[Run], folder: Path) -> list[Outcome]:
-    """The outcomes of finished runs.
-
-    Raises:
-        StudyError: a run is not finished, or ended before its first step.
-    """
-    return [_outcome(run, folder) for run in runs]
 
 
 def verdict(outcome: Outcome, reference: float) -> str:
@@ -85,51 +108,59 @@ def verdict(outcome: Outcome, reference: float) -> str:
 
 
 def reference_of(outcomes: Iterable[Outcome]) -> float:
-    """The mean final reward of the runs without mismatch."""
-    return fmean(outcome.final for outcome in outcomes if outcome.mismatch == NONE.name)
+    """The mean final reward of the runs without mismatch; NaN if there are none."""
+    found = [outcome.final for outcome in outcomes if outcome.mismatch == NONE.name]
+    return fmean(found) if found else math.nan
+
+
+def apart(own: Sequence[float], others: Sequence[float]) -> int:
+    """1 if the smallest of ``own`` is above the largest of ``others`` by ``APART_BY``, -1 the other way, else 0."""
+    above, below = min(own) - max(others), min(others) - max(own)
+    return int(above >= APART_BY) - int(below >= APART_BY)
 
 
 def write(outcomes: Iterable[Outcome], path: Path) -> None:
     """Write outcomes as JSON, a line a run."""
-    lines = ",\n".join(json.dumps(asdict(outcome), ensure_ascii=False) for outcome in outcomes)
+    lines = ",\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in sorted(outcomes, key=lambda one: one.key))
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def read(path: Path) -> list[Outcome]:
-    """The outcomes in a file of ``write``."""
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    """The outcomes in a file of ``write``; none if there is no file."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     return [Outcome(**row | {"policy": [(int(step), reward) for step, reward in row["policy"]]}) for row in rows]
 
 
-def _outcome(run: Run, folder: Path) -> Outcome:
-    done = finished(run, folder)
-    if done is None:
-        raise StudyError(f"{folder / run.name} is not finished: start the study again")
-    rows = _rows(folder / run.name / "metrics.jsonl")
+def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | None) -> Outcome | None:
+    """The outcome of a run from the files in its folder; None if it ended before its first step."""
+    rows = _rows(folder / "metrics.jsonl")
     steps = [row for row in rows if "grad_norm" in row]
-    if not steps:
-        raise StudyError(f"{folder / run.name} ended before its first step ({done.error}): repair that and remove it")
-    return Outcome(
-        run.mismatch.name,
-        run.correction.name,
-        run.seed,
-        done.seconds,
-        done.error,
-        _policy(folder / run.name, rows),
-        {measure: _curve(steps, measure) for measure in MEASURES},
-    )
+    policy = _policy(folder, rows)
+    if not steps or not policy:
+        return None
+    curves = {measure: _curve(steps, measure) for measure in MEASURES}
+    kls = [value for row in steps if math.isfinite(value := _value(row, "kl"))]
+    largest = _short(max(kls)) if kls else None
+    return Outcome(*run.key, " ".join(run.flags), commit, seconds, error, policy, curves, largest)
 
 
 def _policy(folder: Path, rows: Iterable[Row]) -> list[tuple[int, float]]:
-    """The study engine's measurements of the policy; for another engine its greedy evaluations."""
-    if not (folder / POLICY_FILE).is_file():
-        return [(int(row["step"]), _short(row["eval/reward"])) for row in rows if "eval/reward" in row]
-    measured = ((int(row["step"]), _short(row["reward"])) for row in _rows(folder / POLICY_FILE))
-    return [(step, reward) for step, reward in measured if step % WINDOW == 0]
+    """The study engine's measurements of the policy; for another engine its evaluations."""
+    if (folder / POLICY_FILE).is_file():
+        found = [(int(row["step"]), _short(row["reward"])) for row in _rows(folder / POLICY_FILE)]
+    else:
+        found = [(int(row["step"]), _short(row["eval/reward"])) for row in rows if "eval/reward" in row]
+    kept: list[tuple[int, float]] = []
+    for step, reward in found:
+        if kept and step == kept[-1][0]:
+            continue
+        if not kept or step >= kept[-1][0] + WINDOW or (step, reward) == found[-1]:
+            kept.append((step, reward))
+    return kept
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _curve(rows: Sequence[Row], measure: str) -> list[float | None]:
@@ -142,8 +173,6 @@ def _value(row: Row, measure: str) -> float:
     if measure in _NAMES:
         return row.get(_NAMES[measure], math.nan)
     kl, k3, chi2 = (row.get(f"rollout_corr/{name}", math.nan) for name in ("kl", "k3_kl", "chi2_token"))
-    if measure == "kl":
-        return kl
     # (mean ρ)² / mean ρ² of the tokens, before any bound; k3 is ρ − 1 − log ρ, so the mean of ρ is 1 + k3 − kl.
     return (1 + k3 - kl) ** 2 / (1 + chi2)
 

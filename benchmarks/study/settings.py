@@ -1,22 +1,39 @@
-"""The runs of the study and the verdicts on them, fixed before the first run was started.
+"""The design of the study: its runs, in blocks, and the verdicts on them. docs/study.md gives the reasons.
 
-The strength of each mismatch was chosen with uncorrected runs of the seeds 101 and 102; see docs/study.md. Nothing that
-``all_runs`` gives was changed after a run of ``SEEDS``.
+It was committed before the first run of ``SEEDS``. Strengths of mismatches were chosen with the seeds 101 and 102.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CONFIG, HARD_CONFIG = (f"configs/study/{name}.yaml" for name in ("count_up", "smollm2"))
 SEEDS = (1, 2, 3)
 # The engine's measurements of the trainer's policy, in a run's folder.
 POLICY_FILE = "policy.jsonl"
+# Optimizer steps of one point of a curve.
+WINDOW = 10
 # Exit code of a run that a training error ended, which is a result.
 GAVE_UP = 3
+
+# The verdict on a run, by the expected reward of the trainer's policy at temperature 1:
+# collapsed if its last weights have less than this share of its best reward, or an error ended it;
+COLLAPSE_SHARE = 0.5
+# else degraded if they have this much less than the mean of the runs without mismatch; else sound.
+DEGRADED_BY = 0.1
+# The verdict on two kinds of run: better if the worst seed of one is this much above the best seed of the other.
+APART_BY = 0.02
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task and its training: the flags that all runs of a block have in common."""
+
+    name: str  # in folders and files
+    flags: tuple[str, ...]  # the launch file comes first
 
 
 @dataclass(frozen=True)
@@ -24,7 +41,7 @@ class Mismatch:
     """A difference of the engine from the trainer.
 
     Attributes:
-        name: name in folders and files.
+        name: name in folders, files and of the engine.
         title: title in pictures and tables.
         levels: levels of the engine's weights, see ``StudyEngine``; 0: exact weights.
         warming: growth of the engine's temperature, see ``StudyEngine``.
@@ -40,117 +57,181 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction by the trainer.
+    """A correction by the trainer, with its baseline.
 
     Attributes:
         name: name in folders and files.
         title: title in pictures and tables.
         flags: flags of the launcher.
+        against: name of the correction that it is compared with.
     """
 
     name: str
     title: str
     flags: tuple[str, ...]
+    against: str = "uncorrected"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the study.
+    """One run of the study."""
 
-    Attributes:
-        mismatch: the engine's mismatch.
-        correction: the trainer's correction.
-        seed: seed of weights, prompts and sampling.
-        setting: flags of the launcher for the task and the engine.
-    """
-
+    setting: Setting
     mismatch: Mismatch
     correction: Correction
-    seed: int
-    setting: tuple[str, ...]
+    seed: int  # of weights, prompts and sampling
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Its place in the data."""
+        return self.setting.name, self.mismatch.name, self.correction.name, self.seed
 
     @property
     def name(self) -> str:
         """Name of its folder."""
-        return f"{self.mismatch.name}-{self.correction.name}-{self.seed}"
+        return "-".join(map(str, self.key))
 
     @property
     def flags(self) -> list[str]:
         """Flags of the launcher, except those of the run's folder."""
-        config, *others = self.setting
-        return [config, f"--seed={self.seed}", *others, *self.mismatch.flags, *self.correction.flags]
+        return [*self.setting.flags, f"--seed={self.seed}", *self.mismatch.flags, *self.correction.flags]
 
 
-NONE = Mismatch("none", "no mismatch")
-MISMATCHES = (
-    Mismatch("rounding", "weights rounded to −1, 0, 1", levels=1),
-    Mismatch("staleness", "weights up to 50 steps old", flags=("--rollout-staleness=50",)),
-    Mismatch("temperature", "temperature 1 % higher every step", warming=0.01),
+@dataclass(frozen=True)
+class Block:
+    """Runs that are made and shown together: each kind with each seed.
+
+    Attributes:
+        name: name on the command line and in the page.
+        setting: setting of all its runs.
+        kinds: pairs of mismatch and correction, in the order of the table.
+        seeds: seeds of each kind.
+    """
+
+    name: str
+    setting: Setting
+    kinds: tuple[tuple[Mismatch, Correction], ...]
+    seeds: tuple[int, ...] = SEEDS
+
+    @property
+    def runs(self) -> list[Run]:
+        """Its runs, one seed after the other, so that a part of them is complete for its seeds."""
+        return [Run(self.setting, *kind, seed) for seed in self.seeds for kind in self.kinds]
+
+
+def _engine(name: str, title: str, levels: int = 0, warming: float = 0.0, staleness: int = 0) -> Mismatch:
+    """A mismatch that ``StudyEngine`` makes, or the launcher's flag for old weights."""
+    # Evaluations, every 50 steps by the launch file, need an interval that the staleness divides.
+    old = (f"--rollout-staleness={staleness}",) if staleness else ()
+    if staleness and 50 % staleness:
+        old = (*old, "--eval-interval=100")
+    return Mismatch(name, title, levels, warming, (f"--rollout-engine=study-{name}", *old))
+
+
+COUNT_UP = Setting("count_up", ("--config=configs/study/count_up.yaml", "--grpo-entropy-term-weight=0"))
+# With the entropy bonus of the default task.
+BONUS = Setting("bonus", ("--config=configs/study/count_up.yaml",))
+COUNT_ON = Setting("count_on", ("--config=configs/study/count_on.yaml",))
+SMOLLM2 = Setting("smollm2", ("--config=configs/study/smollm2.yaml",))
+
+NONE = _engine("none", "no mismatch")
+STRONG = (
+    _engine("rounding", "weights rounded to −1, 0, 1", levels=1),
+    _engine("staleness", "weights up to 50 steps old", staleness=50),
+    _engine("temperature", "temperature 1 % higher every step", warming=0.01),
 )
+REALISTIC = (
+    _engine("rounding_mild", "weights rounded to 3 values on each side of 0", levels=3),
+    _engine("staleness_mild", "weights up to 4 steps old", staleness=4),
+    _engine("temperature_mild", "temperature 0.4 % higher every step", warming=0.004),
+)
+LONG = _engine("rounding_long", "weights rounded to 4 values on each side of 0", levels=4)
+ENGINES = (NONE, *STRONG, *REALISTIC, LONG)
+OLD = Mismatch("old", "weights up to 8 steps old")
+
+
+def _preset(name: str, title: str, preset: str, *others: str, against: str = "uncorrected") -> Correction:
+    return Correction(name, title, (f"--rollout-correction-preset={preset}", *others), against)
+
 
 # The trainer scores the tokens and clips π_θ/π_old, as if it had sampled them; weights are only measured.
-UNCORRECTED = Correction("uncorrected", "without correction", ("--rollout-correction-preset=disabled",))
-CORRECTIONS = (
-    Correction("token_tis", "token TIS", ("--rollout-correction-preset=decoupled_token_is",)),
-    Correction("seq_tis", "sequence TIS", ("--rollout-correction-preset=decoupled_seq_is",)),
-    # Published bounds are for means over thousands of tokens; means of at most ten tokens vary far more.
-    Correction(
-        "geo_rs_token_tis",
-        "geometric rejection, token TIS",
-        ("--rollout-correction-preset=decoupled_geo_rs_token_tis", "--rollout-rs-threshold=0.5_2.0"),
+UNCORRECTED = _preset("uncorrected", "without correction", "disabled")
+TOKEN_TIS = _preset("token_tis", "token TIS", "decoupled_token_is")
+TOKEN_TIS_NORM = _preset(
+    "token_tis_norm",
+    "token TIS, batch normalisation",
+    "decoupled_token_is",
+    "--rollout-is-batch-normalize",
+    against="token_tis",
+)
+ICEPOP = _preset("icepop", "IcePop", "decoupled_token_icepop")
+SEQ_TIS = _preset("seq_tis", "sequence TIS", "decoupled_seq_is")
+SEQ_TIS_10, SEQ_IS = (
+    _preset(name, title, "decoupled_seq_is", f"--rollout-is-threshold={bound}", against="seq_tis")
+    for name, title, bound in (
+        ("seq_tis_10", "sequence TIS, bound 10", "10"),
+        ("seq_is", "sequence weights without a bound", "1e8"),
+    )
+)
+SEQ_RS = _preset("seq_rs", "sequence TIS, sequence rejection", "decoupled_seq_is_rs")
+BYPASS = _preset("bypass", "bypass, PPO-clip", "bypass_ppo_clip")
+BYPASS_PG = _preset("bypass_pg", "bypass, policy gradient", "bypass_pg_is")
+
+
+def _geometric(name: str, title: str, bounds: str, against: str = "uncorrected") -> Correction:
+    preset = "decoupled_geo_rs_token_tis"
+    return _preset(name, title, preset, f"--rollout-rs-threshold={bounds}", against=against)
+
+
+# The published bounds are for means over thousands of tokens; means of at most ten tokens vary far more.
+GEO_RS = _geometric("geo_rs_token_tis", "geometric rejection, token TIS", "0.5_2.0")
+GEO_RS_PUBLISHED = _geometric("geo_rs_published", "geometric rejection at 0.999 to 1.001, token TIS", "0.999_1.001")
+GEO_RS_GROWN = _geometric("geo_rs_grown", "geometric rejection at bounds for the length, token TIS", "0.95_1.02")
+
+
+def _with_baseline(how: Correction, name: str, title: str, *flags: str) -> Correction:
+    return Correction(f"{how.name}_{name}", f"{how.title}, {title}", (*how.flags, *flags), against=how.name)
+
+
+def _baselines(how: Correction) -> tuple[Correction, ...]:
+    """A correction with the group's mean as its baseline, and with the three others."""
+    return (
+        how,
+        _with_baseline(how, "no_std", "group mean without std", "--advantage-estimator=grpo-no-std"),
+        _with_baseline(how, "weighted", "weighted baseline", "--advantage-baseline=weighted"),
+        _with_baseline(how, "remax", "ReMax", "--advantage-estimator=remax"),
+    )
+
+
+SEQ_TIS_WEIGHTED = _baselines(SEQ_TIS)[2]
+_DECOUPLED = (TOKEN_TIS, TOKEN_TIS_NORM, ICEPOP, GEO_RS, SEQ_TIS, SEQ_TIS_10, SEQ_IS, SEQ_RS)
+_REFERENCE = ((NONE, UNCORRECTED),)
+MAIN = Block("main", COUNT_UP, (*_REFERENCE, *itertools.product(STRONG, (UNCORRECTED, *_DECOUPLED, BYPASS, BYPASS_PG))))
+BASELINES = Block(
+    "baselines",
+    COUNT_UP,
+    (
+        *_REFERENCE,
+        *itertools.product(STRONG, _baselines(SEQ_TIS)),
+        *((STRONG[-1], how) for how in _baselines(TOKEN_TIS)),
     ),
-    Correction("bypass", "bypass, PPO-clip", ("--rollout-correction-preset=bypass_ppo_clip",)),
 )
-
-# Both, with group baselines that estimate the mean reward of the trainer's policy instead of the engine's.
-WEIGHTED = tuple(
-    Correction(f"{how.name}_weighted", f"{how.title}, weighted baseline", (*how.flags, "--advantage-baseline=weighted"))
-    for how in CORRECTIONS[:2]
+LONG_RESPONSES = Block(
+    "long",
+    COUNT_ON,
+    (*_REFERENCE, *((LONG, how) for how in (UNCORRECTED, TOKEN_TIS, SEQ_TIS, GEO_RS_PUBLISHED, GEO_RS_GROWN))),
 )
-
-# The verdict on a run, by the expected reward of the trainer's policy at temperature 1:
-# collapsed if its last weights have less than this share of its best reward, or an error ended it;
-COLLAPSE_SHARE = 0.5
-# else degraded if they have this much less than the mean of the runs without mismatch; else sound.
-DEGRADED_BY = 0.1
-
-
-def all_runs() -> Iterator[Run]:
-    """The 45 runs, one seed after the other, and for comparison 3 without mismatch."""
-    for seed in SEEDS:
-        yield _run(NONE, UNCORRECTED, seed)
-        for mismatch in MISMATCHES:
-            for correction in (UNCORRECTED, *CORRECTIONS):
-                yield _run(mismatch, correction, seed)
+REALISTIC_STRENGTH = Block(
+    "realistic", COUNT_UP, (*_REFERENCE, *itertools.product(REALISTIC, (UNCORRECTED, TOKEN_TIS, SEQ_TIS, BYPASS)))
+)
+WITH_BONUS = Block(
+    "bonus", BONUS, (*_REFERENCE, *itertools.product(STRONG, (UNCORRECTED, TOKEN_TIS, SEQ_TIS, GEO_RS, BYPASS)))
+)
+# In the order in which they are made.
+BLOCKS = {block.name: block for block in (MAIN, BASELINES, LONG_RESPONSES, REALISTIC_STRENGTH, WITH_BONUS)}
+HARD = Block("hard", SMOLLM2, tuple((OLD, how) for how in (UNCORRECTED, TOKEN_TIS, BYPASS)), SEEDS[:1])
 
 
-def runs_without_entropy() -> Iterator[Run]:
-    """One seed of each run without the default task's entropy bonus; added after the other runs were seen."""
-    for run in all_runs():
-        if run.seed == SEEDS[0]:
-            yield replace(run, setting=(*run.setting, "--grpo-entropy-term-weight=0"))
-
-
-def runs_of_baselines() -> Iterator[Run]:
-    """27 runs without the entropy bonus: sequence TIS and token TIS with two baselines, and 3 without mismatch."""
-    token, sequence = zip(CORRECTIONS[:2], WEIGHTED, strict=True)
-    for seed in SEEDS:
-        kinds = [(NONE, UNCORRECTED), *((mismatch, how) for mismatch in MISMATCHES for how in sequence)]
-        for mismatch, how in [*kinds, *((MISMATCHES[-1], how) for how in token)]:
-            run = _run(mismatch, how, seed)
-            yield replace(run, setting=(*run.setting, "--grpo-entropy-term-weight=0"))
-
-
-def hard_runs(model: Path) -> Iterator[Run]:
-    """Three runs of a language model, one seed.
-
-    Args:
-        model: its Hugging Face directory.
-    """
-    old = Mismatch("smollm2", "weights up to 8 steps old")
-    for correction in (UNCORRECTED, CORRECTIONS[0], CORRECTIONS[-1]):
-        yield Run(old, correction, SEEDS[0], (f"--config={HARD_CONFIG}", f"--load-hf={model}"))
-
-
-def _run(mismatch: Mismatch, correction: Correction, seed: int) -> Run:
-    return Run(mismatch, correction, seed, (f"--config={CONFIG}", f"--rollout-engine=study-{mismatch.name}"))
+def runs_of(blocks: Iterable[Block]) -> Iterator[Run]:
+    """The runs of some blocks, each once."""
+    yield from {run.key: run for block in blocks for run in block.runs}.values()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.study.engine import register
-from benchmarks.study.settings import GAVE_UP, MISMATCHES, NONE
+from benchmarks.study.settings import ENGINES, GAVE_UP
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.measures import shift
 
@@ -16,7 +16,7 @@ USAGE_ERROR, STOPPED = 2, 4
 def main(words: Sequence[str]) -> None:
     """Train one run; end the process with 2 for flags that cannot work, and with 3 if training failed."""
     # Before the launcher's parser is loaded, which lists the engines.
-    for mismatch in (NONE, *MISMATCHES):
+    for mismatch in ENGINES:
         register(f"study-{mismatch.name}", levels=mismatch.levels, warming=mismatch.warming)
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings

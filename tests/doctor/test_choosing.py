@@ -104,7 +104,7 @@ def test_rewards_are_the_studys():
             last = [
                 run["policy"][-1][1]
                 for run in runs
-                if (run["mismatch"], run["correction"]) == (mismatch, corrections[correction])
+                if (run["setting"], run["mismatch"], run["correction"]) == ("bonus", mismatch, corrections[correction])
             ]
             assert len(last) == 3
             assert f"{mean(last):.2f}" == reward
