@@ -227,8 +227,31 @@ REALISTIC_STRENGTH = Block(
 WITH_BONUS = Block(
     "bonus", BONUS, (*_REFERENCE, *itertools.product(STRONG, (UNCORRECTED, TOKEN_TIS, SEQ_TIS, GEO_RS, BYPASS)))
 )
+# One run each of the methods that were published in 2026, with their own numbers or the objective's defaults.
+_OBJECTIVES = {
+    "dppo_tv": "DPPO, difference of probabilities",
+    "dppo_kl": "DPPO, KL of two events",
+    "cppo": "CPPO",
+    "sapo": "SAPO",
+    "gmpo": "GMPO",
+}
+_OF_2026 = (
+    _preset("kpop", "KPop, token TIS", "decoupled_token_kpop"),
+    _preset("prefix", "weights of prefixes", "decoupled_prefix_is"),
+    _preset("min_prefix", "MinPRO weights", "decoupled_min_prefix_is"),
+    _preset("min_prefix_pg", "bypass, policy gradient, MinPRO weights", "bypass_pg_min_prefix_is"),
+    _preset("seq_mask_tis", "MLPerf's reference", "seq_mask_tis"),
+    _preset("ess_rate", "sequence TIS, learning rate by ESS", "decoupled_seq_is", "--lr-ess-scaling=sqrt"),
+    *(
+        _preset(f"bypass_{name}", f"bypass, {title}", "bypass_ppo_clip", f"--loss-type={name}")
+        for name, title in _OBJECTIVES.items()
+    ),
+)
+PUBLISHED = Block(
+    "published", COUNT_UP, (*_REFERENCE, *((STRONG[-1], how) for how in (UNCORRECTED, *_OF_2026))), SEEDS[:1]
+)
 # In the order in which they are made.
-BLOCKS = {block.name: block for block in (MAIN, BASELINES, LONG_RESPONSES, REALISTIC_STRENGTH, WITH_BONUS)}
+BLOCKS = {block.name: block for block in (MAIN, BASELINES, LONG_RESPONSES, REALISTIC_STRENGTH, WITH_BONUS, PUBLISHED)}
 HARD = Block("hard", SMOLLM2, tuple((OLD, how) for how in (UNCORRECTED, TOKEN_TIS, BYPASS)), SEEDS[:1])
 
 
