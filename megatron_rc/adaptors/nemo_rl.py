@@ -49,8 +49,8 @@ class CorrectedLoss:
         tokens += ["bad_log_probs='reject_token'"] * (config.bad_log_probs == "reject_token")
         if tokens and not self.by_token:
             raise ValueError(
-                f"{tokens[0]} rejects single tokens or turns, and token_level_loss=False divides by each sequence's remaining "
-                "tokens: use a criterion of sequences, or token_level_loss=True"
+                f"{tokens[0]} rejects single tokens or turns, and token_level_loss=False divides by each sequence's "
+                "remaining tokens: use a criterion of sequences, or token_level_loss=True"
             )
         self.loss_fn = loss_fn
         self.config = config
