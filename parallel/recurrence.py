@@ -16,7 +16,7 @@ from megatron_rc.parallel.layout import SequenceLayout
 
 
 class Algebra(NamedTuple):
-    """The two operations of a recurrence; ``join`` distributes from ``scale``, as sums do from products.
+    """The two operations of a recurrence; ``scale`` distributes over ``join``, as products over sums.
 
     ``scale(nothing, x)`` is ``nothing`` and ``join(nothing, x)`` is x; ``scale(same, x)`` is x.
     """

@@ -307,6 +307,11 @@ class Presets:
     # Bypass mode, with numbers of its own.
 
     @classmethod
+    def _no_weights(cls: type[C], *, release: str = NEWEST) -> C:
+        _check_release(release)
+        return cls(rollout_is=None)
+
+    @classmethod
     def bypass_ppo_clip(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
         """PPO clips π_θ / π_rollout, and this is the correction; no weights. The fastest, for a small mismatch.
 
@@ -376,6 +381,39 @@ class Presets:
         "reinforce", decoupled_geo_rs_token_tis, "``bypass_pg_geo_rs`` with token weights: less variance, more bias."
     )
 
+    # Other objectives whose ratio π_θ / π_rollout is the correction; their bounds are fields of the loss.
+
+    bypass_dppo_tv = _bypass(
+        "dppo_tv",
+        _no_weights,
+        "DPPO bounds π_θ - π_rollout of each token; no weights.",
+        'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"',
+    )
+    bypass_dppo_kl = _bypass(
+        "dppo_kl",
+        _no_weights,
+        "DPPO bounds the KL of each token's two events; no weights.",
+        'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"',
+    )
+    bypass_cppo = _bypass(
+        "cppo",
+        _no_weights,
+        "CPPO bounds the differences of a token and of the tokens before it; no weights.",
+        'Mao et al. 2026, "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning"',
+    )
+    bypass_sapo = _bypass(
+        "sapo",
+        _no_weights,
+        "SAPO dampens π_θ / π_rollout by a sigmoid; no weights.",
+        'Gao et al. 2025, "Soft Adaptive Policy Optimization"',
+    )
+    bypass_gmpo = _bypass(
+        "gmpo",
+        _no_weights,
+        "GMPO takes the geometric mean of the clipped ratios; no weights.",
+        'Zhao et al. 2025, "Geometric-Mean Policy Optimization"',
+    )
+
     # Other names of presets, with the name's origin.
 
     token_is = _alias(decoupled_token_is, "from the first release with presets")
@@ -392,7 +430,9 @@ class Presets:
     pg_geo_rs_seq_tis = _alias(bypass_pg_geo_rs_seq_tis, "verl's spelling at the end of 2025")
 
 
-PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
+PRESETS = tuple(
+    name for name, value in vars(Presets).items() if isinstance(value, classmethod) and not name.startswith("_")
+)
 
 
 def _check_release(release: str) -> None:

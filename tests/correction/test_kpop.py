@@ -1,4 +1,4 @@
-"""KPop: the larger KL of "this token" and "another one", against its formula with sixty digits; what it rejects."""
+"""KPop: the larger KL of "this token" and "another one", against its formula with forty digits; what it rejects."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ KPOP = RolloutCorrectionConfig.decoupled_token_kpop()
 def formula(log_p, log_q):
     """max(D(p‖q), D(q‖p)) of two log-probs below log(1 - 1e-8)."""
     with localcontext() as context:
-        context.prec = 60
+        context.prec = 40
         p, q = Decimal(log_p).exp(), Decimal(log_q).exp()
         this, other = (p / q).ln(), ((1 - p) / (1 - q)).ln()
         return float(max(p * this + (1 - p) * other, -q * this - (1 - q) * other))
@@ -30,7 +30,7 @@ def tensors(pairs):
 
 def test_it_is_its_formula_however_certain_or_rare_the_token_is():
     logs = [math.log1p(p - 1) if p > 0.5 else math.log(p) for p in PROBABILITIES]
-    pairs = [(a * (1 + near), b) for a, b in itertools.product(logs, logs) for near in (0.0, 1e-3)]
+    pairs = [(a * (1 + near), b) for a, b in itertools.combinations_with_replacement(logs, 2) for near in (0.0, 1e-3)]
     want = torch.tensor([formula(*pair) for pair in pairs], dtype=torch.float64)
     assert want.min() == 0
     assert want.max() > 30
