@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.study.document import seeds_of
 from benchmarks.study.results import Outcome
 from benchmarks.study.settings import (
+    BONUS,
     BYPASS,
     GEO_RS,
     MAIN,
@@ -44,15 +45,17 @@ _ROWS = {
 Points = Mapping[int, float]
 
 
-def draw_all(outcomes: Iterable[Outcome], folder: Path) -> None:
-    """Draw the figures of the strong mismatches, without an entropy bonus: ``study.png`` and ``study_measures.png``."""
-    own = [one for one in outcomes if one.setting == MAIN.setting.name]
-    draw_rewards(own, folder / "study.png")
-    draw_measures(own, folder / "study_measures.png")
+def draw_all(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """Draw the figures of the strong mismatches, without an entropy bonus and with it."""
+    names = {MAIN.setting.name: "study", BONUS.name: "study_bonus"}
+    for setting, name in names.items():
+        own = [one for one in outcomes if one.setting == setting]
+        draw_rewards(own, folder / f"{name}.png")
+        draw_measures(own, folder / f"{name}_measures.png")
 
 
 def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
-    """Draw the rewards of the trainer's policy, with an axis for each mismatch."""
+    """Draw the rewards of the trainer's policy, with an axis for each strong mismatch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.9), layout="constrained")
