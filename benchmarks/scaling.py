@@ -98,12 +98,13 @@ def rejection(names: str, threshold: str) -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """The fields of the correction that sends the most: all criteria at once."""
-    bounded = [criterion for criterion in CRITERIA.values() if criterion.bounds.takes_threshold]
+    """The fields of the correction that sends the most: all criteria at once, but for those on turns."""
+    criteria = {name: criterion for name, criterion in CRITERIA.items() if criterion.unit != "turn"}
+    bounded = [criterion for criterion in criteria.values() if criterion.bounds.takes_threshold]
     bounds = ["0.5_2" if criterion.bounds.on_ratio else "0.1" for criterion in bounded]
     fields = {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_token_veto_threshold": 1e-4}
     scope = {"rollout_is_batch_normalize": True, "rollout_is_batch_normalize_scope": "accepted"}
-    return {**fields, **scope, **rejection(",".join(CRITERIA), ",".join(bounds))}
+    return {**fields, **scope, **rejection(",".join(criteria), ",".join(bounds))}
 
 
 BYPASS = {"bypass_mode": True, "loss_type": "reinforce"}

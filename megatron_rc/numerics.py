@@ -1,4 +1,4 @@
-"""Numbers that every part agrees on: which log-probs can be used, the limits of exp, and the divergences k1, k2, k3.
+"""Numbers that every part agrees on: usable log-probs, the limits of exp, and divergences of two log-probs.
 
 ``docs/design.md`` begins with the words and symbols that are used here.
 """
@@ -15,6 +15,7 @@ MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1
 NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, id · 2³² and more, is exact in float64
 EXP_LIMIT = 20.0  # a ratio is exp(clamp(x, ±20))
 UNTRUNCATED = math.exp(EXP_LIMIT)  # no weight lies above this: truncation here is no truncation
+CERTAIN = 1e-8  # 1 - p of a token is at least this; float32 log-probs cannot say less, and write 0
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
 NORMALIZE_LIMIT = 1e-8  # a mean weight at or below this is not divided by
 
@@ -48,6 +49,26 @@ def k3(log_ratio: Tensor) -> Tensor:
 def factor_error(log_ratio: Tensor) -> Tensor:
     """exp|log ρ| - 1: the factor by which the two probabilities differ, less 1; |log ρ| clamped at 20."""
     return torch.expm1(log_ratio.abs().clamp(max=EXP_LIMIT))
+
+
+def two_point_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """D(p‖q) = p log(p/q) + (1 - p) log((1 - p)/(1 - q)), in nats, of log-probs of one token.
+
+    The divergence of two distributions over two events: this token, and any other. 1 - p and 1 - q are never taken for
+    less than 1e-8, so that the value of a certain token is finite.
+    """
+    log_p, log_q = log_p.clamp(max=-CERTAIN), log_q.clamp(max=-CERTAIN)
+    other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)
+    return log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())
+
+
+def larger_two_point_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The larger of D(p‖q) and D(q‖p) of :func:`two_point_kl`, never negative.
+
+    The criterion KPop: Guo et al. 2026, "Taming Training-Inference Mismatch in Reinforcement Learning with Adaptive
+    Masking Regions", ringtech.notion.site/kpop.
+    """
+    return torch.maximum(two_point_kl(log_p, log_q), two_point_kl(log_q, log_p)).clamp(min=0.0)
 
 
 def within(values: Tensor, lower: float, upper: float) -> Tensor:

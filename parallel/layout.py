@@ -187,6 +187,16 @@ class SequenceLayout:
         """Position of each local token in its whole sequence: int64, of the local shape, on the CPU."""
         return torch.cat(self._positions(self.cp_rank) or [torch.empty(0, dtype=torch.int64)]).view(self.shape)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest whole sequence, at least 1: the columns of rows that hold whole sequences."""
+        return max((*self.full_lengths, 1))
+
+    @cached_property
+    def row_places(self) -> Tensor:
+        """The index of each local token in ``[n, longest]`` rows of whole sequences: int64, flat, on the CPU."""
+        return self.sequence_index * self.longest + self.positions().flatten()
+
     def cut(self, full: Tensor) -> Tensor:
         """This rank's shard of a tensor that holds whole sequences.
 

@@ -1,6 +1,11 @@
-"""Backward recurrences over whole sequences that are split over CP ranks."""
+"""Recurrences over the tokens of whole sequences that are split over CP ranks: sums so far, minima, discounting."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,47 +15,97 @@ from megatron_rc.parallel.groups import Group
 from megatron_rc.parallel.layout import SequenceLayout
 
 
-def following_values(coefficients: Tensor, offsets: Tensor, layout: SequenceLayout, cp: Group | None) -> Tensor:
-    """H_{t+1} at every token, for H_t = offset_t + coefficient_t · H_{t+1} and H = 0 after each sequence's end.
+class Algebra(NamedTuple):
+    """The two operations of a recurrence; ``scale`` distributes over ``join``, as products over sums.
 
-    A chunk of consecutive tokens maps the value after it to the value at its first token, linearly: by one coefficient
-    and one offset. CP ranks exchange these two numbers for each chunk. Inside a chunk the tokens' maps are joined in
-    log2(length) rounds, without a division. A token with coefficient 1 and offset 0 is skipped.
-
-    Both arguments are of the layout's local shape, as is the result, in float64. ``cp`` holds the other chunks.
-
-    Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
+    ``scale(nothing, x)`` is ``nothing`` and ``join(nothing, x)`` is x; ``scale(same, x)`` is x.
     """
-    chunk = layout.chunk_index.to(coefficients.device, non_blocking=True)
-    ends = torch.cat([chunk[1:] != chunk[:-1], chunk.new_ones(min(len(chunk), 1), dtype=torch.bool)])
-    starts = torch.cat([ends[-1:], ends[:-1]])
-    coefficient, offset = _joined(coefficients.detach().flatten().double(), offsets.detach().flatten().double(), layout)
-    # A chunk's map is the joined map at its first token.
-    pairs = torch.where(starts.unsqueeze(1), torch.stack([coefficient, offset], dim=1), 0.0)
-    maps = offset.new_zeros(layout.num_sequences * layout.num_chunks, 2).index_add_(0, chunk, pairs)
-    behind = _behind(all_reduce_sum(maps, cp), layout)[chunk]
-    value = offset + coefficient * behind
-    return torch.where(ends, behind, value.roll(-1)).view(layout.shape)
+
+    join: Callable[[Tensor, Tensor], Tensor]
+    scale: Callable[[Tensor, Tensor], Tensor]
+    nothing: float
+    same: float
 
 
-def _joined(coefficient: Tensor, offset: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """For each token the joined map of the tokens from it to the end of its chunk, as (coefficient, offset)."""
-    chunk = layout.chunk_index.to(offset.device, non_blocking=True)
-    longest, step = max(layout.full_lengths, default=0) // layout.num_chunks, 1
+SUMS = Algebra(torch.add, torch.mul, 0.0, 1.0)
+MINIMA = Algebra(torch.minimum, torch.add, torch.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """H_t = join(offset_t, scale(coefficient_t, H)), with the H of the token before t, or of the one after it.
+
+    Before a sequence's first token, or after its last one, H is ``algebra.nothing``. A token with the coefficient
+    ``algebra.same`` and the offset ``algebra.nothing`` is skipped. Both tensors are of the layout's local shape.
+    """
+
+    layout: SequenceLayout
+    coefficients: Tensor
+    offsets: Tensor
+    backward: bool = False  # H of the token after t
+    algebra: Algebra = SUMS
+
+
+def neighbouring_values(recurrences: Sequence[Recurrence], cp: Group | None) -> list[Tensor]:
+    """For each recurrence and token t the H of the token before t (after it, if backward): float64, the local shape.
+
+    A chunk of consecutive tokens maps the H outside of it to the H at its end: by one coefficient and one offset. CP
+    ranks exchange these two numbers for each chunk. Inside a chunk the tokens' maps are joined in log2(length) rounds,
+    without a division, and no sequence changes another one's bits. ``cp`` holds the other chunks.
+
+    Collectives: one SUM over ``cp``, of two doubles for each recurrence and chunk of a sequence. Gradient: none.
+    """
+    chunks, joined = [], []
+    for one in recurrences:
+        # A backward recurrence is a forward one over the tokens in reverse.
+        chunks.append(_in_order(one, one.layout.chunk_index.to(one.offsets.device, non_blocking=True)))
+        joined.append(_joined(one, chunks[-1]))
+    maps = []
+    for one, chunk, pair in zip(recurrences, chunks, joined, strict=True):
+        # A chunk's map is the joined map at its end; only the rank that holds the chunk adds it.
+        ends = torch.where(_is_new(chunk).roll(-1).unsqueeze(1), torch.stack(pair, dim=1), 0.0)
+        whole = ends.new_zeros(one.layout.num_sequences * one.layout.num_chunks, 2)
+        maps.append(whole.index_add_(0, chunk, ends))
+    exchanged = all_reduce_sum(torch.cat(maps), cp).split([len(whole) for whole in maps])
+    found = []
+    for one, chunk, (coefficient, offset), whole in zip(recurrences, chunks, joined, exchanged, strict=True):
+        outside = _outside(one, whole)[chunk]
+        value = one.algebra.join(offset, one.algebra.scale(coefficient, outside))
+        found.append(_in_order(one, torch.where(_is_new(chunk), outside, value.roll(1))).view(one.layout.shape))
+    return found
+
+
+def _in_order(one: Recurrence, values: Tensor) -> Tensor:
+    """The values of the tokens, flat, in the recurrence's order; the same again restores the order."""
+    return values.flatten().flip(0) if one.backward else values.flatten()
+
+
+def _is_new(chunk: Tensor) -> Tensor:
+    """Whether a token is the first one of its chunk."""
+    return torch.cat([chunk.new_ones(min(len(chunk), 1), dtype=torch.bool), chunk[1:] != chunk[:-1]])
+
+
+def _joined(one: Recurrence, chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token the joined map of its chunk's tokens up to it, as (coefficient, offset)."""
+    coefficient, offset = (_in_order(one, values.detach()).double() for values in (one.coefficients, one.offsets))
+    longest = max(one.layout.full_lengths, default=0) // one.layout.num_chunks
+    join, scale, step = one.algebra.join, one.algebra.scale, 1
     while step < longest:
         same = chunk[step:] == chunk[:-step]
-        further = offset[:-step] + coefficient[:-step] * offset[step:]
-        product = coefficient[:-step] * coefficient[step:]
-        offset = torch.cat([torch.where(same, further, offset[:-step]), offset[-step:]])
-        coefficient = torch.cat([torch.where(same, product, coefficient[:-step]), coefficient[-step:]])
+        further = join(offset[step:], scale(coefficient[step:], offset[:-step]))
+        product = scale(coefficient[step:], coefficient[:-step])
+        offset = torch.cat([offset[:step], torch.where(same, further, offset[step:])])
+        coefficient = torch.cat([coefficient[:step], torch.where(same, product, coefficient[step:])])
         step *= 2
     return coefficient, offset
 
 
-def _behind(maps: Tensor, layout: SequenceLayout) -> Tensor:
-    """The value after each chunk, [sequences · chunks], from the maps of all chunks."""
-    coefficients, offsets = maps.view(layout.num_sequences, layout.num_chunks, 2).unbind(2)
-    behind = torch.zeros_like(offsets)
-    for chunk in range(layout.num_chunks - 1, 0, -1):
-        behind[:, chunk - 1] = offsets[:, chunk] + coefficients[:, chunk] * behind[:, chunk]
-    return behind.flatten()
+def _outside(one: Recurrence, maps: Tensor) -> Tensor:
+    """The H outside of each chunk that its first token needs, [sequences · chunks], from the maps of all chunks."""
+    coefficients, offsets = maps.view(one.layout.num_sequences, one.layout.num_chunks, 2).unbind(2)
+    outside = torch.full_like(offsets, one.algebra.nothing)
+    order = list(range(one.layout.num_chunks))
+    for before, chunk in pairwise(reversed(order) if one.backward else order):
+        mapped = one.algebra.scale(coefficients[:, before], outside[:, before])
+        outside[:, chunk] = one.algebra.join(offsets[:, before], mapped)
+    return outside.flatten()

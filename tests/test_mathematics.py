@@ -25,6 +25,7 @@ from megatron_rc import (
     kl_penalty,
     policy_loss,
 )
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.training.schedule import masked_loss
@@ -112,7 +113,40 @@ def test_weights_of_tokens_leave_a_bias_of_the_other_tokens(length):
     assert_same(estimate(toy, weights_of(toy, "token")), toy.gradient(one_token.sum(1).mean()))
 
 
-SHOWN = [None, ("token",), ("geometric",), ("sequence", 2.0), ("sequence",)]
+def test_weights_of_prefixes_are_exact_for_one_token_alone():
+    toy = enumerated(1)
+    assert_same(estimate(toy, weights_of(toy, "prefix")), toy.wanted())
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_weights_of_prefixes_leave_a_bias_of_the_later_tokens(length):
+    for distance in (0.1, 0.3, 1.0):
+        toy = enumerated(length, distance=distance)
+        found = bias(toy, weights_of(toy, "prefix"))
+        assert 1e-4 < found <= SCORE * length * (length - 1) * token_distance(toy)
+    # The estimate is the gradient of the rewards of policies that follow π up to one token, and μ after it.
+    up_to = (toy.train - toy.rollout).cumsum(1)
+    given = up_to.detach() - (toy.train - toy.rollout).detach()
+    one_token = (given + toy.train - toy.rollout).exp() * toy.rewards.unsqueeze(1)
+    assert_same(estimate(toy, weights_of(toy, "prefix")), toy.gradient(one_token.sum(1).mean()))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_the_second_moment_of_prefix_weights_grows_with_the_position(length):
+    toy = enumerated(length)
+    moments = (toy.logits.detach().softmax(1).square() / toy.engine).sum(1)  # 1 + χ² after each prefix
+    found = weights_of(toy, "prefix").square().mean(0)
+    for position, value in enumerate(found, start=1):
+        assert moments.min() ** position - 1e-9 <= value <= moments.max() ** position + 1e-9
+
+
+def test_weights_with_the_smallest_ratio_before_have_a_mean_below_one():
+    means = weights_of(enumerated(4, distance=0.3), "min_prefix").mean(0)
+    assert means[:2].tolist() == pytest.approx([1, 1])
+    assert means[3] < means[2] < 0.9
+
+
+SHOWN = [None, ("token",), ("prefix",), ("min_prefix",), ("geometric",), ("sequence", 2.0), ("sequence",)]
 
 
 @functools.cache
@@ -393,7 +427,7 @@ def self_normalised(toy, rows):
     return float((weights[:, 0] * toy.rewards[rows]).mean())
 
 
-@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("algorithm", sorted(set(OBJECTIVES) - {"reinforce"}))
 def test_at_the_old_policy_all_objectives_are_one(algorithm):
     toy = enumerated(3)
     weights = weights_of(toy, "token", 2.0)
@@ -405,18 +439,31 @@ def ratio_in_bypass(toy, algorithm, dual_clip=math.inf):
     ratio, positive = toy.log_ratio.exp(), toy.rewards.unsqueeze(1) > 0
     if algorithm == "cispo":
         return ratio.clamp(0.8, 1.2)
+    if algorithm == "sapo":
+        tau = 1 + 0.05 * (~positive).double()
+        gate = torch.sigmoid(tau * (ratio - 1))
+        return 4 * gate * (1 - gate) * ratio
+    if algorithm == "dppo_tv":
+        rise = toy.train.detach().exp() - toy.rollout.exp()
+        return ratio.clamp(max=20) * torch.where(positive, rise <= 0.2, rise >= -0.2)
+    if algorithm == "gmpo":
+        kept = torch.where(positive, toy.log_ratio <= 0.2, toy.log_ratio >= -0.2)
+        held = torch.where(positive, toy.log_ratio.clamp(max=0.2), toy.log_ratio.clamp(min=-0.2))
+        return held.mean(1, keepdim=True).exp() * kept
     if algorithm == "gspo":
         ratio = toy.log_ratio.mean(1, keepdim=True).exp().expand_as(ratio)
     return ratio * torch.where(positive, ratio <= 1.2, (ratio >= 0.8) & (ratio <= dual_clip))
 
 
-@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "gmpo"])
 def test_bypass_objectives_are_reinforce_with_weights_of_their_own(algorithm):
     toy = enumerated(3)
     found = estimate(toy, old=toy.rollout, algorithm=algorithm)
     weights = ratio_in_bypass(toy, algorithm)
     assert (weights != toy.log_ratio.exp()).any()
     assert_same(found, estimate(toy, weights))
+    if algorithm not in ("ppo_clip", "gspo", "cispo"):
+        return
     negative = toy.rewards < 0
     assert weights[~negative].max() <= 1.2
     if algorithm == "cispo":

@@ -49,7 +49,7 @@ def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
         _refuse(args, "kl_estimator", "with --grpo-kl-beta 0: raise that, or drop it", because_of)
     if loss.algorithm is not None and not OBJECTIVES[loss.algorithm].clips:
         clipping = ", ".join(name for name, objective in OBJECTIVES.items() if objective.clips)
-        why = f"with the objective {loss.algorithm}, which clips no ratio: drop it, or use one of {clipping}"
+        why = f"with the objective {loss.algorithm}, which has no bounds: drop it, or use one of {clipping}"
         for name in ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper"):
             _refuse(args, name, why, _OBJECTIVE)
     if not config.needs_reference:

@@ -179,8 +179,10 @@ def _resolve_correction(
     try:
         correction = rollout_correction_config_from_args(args.command_line, args.launch_file)
         _resolve_coefficients(args, correction)
-        objective = policy_loss_config_from_args(args)
-        if correction.bypass_mode and objective.algorithm not in (None, correction.loss_type):
+        # With its algorithm, so that an error about another setting of it names the flag.
+        algorithm = args.policy_loss or (correction.loss_type if correction.bypass_mode else "ppo_clip")
+        objective = policy_loss_config_from_args(argparse.Namespace(**{**vars(args), "policy_loss": algorithm}))
+        if correction.bypass_mode and algorithm != correction.loss_type:
             raise ConfigurationError(
                 f"--policy-loss {objective.algorithm} contradicts {correction.loss_type}, the objective in bypass "
                 f"mode: give --loss-type {objective.algorithm} instead"

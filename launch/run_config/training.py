@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -130,6 +131,16 @@ class ScheduleSection:
     lr_wsd_decay_samples: int | None = option(
         "sequences of the final decay of a WSD schedule", needs="train_samples lr_decay_style=WSD"
     )
+    lr_ess_scaling: Literal["sqrt", "linear"] | None = option(
+        "multiply each step's learning rate by the effective sample size of its responses, as a share of them, divided "
+        "by --lr-ess-base and at most 1, or by its root (sqrt, for Adam); default: no"
+    )
+    lr_ess_base: float = option(
+        "effective sample size that leaves the learning rate as it is, as a share of the responses",
+        default=1.0,
+        needs="lr_ess_scaling",
+        most=1,
+    )
     start_weight_decay: float | None = option(
         "weight decay of the first step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
     )
@@ -146,6 +157,15 @@ class ScheduleSection:
         """Optimizer steps of the warm-up; may be a fraction."""
         share = self.lr_warmup_fraction
         return self.lr_warmup_iters if share is None else share * self.lr_decay_iters
+
+    def ess_factor(self, eff_sample_size: float) -> float:
+        """The factor of ``--lr-ess-scaling`` for a step whose effective sample size is this share of its responses.
+
+        sqrt(min(1, ESS / base)) or min(1, ESS / base): Huang et al. 2026, "Stable Asynchrony: Variance-Controlled
+        Off-Policy RL for LLMs", arXiv 2602.17616.
+        """
+        share = min(1.0, eff_sample_size / self.lr_ess_base)
+        return math.sqrt(share) if self.lr_ess_scaling == "sqrt" else share
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
 from megatron_rc.launch.training.models.passes import ModelPasses
 from megatron_rc.launch.training.models.trained_model import TrainedModel
+from megatron_rc.loss.objectives import objective_of
 from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
@@ -271,8 +272,12 @@ class Trainer(TrainedModel):
         if is_first and not self.correction.corrects_in_loss:
             # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
+        found, factor = self._found(prepared), 1.0
+        if self.config.schedule.lr_ess_scaling and found is not None:
+            metrics["lr_ess"] = found.sequence_eff_sample_size
+            metrics["lr_ess_factor"] = factor = self.config.schedule.ess_factor(metrics["lr_ess"])
         with self.optimizer_here():
-            learning_rate, grad_norm = self.learning_rate, self.optimizer_step()
+            learning_rate, grad_norm = self.learning_rate * factor, self.optimizer_step(factor)
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
         # 5. Gradients in float16 overflow.
@@ -325,7 +330,8 @@ class Trainer(TrainedModel):
                 return None
         metrics = self._step_metrics() | self.correction.loss_metrics()
         self.checks.loss(self.iteration + 1, metrics["loss/total"])
-        if self.config.loss.dual_clip is None:
+        loss = self.correction.loss
+        if loss.dual_clip is None and objective_of(str(loss.algorithm)).default_dual_clip is None:
             del metrics["policy/dual_clip_fraction"]
         if self.reference is None:
             del metrics["policy/reference_kl"]
@@ -336,8 +342,13 @@ class Trainer(TrainedModel):
 
         They cover the rollout batch; if the correction is made in the loss, the last step.
         """
+        found = self._found(prepared)
+        return {} if found is None else found.distributions()
+
+    def _found(self, prepared: PreparedBatch) -> CorrectionResult | None:
+        """The correction of the rollout batch; if it is made in the loss, of the step that ended last, if any."""
         found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
-        return found.distributions() if isinstance(found, CorrectionResult) else {}
+        return found if isinstance(found, CorrectionResult) else None
 
     def _loss(
         self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor

@@ -45,12 +45,12 @@ class CorrectedLoss:
         if kind is None:
             raise ValueError(f"loss_fn is a {type(loss_fn).__name__} without loss_type: pass NeMo-RL's ClippedPGLossFn")
         self.by_token = getattr(kind, "value", kind) == "token_level"
-        tokens = [one.name for one in config.criteria if one.unit == "token"]
+        tokens = [one.name for one in config.criteria if one.of_tokens]
         tokens += ["bad_log_probs='reject_token'"] * (config.bad_log_probs == "reject_token")
         if tokens and not self.by_token:
             raise ValueError(
-                f"{tokens[0]} rejects single tokens, and token_level_loss=False divides by each sequence's remaining "
-                "tokens: use a criterion of sequences, or token_level_loss=True"
+                f"{tokens[0]} rejects single tokens or turns, and token_level_loss=False divides by each sequence's "
+                "remaining tokens: use a criterion of sequences, or token_level_loss=True"
             )
         self.loss_fn = loss_fn
         self.config = config

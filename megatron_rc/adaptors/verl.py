@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_rc.adaptors.shared import checked_tensor, corrected_rows, refuse, refuse_criteria
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
 from megatron_rc.loss.metrics import SUMS, LossStatistics
-from megatron_rc.loss.objectives import objective_of
+from megatron_rc.loss.objective import Objective
+from megatron_rc.loss.objectives import SAPO_TEMPERATURES, objective_of
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_number, one_of
@@ -108,8 +109,8 @@ class VerlCorrection:
             advantages: [b, r].
             response_mask: [b, r] of any dtype; 0 for tokens that are not trained or are already rejected.
             loss_agg_mode: one of ``megatron_rc``'s aggregations, which have verl's names.
-            config: the actor's configuration: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, and
-                ``global_batch_info`` with the denominators of verl's losses.
+            config: the actor's configuration: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos,
+                tau_neg, and ``global_batch_info`` with the denominators of verl's losses.
             rollout_is_weights: [b, r], of ``add_to_batch``; ignored in bypass mode.
 
         Collectives: none: verl hands over whole responses on every context-parallel rank.
@@ -124,8 +125,8 @@ class VerlCorrection:
         accepted, weights, metrics = mask, rollout_is_weights, dict[str, float]()
         if own.bypass_mode:
             mask, accepted, weights, metrics = self._bypassed(own, log_prob.detach(), old_log_prob, mask, advantages)
-        clips = _clips(config, dual=objective_of(algorithm).takes_dual_clip)
-        found = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **clips)
+        bounds = _bounds(config, objective_of(algorithm))
+        found = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **bounds)
         loss = _aggregated(found.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
         return loss.to(log_prob.dtype), {**_actor_metrics(found.statistics), **metrics}
 
@@ -206,17 +207,20 @@ def _check_call(config: Any, log_prob: object, like: Mapping[str, object]) -> No
             checked_tensor(name, value, shape)
 
 
-def _clips(config: Any, *, dual: bool) -> dict[str, Any]:
-    """The clip range of the actor's configuration; verl's default for dual clip is 3."""
-    clips: dict[str, Any] = {}
+def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
+    """The objective's bounds and temperatures in the actor's configuration; verl's default for clip_ratio_c is 3."""
+    bounds: dict[str, Any] = {}
     for name in ("clip_low", "clip_high"):
         verls = name.replace("clip", "clip_ratio")
-        clips[name] = _number(config, "clip_ratio" if config.get(verls, None) is None else verls)
-    if dual:
-        clips["dual_clip"] = _number(config, "clip_ratio_c", 3.0)
-        if clips["dual_clip"] <= 1:
-            raise ValueError(f"clip_ratio_c={clips['dual_clip']!r} of the actor's configuration must be above 1")
-    return clips
+        bounds[name] = _number(config, "clip_ratio" if config.get(verls, None) is None else verls)
+    if objective.takes_dual_clip:
+        bounds["dual_clip"] = _number(config, "clip_ratio_c", 3.0)
+        if bounds["dual_clip"] <= 1:
+            raise ValueError(f"clip_ratio_c={bounds['dual_clip']!r} of the actor's configuration must be above 1")
+    if objective.takes_temperatures:
+        for name, default in zip(("tau_pos", "tau_neg"), SAPO_TEMPERATURES, strict=True):
+            bounds[name] = _number(config, name, default)
+    return bounds
 
 
 def _number(config: Any, name: str, default: float | None = None) -> float:

@@ -13,7 +13,7 @@ from megatron_rc.parallel.arguments import check_number
 from megatron_rc.parallel.collectives import all_reduce_max
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
-from megatron_rc.parallel.recurrence import following_values
+from megatron_rc.parallel.recurrence import Recurrence, neighbouring_values
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def gae(
     reward, value = (_counted(*one, response_mask) for one in (("rewards", rewards), ("values", values)))
     # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
     coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)
-    after = following_values(coefficients, (1 - lam) * value + lam * reward, layout, groups.cp)
+    recurrence = Recurrence(layout, coefficients, (1 - lam) * value + lam * reward, backward=True)
+    (after,) = neighbouring_values([recurrence], groups.cp)
     advantages = torch.where(response_mask, reward - value + gamma * after, 0)
     dtype = torch.promote_types(values.dtype, torch.float32)
     return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))

@@ -12,7 +12,7 @@ from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
-from megatron_rc.parallel.recurrence import following_values
+from megatron_rc.parallel.recurrence import Recurrence, neighbouring_values
 
 
 def optimal_token_baseline(
@@ -50,8 +50,8 @@ def optimal_token_baseline(
         In the dtype of ``rewards``, at least float32; computed in float64. If a counted value is NaN or infinite, so
         are advantages of its prompt; the correction's ``check()`` reports it.
 
-    Collectives over ``cp``: three SUMs of [n, chunks of a sequence, 2] doubles, one SUM of [n, 2] doubles, and one of
-    [prompts, longest sequence, 3] doubles. Gradient: none.
+    Collectives over ``cp``: SUMs of [n · chunks of a sequence, 2] doubles, of [2 n · chunks of a sequence, 2] doubles,
+    and of [prompts, longest sequence, 3] doubles. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong.
@@ -93,12 +93,8 @@ def _sums_so_far(
 ) -> tuple[Tensor, Tensor]:
     """(W_t, t) of each token, like the tokens, float64: sums over the counted tokens of its sequence up to this one."""
     parts = (energy, counted.double())
-    totals = all_reduce_sum(torch.stack([layout.sum_sequences(part) for part in parts], dim=1), groups.cp)
-    found = []
-    for part, total in zip(parts, totals.unbind(1), strict=True):
-        later = following_values(torch.ones_like(part), part, layout, groups.cp)
-        found.append(layout.expand(total) - later)
-    return found[0], found[1]
+    before = neighbouring_values([Recurrence(layout, torch.ones_like(part), part) for part in parts], groups.cp)
+    return energy + before[0], counted + before[1]
 
 
 def _means(

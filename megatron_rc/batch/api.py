@@ -30,6 +30,7 @@ def correct_rollouts(
     max_staleness: int = 0,
     mini_batch_ids: Tensors | None = None,
     num_mini_batches: int = 1,
+    turn_ids: Tensors | None = None,
     allow_zero_log_probs: bool = False,
     compile: bool = False,
 ) -> CorrectionResult:
@@ -54,6 +55,8 @@ def correct_rollouts(
         max_staleness: the last bucket of staleness holds this one and all above.
         mini_batch_ids: [n] int64 in [0, num_mini_batches); may be left out with one mini-batch.
         num_mini_batches: optimizer steps that share the batch.
+        turn_ids: int64, like the log-probs: consecutive tokens with one id are a turn. Default: each run of trained
+            tokens is one.
         allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs sum to
             exactly 0, which only greedy sampling gives. Without it they are an error: the engine returned no log-probs.
         compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
@@ -65,14 +68,14 @@ def correct_rollouts(
         The result; call its ``check()`` before any optimizer step.
 
     Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion), one SUM and one MAX over ``dp_cp`` (and
-    one SUM of ``[num_groups, k]`` with a group criterion); none for a group of size 1. The sizes do not depend on the
-    number of tokens.
+    one SUM of ``[num_groups, k]`` with a group criterion); none for a group of size 1. Weights of prefixes add one SUM
+    over ``cp``, turns two. The sizes do not depend on the number of tokens.
 
     Raises:
         ValueError: shapes, dtypes or settings that do not fit together (alike on all ranks).
     """
     per_sequence = (advantages, rewards, group_ids, sequence_ids, policy_versions, mini_batch_ids)
-    inputs = PlanInputs(train_log_probs, rollout_log_probs, response_mask, layout, *per_sequence)
+    inputs = PlanInputs(train_log_probs, rollout_log_probs, response_mask, layout, *per_sequence, turn_ids)
     counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
     return correct_batch(
         inputs, config, counts, ParallelGroups.given(groups), compile=compile, allow_zero_log_probs=allow_zero_log_probs

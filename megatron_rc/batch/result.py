@@ -11,7 +11,7 @@ from megatron_rc.measures.data import check_data
 from megatron_rc.measures.distributions import derive_distributions
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.measures.histogram import Distribution
-from megatron_rc.measures.metrics import derive_metrics
+from megatron_rc.measures.metrics import derive_metrics, sequence_eff_sample_size
 from megatron_rc.parallel.collectives import on_host
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -77,6 +77,11 @@ class CorrectionResult:
     def distributions(self) -> dict[str, Distribution]:
         """Histograms of log ρ and of the weights over the whole batch, equal on every rank. Raises no data error."""
         return derive_distributions(self.on_host, self.config)
+
+    @property
+    def sequence_eff_sample_size(self) -> float:
+        """Share of the sequences that unbounded sequence weights leave, equal on every rank. Raises no data error."""
+        return sequence_eff_sample_size(self.on_host.policy)
 
     @functools.cached_property
     def on_host(self) -> BatchHeader[float]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.correction.history import history_values
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, Shards, check_needs, collect_shards
 from megatron_rc.correction.sequences import BlockSequences, SequenceSums, sequence_weights, sum_tokens
 from megatron_rc.correction.tokens import Tokens, decide_tokens, normalization, token_blocks
@@ -34,7 +35,7 @@ from megatron_rc.measures.token_measures import (
     measure_tokens,
 )
 from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_pair, unpack
-from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -77,25 +78,33 @@ class BatchSums:
         return [torch.where(valid, weight, 0) for valid, weight in zip(local.valid, spread, strict=True)]
 
 
-def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False) -> LocalSums:
-    """Decide and measure the local tokens, block by block. Collectives: none.
+def sequence_sums(
+    shards: Shards, config: RolloutCorrectionConfig, *, cp: Group | None = None, compile: bool = False
+) -> LocalSums:
+    """Decide and measure the local tokens, block by block.
 
     Args:
         shards: the local tokens.
         config: the correction.
+        cp: the group of the other slices of the sequences, which weights of prefixes and turns, and criteria on turns,
+            need alone.
         compile: run blocks of equally long sequences through ``torch.compile``.
 
+    Collectives: none; over ``cp`` one SUM for weights of prefixes, two for turns.
+
     Raises:
-        ValueError: the config needs advantages, prompts or versions that are not there, or is no config.
+        ValueError: the config needs advantages, prompts or versions that are not there, or other slices without
+            ``cp``, or is no config.
     """
     check_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
     shape = None
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
-    weights = _room(shards, shards.dtype) if config.rollout_is == "token" else None
+    weights = _room(shards, shards.dtype) if config.weighs_tokens else None
     records, counter = [], CodeCounter(shards.device)
-    for number, block, tokens in token_blocks(shards, config, compile=compile):
+    history = history_values(shards, config, cp)
+    for number, block, tokens in token_blocks(shards, config, history, compile=compile):
         lengths = None if block.lengths is None else block.lengths.to(shards.device, non_blocking=True)
         sequences = BlockSequences(lengths)
         if compile and sequences.lengths is None and shape in (None, tokens.mask.shape):
@@ -168,7 +177,7 @@ def local_batch(
 ) -> BatchSums:
     """The chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
     shards = collect_shards(inputs, counts, groups, first_sequence=first_sequence)
-    local = sequence_sums(shards, config, compile=compile)
+    local = sequence_sums(shards, config, cp=groups.cp, compile=compile)
     sequences = reduce_sequences(local.pair, groups)
     prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None
     return batch_sums(local, sequences, prompts)
@@ -225,8 +234,8 @@ def _find(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionCo
 def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig) -> Found:
     """``_find`` through ``torch.compile``, which makes a program for one shape: for all blocks of the first shape."""
     zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-    given = (tokens.train, tokens.rollout, tokens.mask.view(torch.uint8), tokens.negative, tokens.level, zero)
-    found: Found = _compiled(config, zero.device.type)(*given)
+    given = (tokens.train, tokens.rollout, tokens.mask.view(torch.uint8), tokens.negative, tokens.level)
+    found: Found = _compiled(config, zero.device.type)(*given, tokens.log_weight, tokens.statistics, zero)
     return found
 
 
@@ -239,9 +248,16 @@ def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., Any
     """
 
     def program(
-        train: Tensor, rollout: Tensor, mask: Tensor, negative: Tensor | None, level: Tensor | None, zero: Tensor
+        train: Tensor,
+        rollout: Tensor,
+        mask: Tensor,
+        negative: Tensor | None,
+        level: Tensor | None,
+        log_weight: Tensor | None,
+        statistics: dict[str, Tensor],
+        zero: Tensor,
     ) -> Found:
-        tokens = Tokens(train, rollout, mask.float() + zero != 0, negative, level)
+        tokens = Tokens(train, rollout, mask.float() + zero != 0, negative, level, log_weight, statistics)
         (valid, kept, weights, codes), record = _find(tokens, BlockSequences(), config)
         valid, kept = (torch.where(flags, 1.0, 0.0).to(torch.uint8) for flags in (valid, kept))
         return (valid, kept, weights, codes), record

@@ -49,6 +49,7 @@ class CorrectionInputs(Generic[V, L]):
     sequence_ids: V | None = None
     policy_versions: V | None = None
     mini_batch_ids: V | None = None
+    turn_ids: V | None = None
 
 
 AnyInputs = CorrectionInputs[Tensors, Layouts]
@@ -125,6 +126,7 @@ class Part:
     sequences: slice  # the numbers of its sequences among those of all micro-batches
     advantages: Tensor | None  # one a token; None if they are one a sequence or not given
     versions: Tensor | None  # int64, one a token; None if they are one a sequence or not given
+    turn_ids: Tensor  # int64, equal for the tokens of one turn and different for neighbours of two; or the mask
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,8 @@ def _parts(batches: Sequence[OneMicroBatch]) -> tuple[Part, ...]:
         train, rollout = one.train_log_probs.detach(), one.rollout_log_probs.detach()  # type: ignore[union-attr]
         sequences = slice(start, start + one.layout.num_sequences)  # type: ignore[union-attr]
         sides = of_tokens("advantages", one), of_tokens("policy_versions", one)
-        parts.append(Part(train, rollout, one.response_mask, one.layout, sequences, *sides))  # type: ignore[arg-type]
+        turn_ids = one.response_mask if one.turn_ids is None else one.turn_ids
+        parts.append(Part(train, rollout, one.response_mask, one.layout, sequences, *sides, turn_ids))  # type: ignore[arg-type]
         start = sequences.stop
     return tuple(parts)
 
@@ -306,6 +309,10 @@ def _check_tokens(one: OneMicroBatch) -> None:
             raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
+    ids = one.turn_ids
+    if ids is not None and (ids.shape != mask.shape or ids.dtype != torch.int64 or ids.device != mask.device):
+        given, expected = (f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (ids, mask))
+        raise ValueError(f"turn_ids are {given}: expected torch.int64, like response_mask {expected}, one a token")
     if torch.finfo(rollout.dtype).bits < 32:
         remedy = "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow"
         raise ValueError(f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: {remedy}")

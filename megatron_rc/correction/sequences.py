@@ -140,12 +140,12 @@ def threshold_scale(sums: SequenceSums, config: RolloutCorrectionConfig) -> Tens
 
 def log_sequence_weights(sums: SequenceSums, config: RolloutCorrectionConfig) -> Tensor:
     """[n] float64: log of the unbounded weight that all tokens of a sequence share."""
-    return sums.log_ratio if config.rollout_is == "sequence" else sums.mean_log_ratio
+    return config.level.of_sums(statistics_of(sums))  # type: ignore[union-attr,misc]
 
 
 def sequence_weights(sums: SequenceSums, config: RolloutCorrectionConfig) -> Tensor | None:
     """[n] float64: the bounded weight that all tokens of a sequence share; None unless weights are of sequences."""
-    if config.rollout_is not in ("sequence", "geometric"):
+    if config.level is None or config.level.of_tokens:
         return None
     log_weights = log_sequence_weights(sums, config)
     return bounded_weights(exp_ratio(log_weights), log_weights, config, threshold_scale(sums, config))

@@ -5,14 +5,16 @@ The same expressions run on a CPU, on a GPU and inside ``torch.compile``, on one
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.history import HistoryValues
 from megatron_rc.correction.inputs import Part, Shards
 from megatron_rc.numerics import NORMALIZE_LIMIT, cleared, exp_ratio, numbers, off_log_prob, within
 from megatron_rc.parallel.layout import Block
@@ -33,6 +35,8 @@ class Tokens:
     mask: Tensor  # the response mask, bool
     negative: Tensor | None = None  # bool, the advantage is below 0; None unless advantages are one a token
     level: Tensor | None = None  # int64, the token's place in the staleness scale; None without one
+    log_weight: Tensor | None = None  # log w, unbounded; None: it is log ρ, or weights are of sequences
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # float64, by the name of each criterion on turns
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,11 @@ class TokenDecisions:
     ratio: Tensor  # ρ, clamped, 1 if invalid
     scale: Tensor | None  # the factor of the token's bounds, in nats; None without a staleness scale
     values: dict[str, Tensor]  # x of each divergence that a criterion needs, float64 (log ρ in its own dtype)
-    accepted: dict[str, Tensor]  # bool: for each token-level criterion, the valid tokens that it accepts
-    kept: Tensor  # bool: the valid tokens that all token-level criteria accept
+    tested: dict[str, Tensor]  # for each criterion on tokens or turns, the number that it tests
+    accepted: dict[str, Tensor]  # bool: for each criterion on tokens or turns, the valid tokens that it accepts
+    kept: Tensor  # bool: the valid tokens that all criteria on tokens and turns accept
+    log_weight: Tensor  # log of the unbounded weight, 0 if invalid; log ρ unless the level says otherwise
+    raw: Tensor  # the unbounded weight, clamped, 1 if invalid
     weights: Tensor | None  # bounded weights, 0 if invalid; None unless weights are token-level
 
 
@@ -66,17 +73,37 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     scale = None
     if config.staleness_scale is not None and tokens.level is not None:
         scale = config.staleness_scale.of(tokens.level, log_ratio.dtype)
-    values = {x.name: x.of(log_ratio.double()) if x.of else log_ratio for x in config.divergences}
-    accepted, kept, weights = {}, valid, None
+    values = {x.name: x.values(train, rollout, log_ratio) for x in config.divergences}
+    tested, accepted, kept, weights = {}, {}, valid, None
     for criterion in config.criteria:
-        if criterion.tested is not None:
-            tested = values[criterion.tested.name].to(log_ratio.dtype)
-            accepted[criterion.name] = valid & criterion.within_bounds(tested, scale)
+        if criterion.of_tokens:
+            number = tokens.statistics[criterion.name] if criterion.tested is None else values[criterion.tested.name]
+            tested[criterion.name] = number.to(log_ratio.dtype)
+            accepted[criterion.name] = valid & criterion.within_bounds(tested[criterion.name], scale)
             kept = kept & accepted[criterion.name]
-    if config.rollout_is == "token":
-        weights = bounded_weights(ratio, log_ratio, config, scale) * one
-    absent = 1 / one - 1
-    return TokenDecisions(valid, one, absent, train, rollout, log_ratio, ratio, scale, values, accepted, kept, weights)
+    log_weight, raw = log_ratio, ratio
+    if tokens.log_weight is not None:
+        log_weight = tokens.log_weight.to(log_ratio.dtype) * one
+        raw = exp_ratio(log_weight)
+    if config.weighs_tokens:
+        weights = bounded_weights(raw, log_weight, config, scale) * one
+    return TokenDecisions(
+        valid=valid,
+        one=one,
+        absent=1 / one - 1,
+        train=train,
+        rollout=rollout,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        scale=scale,
+        values=values,
+        tested=tested,
+        accepted=accepted,
+        kept=kept,
+        log_weight=log_weight,
+        raw=raw,
+        weights=weights,
+    )
 
 
 def bounded_weights(
@@ -123,7 +150,11 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
 
 
 def token_blocks(
-    shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False
+    shards: Shards,
+    config: RolloutCorrectionConfig,
+    history: Sequence[HistoryValues] | None = None,
+    *,
+    compile: bool = False,
 ) -> Iterator[tuple[int, Block, Tokens]]:
     """(number of the micro-batch, block, its tokens), one after the other; at least one."""
     scale = config.staleness_scale
@@ -132,7 +163,14 @@ def token_blocks(
             train, rollout = (block.take(values).to(shards.dtype) for values in (part.train, part.rollout))
             negative = None if part.advantages is None else block.take(part.advantages) < 0
             level = None if scale is None else _levels(part, block, shards, scale)
-            yield number, block, Tokens(train, rollout, block.take(part.mask), negative, level)
+            tokens = Tokens(train, rollout, block.take(part.mask), negative, level)
+            yield number, block, tokens if history is None else _with_history(tokens, block, history[number])
+
+
+def _with_history(tokens: Tokens, block: Block, history: HistoryValues) -> Tokens:
+    log_weight = None if history.log_weight is None else block.take(history.log_weight)
+    statistics = {name: block.take(values) for name, values in history.statistics.items()}
+    return dataclasses.replace(tokens, log_weight=log_weight, statistics=statistics)
 
 
 def _levels(part: Part, block: Block, shards: Shards, scale: StalenessScale) -> Tensor:

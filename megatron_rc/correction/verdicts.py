@@ -47,7 +47,7 @@ def decide_sequences(
     accept = torch.ones_like(sums.valid, dtype=torch.bool)
     accept_negative, by_criterion = None, {}
     for criterion in config.criteria:
-        if criterion.unit == "token" or (criterion.unit == "prompt" and prompts is None):
+        if criterion.of_tokens or (criterion.unit == "prompt" and prompts is None):
             continue
         if criterion.unit == "prompt":
             verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]  # type: ignore[arg-type]

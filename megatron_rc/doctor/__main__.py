@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rollout-is",
-        choices=("token", "sequence", "geometric", "none"),
+        choices=("token", "sequence", "geometric", "turn", "turn_geometric", "prefix", "min_prefix", "none"),
         help="Level of the weights in exported metrics. Default: read from config.yaml, or from the metrics.",
     )
     args = parser.parse_args(argv)

@@ -19,6 +19,11 @@ from megatron_rc.measures.sequence_measures import REWARD_SIGNS
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
 EXP_LIMIT = 20.0  # nats; larger log-ratios are clamped
+# The usual corrections, for comparison with the chosen one.
+_OTHERS = (
+    *("decoupled_token_is", "decoupled_token_icepop", "decoupled_token_kpop"),
+    *("decoupled_seq_is", "decoupled_geo_rs", "decoupled_k3_rs"),
+)
 KEPT = 0.95  # share of the sequences that the proposed geometric bound accepts
 
 
@@ -129,9 +134,8 @@ def mean_log_ratios(sampled: Sampled) -> torch.Tensor | None:
 
 def candidates(choice: Choice) -> list[Choice]:
     """The chosen preset, then the usual others for comparison."""
-    others = ("decoupled_token_is", "decoupled_token_icepop", "decoupled_seq_is", "decoupled_geo_rs", "decoupled_k3_rs")
     found = [choice]
-    for other in (Choice(name, "") for name in others):
+    for other in (Choice(name, "") for name in _OTHERS):
         if all(other.config() != known.config() for known in found):
             found.append(other)
     return found

@@ -1,4 +1,4 @@
-"""Policy objectives: one object each, with the loss of a token and its use of weights and clipping.
+"""The policy objectives: one object each, with the loss of a token and its use of weights and bounds.
 
 To add one, define it at the end. Everything else asks the object: the flags and their errors, the config, the loss, the
 metrics and the words.
@@ -8,83 +8,20 @@ metrics and the words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from megatron_rc.numerics import EXP_LIMIT
+from megatron_rc.loss.objective import Objective, TokenLoss, TokenTerms
+from megatron_rc.numerics import EXP_LIMIT, two_point_kl
 from megatron_rc.parallel.arguments import one_of
 
+__all__ = ["OBJECTIVES", "Objective", "TokenLoss", "TokenTerms", "define", "objective_of"]
 
-@dataclass(frozen=True)
-class TokenTerms:
-    """The terms of an objective, per token; all are 0 at masked positions.
-
-    Attributes:
-        log_probs: log π_θ, differentiated.
-        log_ratio: log π_θ - log π_old, differentiated; of objectives ``by_sequence`` the mean over the token's
-            sequence, with the gradient of the token's own.
-        advantages: A.
-        clip_low: the ratio is clipped below 1 - this.
-        clip_high: the ratio is clipped above 1 + this.
-        dual_clip: c, or None.
-    """
-
-    log_probs: Tensor
-    log_ratio: Tensor
-    advantages: Tensor
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-
-    def ratios(self) -> tuple[Tensor, Tensor]:
-        """(r, clip(r)); the argument of exp is clamped, with no gradient outside."""
-        ratio = self.log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-        return ratio, ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The loss per token, and bool: which tokens were clipped below, above and by dual clip; None: no token."""
-
-    loss: Tensor
-    low: Tensor | None = None
-    high: Tensor | None = None
-    dual: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One policy objective.
-
-    Attributes:
-        name: as the user writes it.
-        words: its use of ρ in bypass mode, in which its ratio is ρ: "PPO clips ρ itself".
-        loss: the loss of every token.
-        weighed_in_bypass: in bypass mode the importance weights multiply it. False if its ratio π_θ/π_rollout is the
-            correction already.
-        by_sequence: its log ratio is the mean over the sequence.
-        clips: it clips the ratio, and says which tokens.
-        takes_dual_clip: it has a cap for negative advantages.
-
-    Raises:
-        ValueError: at definition: something is missing, or does not fit together.
-    """
-
-    name: str
-    words: str
-    loss: Callable[[TokenTerms], TokenLoss]
-    weighed_in_bypass: bool
-    by_sequence: bool
-    clips: bool
-    takes_dual_clip: bool
-
-    def __post_init__(self) -> None:
-        for problem in _problems(self):
-            raise ValueError(f"objective {self.name!r}: {problem}")
-
+DPPO_LIMIT = 20.0  # the ratio in front of DPPO's gradient is at most this, unless dual_clip is another number
+SAPO_TEMPERATURES = (1.0, 1.05)  # of SAPO's gate, for A > 0 and for other A
+CPPO_LEAST_WEIGHT = 0.8  # the weight of a response's last token in CPPO; the first token has 1
+CPPO_QUANTILE = 0.9  # this quantile of a response's distances is CPPO's budget of a token,
+CPPO_BUDGETS = (0.02, 0.04)  # clamped to these bounds
 
 OBJECTIVES: dict[str, Objective] = {}
 
@@ -101,32 +38,6 @@ def objective_of(name: str) -> Objective:
     """The objective of this name; ValueError for an unknown one."""
     one_of("algorithm", name, OBJECTIVES)
     return OBJECTIVES[name]
-
-
-def _problems(objective: Objective) -> list[str]:
-    """The problems of a definition, found by a run on three tokens."""
-    if not objective.name.replace("_", "").isalnum() or objective.name != objective.name.lower():
-        return ["the name must be letters, digits and underscores, in lower case"]
-    if not objective.words or not callable(objective.loss):
-        return ["words and loss must be given"]
-    names = ("weighed_in_bypass", "by_sequence", "clips", "takes_dual_clip")
-    if any(not isinstance(getattr(objective, name), bool) for name in names):
-        return [f"{', '.join(names)} must be True or False"]
-    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 0.5])
-    found = objective.loss(TokenTerms(log_probs, log_probs + 1.5, advantages, 0.2, 0.2, 2.0))
-    if not isinstance(found, TokenLoss) or found.loss.shape != (3,) or not found.loss.requires_grad:
-        return ["loss must give a TokenLoss with one differentiable number a token"]
-    for has, given, flags in (
-        (objective.clips, "clips", (found.low, found.high)),
-        (objective.takes_dual_clip, "takes_dual_clip", (found.dual,)),
-    ):
-        if any((flag is not None) != has for flag in flags):
-            return [f"{given}={has} does not agree with the clipped tokens of loss"]
-        if any(flag is not None and (flag.dtype != torch.bool or flag.shape != (3,)) for flag in flags):
-            return ["the clipped tokens of loss must be bool, one a token"]
-    (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
-    return [] if found.loss.isfinite().all() and gradient.isfinite().all() else ["loss and gradient must be finite"]
 
 
 def _ppo_clip(terms: TokenTerms) -> TokenLoss:
@@ -152,10 +63,94 @@ def _reinforce(terms: TokenTerms) -> TokenLoss:
     return TokenLoss(-terms.advantages * terms.log_probs)
 
 
+def _dppo_tv(terms: TokenTerms) -> TokenLoss:
+    rise = terms.log_probs.detach().exp() - terms.old_log_probs.exp()
+    return _dppo(terms, rise < -terms.clip_low, rise > terms.clip_high)
+
+
+def _dppo_kl(terms: TokenTerms) -> TokenLoss:
+    new, old = terms.log_probs.detach(), terms.old_log_probs
+    distance = two_point_kl(old, new)
+    return _dppo(terms, (distance > terms.clip_low) & (new < old), (distance > terms.clip_high) & (new > old))
+
+
+def _dppo(terms: TokenTerms, low: Tensor, high: Tensor) -> TokenLoss:
+    """The loss without tokens that lie too far ``low`` or ``high`` and would go further."""
+    rises = terms.advantages > 0
+    low, high = low & ~rises, high & rises
+    ratio, limit = terms.ratio().detach(), torch.inf if terms.dual_clip is None else terms.dual_clip
+    loss = -terms.advantages * ratio.clamp(max=limit) * terms.log_probs
+    is_left_out = low | high
+    return TokenLoss(torch.where(is_left_out, 0, loss), low, high, (ratio > limit) & ~is_left_out)
+
+
+def _cppo(terms: TokenTerms) -> TokenLoss:
+    new, old = terms.log_probs.detach().double(), terms.old_log_probs.double()
+    distances, mask = terms.sequences.rows((new.exp() - old.exp()).abs())
+    excess = terms.sequences.cut(_over_budget(distances, mask))
+    low = (terms.advantages < 0) & (new < old) & (excess > terms.clip_low)
+    high = (terms.advantages > 0) & (new > old) & (excess > terms.clip_high)
+    return TokenLoss(torch.where(low | high, 0, -terms.advantages * terms.ratio()), low, high)
+
+
+def _over_budget(distances: Tensor, mask: Tensor) -> Tensor:
+    """Z_t - min(0, δ_b Σ_{j<t} w_j - Σ_{j<t} Z_j) of whole responses, all [n, s]; CPPO bounds it by δ."""
+    length, place = mask.double().sum(1, keepdim=True), mask.double().cumsum(1) - 1
+    weights = torch.where(mask, 1 - (1 - CPPO_LEAST_WEIGHT) * place / (length - 1).clamp(min=1), 0.0)
+    weighted = weights * distances
+    # Between the two neighbours of the quantile's place, as torch.quantile, which takes no mask.
+    ranked, rank = distances.masked_fill(~mask, torch.inf).sort(1).values, CPPO_QUANTILE * (length - 1).clamp(min=0)
+    below, above = (ranked.gather(1, side.long()) for side in (rank.floor(), rank.ceil()))
+    budget = torch.lerp(below, above, rank - rank.floor()).clamp(*CPPO_BUDGETS)
+    left = budget * (weights.cumsum(1) - weights) - (weighted.cumsum(1) - weighted)
+    return weighted - left.clamp(max=0)
+
+
+def _sapo(terms: TokenTerms) -> TokenLoss:
+    given = (terms.tau_pos, terms.tau_neg)
+    positive, other = (one if tau is None else tau for tau, one in zip(given, SAPO_TEMPERATURES, strict=True))
+    ratio = terms.ratio()
+    tau = torch.full_like(ratio, other).masked_fill(terms.advantages > 0, positive)
+    return TokenLoss(-terms.advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1)))
+
+
+def _gmpo(terms: TokenTerms) -> TokenLoss:
+    log_ratio, falls = terms.log_ratio, terms.advantages < 0
+    low, high = falls & (log_ratio < -terms.clip_low), ~falls & (log_ratio > terms.clip_high)
+    bounded = torch.where(falls, log_ratio.clamp(min=-terms.clip_low), log_ratio.clamp(max=terms.clip_high))
+    mean = terms.sequences.mean(bounded) + (bounded - bounded.detach())
+    return TokenLoss(-terms.advantages * mean.clamp(-EXP_LIMIT, EXP_LIMIT).exp(), low, high)
+
+
 # Name, words, loss; weighed_in_bypass, by_sequence, clips, takes_dual_clip.
 define(
     Objective("ppo_clip", "PPO clips ρ itself", _ppo_clip, False, False, True, True),
     Objective("reinforce", "REINFORCE, without clipping", _reinforce, True, False, False, False),
     Objective("gspo", "GSPO clips the geometric mean of a sequence's ρ", _ppo_clip, False, True, True, True),
     Objective("cispo", "CISPO weighs each token by its clipped ρ", _cispo, False, False, True, False),
+    Objective(
+        *("dppo_tv", "DPPO bounds π_θ - π_rollout of each token", _dppo_tv),
+        *(False, False, True, True),
+        default_dual_clip=DPPO_LIMIT,
+    ),
+    Objective(
+        *("dppo_kl", "DPPO bounds the KL of each token's two events", _dppo_kl),
+        *(False, False, True, True),
+        default_dual_clip=DPPO_LIMIT,
+    ),
+    Objective(
+        *("cppo", "CPPO bounds |π_θ - π_rollout| of each token and of the tokens before", _cppo),
+        *(False, False, True, False),
+        whole_sequences=True,
+    ),
+    Objective(
+        *("sapo", "SAPO dampens ρ by a sigmoid", _sapo),
+        *(False, False, False, False),
+        takes_temperatures=True,
+    ),
+    Objective(
+        *("gmpo", "GMPO clips each token's log ρ and takes a sequence's geometric mean", _gmpo),
+        *(False, False, True, False),
+        whole_sequences=True,
+    ),
 )

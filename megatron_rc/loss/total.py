@@ -13,6 +13,8 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
 
+_OF_POLICY_LOSS = ("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg")
+
 
 def token_loss(
     objective: PolicyLossConfig,
@@ -37,7 +39,7 @@ def token_loss(
     check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
     # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
-    settings = {name: getattr(objective, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    settings = {name: getattr(objective, name) for name in _OF_POLICY_LOSS}
     settings["algorithm"] = objective.algorithm or "ppo_clip"
     place: dict[str, Any] = {"layout": layout, "groups": groups, "sequence_log_ratio": sequence_log_ratio}
     policy = policy_loss(log_probs, old_log_probs, advantages, response_mask, weights=weights, **settings, **place)

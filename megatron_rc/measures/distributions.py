@@ -56,7 +56,8 @@ class WeightHistogram:
 def weight_histograms(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, WeightHistogram]:
     """``rollout_is_seq``, the mean weight of each sequence, and ``rollout_is``, the weight of each token.
 
-    Token-level weights with bounds by staleness have no ``rollout_is``; without weights there are none.
+    Token-level weights have no ``rollout_is`` if they are no ratios of tokens, or have bounds by staleness; without
+    weights there are none.
     """
     if header.weights is None:
         return {}
@@ -64,7 +65,7 @@ def weight_histograms(header: BatchHeader[float], config: RolloutCorrectionConfi
     found = {"rollout_is_seq": WeightHistogram(per_sequence)}
     if per_token:
         found["rollout_is"] = WeightHistogram(per_token[0])
-    elif config.staleness_scale is None:
+    elif config.weighs_single_tokens and config.staleness_scale is None:
         lower, upper = config.is_bounds
         lower = math.exp(-EXP_LIMIT) if config.is_mode == "truncate" else lower
         zeros = (header.weights.above, header.weights.below) if config.is_mode == "mask" else (0.0, 0.0)

@@ -35,6 +35,16 @@ def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) 
     return {config.metric_prefix + name: value for name, value in metrics.items()}
 
 
+def sequence_eff_sample_size(policy: PolicySums[float]) -> float:
+    """(Σ w)² / (n Σ w²) of the unbounded weights w = Π ρ of the n sequences with a valid token; 0 without one.
+
+    Kong 1992, "A Note on Importance Sampling using Standardized Weights".
+    """
+    total = policy.sequence_excess + policy.sequences
+    squared = policy.sequence_excess_squared + 2 * policy.sequence_excess + policy.sequences
+    return ratio(total * total, policy.sequences * squared)
+
+
 def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dict[str, float]:
     tokens, sequences = sums.valid, sums.sequences
     means = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio")
@@ -99,7 +109,7 @@ def _statistic_metrics(
     sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.high, sums.low))
     sequence_top, sequence_bottom = extremes(sums.max, sums.min)
     above, below = sequence_above, sequence_below
-    if criterion.unit == "token":
+    if criterion.of_tokens:
         above, below = ratio(sums.tested.high, tokens), ratio(rejected - sums.tested.high, tokens)
     top, bottom = extremes(sums.tested.max, sums.tested.min)
     metrics = {

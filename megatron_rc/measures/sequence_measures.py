@@ -140,13 +140,17 @@ def weight_sums(
         extremes = log_raw, log_raw, mean, mean
         counts = torch.cat([counts, counts * valid])
     elif own is not None and sums.weight is not None and measures.above is not None and measures.below is not None:
-        mean, raw = sums.weight / sums.num_tokens, 1 + measures.excess / sums.num_tokens
+        raw_sum = measures.excess if measures.raw_excess is None else measures.raw_excess
+        mean, raw = sums.weight / sums.num_tokens, 1 + raw_sum / sums.num_tokens
         bounds: Any = config.is_bounds if scale is None else scaled_bounds(config, scale)
         tested, (lower, upper) = raw, bounds
         above, below = measures.above, measures.below
         raw_excess, excess = tokens.excess_squared, own.excess_squared
         squares = None, None
         extremes = tokens.log_ratio_max, tokens.log_ratio_min, own.max, own.min
+        if tokens.raw_weights is not None:
+            raw_excess = tokens.raw_weights.excess_squared
+            extremes = tokens.raw_weights.log_max, tokens.raw_weights.log_min, own.max, own.min
     else:
         return None
     log_raw_max, log_raw_min, bounded_max, bounded_min = extremes
@@ -183,22 +187,34 @@ def criterion_sums(
     config: RolloutCorrectionConfig,
 ) -> CriterionSums[Tensor]:
     """The tokens that a criterion rejects by itself, and its statistic."""
-    if criterion.unit == "token":
+    if criterion.of_tokens:
         rejected = sums.valid - measures.accepted[criterion.name]
     else:
         tested = sums.valid if sums.negative is None or not criterion.only_negative else sums.negative
         rejected = torch.where(verdicts.by_criterion[criterion.name], 0, tested)
-    statistic = _statistic_sums(criterion, sums, tokens, config) if criterion.is_measured else None
+    statistic = None
+    if criterion.is_measured:
+        statistic = _statistic_sums(criterion, _statistic_of(criterion, sums, measures), sums, tokens, config)
     return CriterionSums(rejected, rejected > 0, statistic)
 
 
+def _statistic_of(criterion: Criterion, sums: SequenceSums, measures: SequenceMeasures) -> Tensor:
+    """[n] the statistic of each sequence; of a criterion on turns its mean over the tokens."""
+    if criterion.unit == "turn":
+        return measures.of_turns[criterion.name] / sums.num_tokens
+    # Without a valid token the largest value is -inf.
+    return torch.where(sums.valid > 0, criterion.statistic(statistics_of(sums)), 0)
+
+
 def _statistic_sums(
-    criterion: Criterion, sums: SequenceSums, tokens: TokenSums[Tensor], config: RolloutCorrectionConfig
+    criterion: Criterion,
+    statistic: Tensor,
+    sums: SequenceSums,
+    tokens: TokenSums[Tensor],
+    config: RolloutCorrectionConfig,
 ) -> StatisticSums[Tensor]:
     scale = threshold_scale(sums, config)
     scale = torch.ones_like(sums.valid) if scale is None else scale
-    # Without a valid token the largest value is -inf.
-    statistic = torch.where(sums.valid > 0, criterion.statistic(statistics_of(sums)), 0)
     tested = statistic / scale
     high, clamped = tested > criterion.upper, tested.clamp(criterion.least, criterion.upper) * scale
     shared = TestedSums(high, clamped * sums.valid, clamped.square() * sums.valid, statistic, statistic)

@@ -22,9 +22,11 @@ class SequenceMeasures:
     """Sums over the valid tokens of each whole sequence, [n] float64."""
 
     excess: Tensor  # Σ (ρ_t - 1)
-    above: Tensor | None  # tokens whose ρ is above the bounds of the weights; None unless weights are token-level
-    below: Tensor | None  # tokens whose ρ is below these bounds; None unless weights are token-level
-    accepted: dict[str, Tensor]  # for each token-level criterion, by name, the tokens that it accepts
+    raw_excess: Tensor | None  # Σ (w_t - 1) of the unbounded weights; None unless they are other than ρ_t
+    above: Tensor | None  # tokens whose weight is above its bounds; None unless weights are token-level
+    below: Tensor | None  # tokens whose weight is below its bounds; None unless weights are token-level
+    accepted: dict[str, Tensor]  # for each criterion on tokens or turns, by name, the tokens that it accepts
+    of_turns: dict[str, Tensor]  # for each criterion on turns, Σ over the tokens of their turn's statistic
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,23 @@ class TokenWeightSums(Generic[N]):
 
 
 @dataclass(frozen=True)
+class RawWeightSums(Generic[N]):
+    """Token-level weights w before their bounds, over valid tokens."""
+
+    excess_squared: N  # Σ (w - 1)²
+    log_max: N = largest()
+    log_min: N = smallest()
+
+
+@dataclass(frozen=True)
 class TokenSums(Generic[N]):
     """Sums and extremes over all valid tokens: of a block's sequences [n], later of the whole batch."""
 
     excess_squared: N  # Σ (ρ - 1)²
     k3: N  # Σ k3
     weights: TokenWeightSums[N] | None  # None unless weights are token-level
-    tests: dict[str, TestedSums[N]]  # by the name of each token-level criterion
+    raw_weights: RawWeightSums[N] | None  # None unless weights are token-level and other than ρ
+    tests: dict[str, TestedSums[N]]  # by the name of each criterion on tokens or turns
     log_ratio_max: N = largest()
     log_ratio_min: N = smallest()
 
@@ -86,11 +98,15 @@ def measure_sequences(
     above = below = None
     if decisions.weights is not None:
         lower, upper = log_bounds(config)
-        tested = decisions.log_ratio if decisions.scale is None else decisions.log_ratio / decisions.scale
+        tested = decisions.log_weight if decisions.scale is None else decisions.log_weight / decisions.scale
         above = sequences.count(decisions.valid & (tested > upper))
         below = sequences.count(decisions.valid & (tested < lower))
     accepted = {name: sequences.count(accepted) for name, accepted in decisions.accepted.items()}
-    return SequenceMeasures(sequences.sum(decisions.ratio - 1), above, below, accepted)
+    excess = sequences.sum(decisions.ratio - 1)
+    raw_excess = None if decisions.raw is decisions.ratio else sequences.sum(decisions.raw - 1)
+    turns = [criterion.name for criterion in config.criteria if criterion.unit == "turn"]
+    of_turns = {name: sequences.exact_sum(decisions.tested[name].double()) for name in turns}
+    return SequenceMeasures(excess, raw_excess, above, below, accepted, of_turns)
 
 
 def measure_tokens(
@@ -98,16 +114,21 @@ def measure_tokens(
 ) -> TokenSums[Tensor]:
     """The measures of all tokens, from one block."""
     absent, log_ratio = decisions.absent, decisions.log_ratio
-    excess, weights = decisions.ratio - 1, None  # to 6e-8 in float32; expm1 would cost six exponentials
+    excess, weights, raw = decisions.ratio - 1, None, None  # to 6e-8 in float32; expm1 would cost six exponentials
     if decisions.weights is not None:
         extremes = sequences.largest(decisions.weights, absent), sequences.smallest(decisions.weights, absent)
         weights = TokenWeightSums(sequences.sum((decisions.weights - decisions.one).square()), *extremes)
-    tested = [criterion for criterion in config.criteria if criterion.tested is not None]
+    if decisions.raw is not decisions.ratio:
+        logs = decisions.log_weight
+        extremes = sequences.largest(logs, absent), sequences.smallest(logs, absent)
+        raw = RawWeightSums(sequences.sum((decisions.raw - 1).square()), *extremes)
+    tested = [criterion for criterion in config.criteria if criterion.of_tokens]
     return TokenSums(
         excess_squared=sequences.sum(excess.square()),
         # Both terms clamped, as in k3.
         k3=sequences.sum(excess - log_ratio.clamp(max=EXP_LIMIT)),
         weights=weights,
+        raw_weights=raw,
         tests={criterion.name: _measure_test(criterion, decisions, sequences) for criterion in tested},
         log_ratio_max=sequences.largest(log_ratio, absent),
         log_ratio_min=sequences.smallest(log_ratio, absent),
@@ -115,7 +136,7 @@ def measure_tokens(
 
 
 def _measure_test(criterion: Criterion, decisions: TokenDecisions, sequences: BlockSequences) -> TestedSums[Tensor]:
-    values = decisions.values[criterion.tested.name].to(decisions.log_ratio.dtype)  # type: ignore[union-attr]
+    values = decisions.tested[criterion.name]
     tested = values if decisions.scale is None else values / decisions.scale
     factor = decisions.one if decisions.scale is None else decisions.one * decisions.scale
     clamped = tested.clamp(criterion.least, criterion.upper) * factor

@@ -21,7 +21,7 @@ def weight_metrics(
     bounded = weight_moments(sums.bounded, sums.bounded_excess_squared, sums.bounded_squared, tokens)
     bounded |= {"max": extreme(sums.bounded_max), "min": extreme(sums.bounded_min)}
     applied = {name: value if name == "eff_sample_size" else value * factor for name, value in bounded.items()}
-    if config.rollout_is != "token":
+    if not config.weighs_tokens:
         # verl's extremes of sequence weights are those before any bound.
         bounded |= extremes
     found = {f"raw_{name}": value for name, value in raw.items()} | bounded

@@ -46,13 +46,14 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         check_idle(self)
         mode, bounds = weight_bounds(self.rollout_is_threshold, self.rollout_is_mode, self.rollout_is_threshold_lower)
         criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
+        of_sequences = [criterion for criterion in criteria if criterion.unit != "turn"]
         derived = {
             "is_mode": mode,
             "is_bounds": bounds,
             "criteria": criteria,
             # The sums and extremes that the criteria need of each sequence, and their divergences; each once.
-            "needs": tuple(dict.fromkeys(need for criterion in criteria for need in criterion.needs)),
-            "divergences": tuple(dict.fromkeys(one for criterion in criteria for one in criterion.divergences)),
+            "needs": tuple(dict.fromkeys(need for one in of_sequences for need in one.needs)),
+            "divergences": tuple(dict.fromkeys(divergence for one in of_sequences for divergence in one.divergences)),
             "staleness_scale": parse_staleness_scale(self.rollout_staleness_scale),
         }
         for name, value in derived.items():

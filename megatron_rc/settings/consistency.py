@@ -10,10 +10,11 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.parallel.arguments import one_of
 from megatron_rc.settings.bounds import positive
 from megatron_rc.settings.fields import DEFAULTS, SWITCHES, CorrectionFields
+from megatron_rc.settings.levels import LEVELS
 
 OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "rollout_is": (None, "token", "sequence", "geometric"),
+    "rollout_is": (None, *LEVELS),
     "rollout_is_mode": (None, "truncate", "clamp", "mask"),
     "rollout_is_batch_normalize_scope": ("all", "accepted"),
     "rejection_denominator": ("accepted", "original"),
@@ -29,7 +30,7 @@ def idle(fields: Mapping[str, Any]) -> dict[str, str]:
     """The fields that do nothing beside the others, each with the words of an error."""
     found: dict[str, str] = {}
     if fields["rollout_is"] is None:
-        remedy = "set rollout_is to token, sequence or geometric, or drop it"
+        remedy = f"set rollout_is to {', '.join(LEVELS)}, or drop it"
         found = dict.fromkeys((*OF_WEIGHTS, _NORMALIZE), f"does nothing without rollout_is: {remedy}")
     if not fields["rollout_is_apply"]:
         found.setdefault(_NORMALIZE, "does nothing with rollout_is_apply=False, which applies no weights: drop one")
@@ -94,7 +95,17 @@ def _check_scale(config: CorrectionFields) -> None:
         raise ValueError(
             f"{given} does nothing without bounds: set rollout_is, or a criterion in rollout_rs that takes a bound"
         )
+    if config.weighs_tokens and not config.weighs_single_tokens:
+        raise ValueError(
+            f"{given}: a weight of rollout_is={config.rollout_is!r} is of several tokens, which differ in staleness: "
+            "use the levels token, sequence or geometric, or drop the scale"
+        )
     for criterion in config.criteria:
+        if criterion.unit == "turn":
+            raise ValueError(
+                f"{given}: {criterion.name} tests turns, whose tokens differ in staleness: use a criterion of tokens "
+                "or sequences, or drop the scale"
+            )
         if criterion.unit == "prompt" and criterion.bounds.takes_threshold:
             raise ValueError(
                 f"{given}: {criterion.name} tests all responses of a prompt, which differ in staleness: use a "

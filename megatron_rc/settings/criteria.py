@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
-from megatron_rc.numerics import factor_error, k2, k3
+from megatron_rc.numerics import factor_error, k2, k3, larger_two_point_kl
 from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, UPPER_NUMBER, Threshold, aligned
 from megatron_rc.settings.criterion import Criterion, Divergence, Need, SequenceValues
 
@@ -91,22 +92,30 @@ K1 = Divergence("k1", "log ρ", of=None, least=-math.inf)
 K2 = Divergence("k2", "k2 = ½(log ρ)²", of=k2, least=0.0)
 K3 = Divergence("k3", "k3 = ρ - 1 - log ρ", of=k3, least=0.0)
 ERROR = Divergence("error", "exp|log ρ| - 1", of=factor_error, least=0.0)
-_SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR)}
+KPOP = Divergence("kpop", "max(D(p‖q), D(q‖p))", of=None, least=0.0, of_both=larger_two_point_kl)
+_SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR, KPOP)}
 _RESPONSES = "all responses of a prompt"
 
 # The table. k1 has two bounds on ρ; k2 and k3 have one upper bound.
 define(Criterion("token_k1", "token", "tokens whose ρ_t", RATIO, _SUM[K1], _mean_of(K1), tested=K1))
 for x in (K2, K3):
     define(Criterion(f"token_{x.name}", "token", f"tokens whose {x.words}", UPPER, _SUM[x], _mean_of(x), tested=x))
-define(Criterion("seq_sum_k1", "sequence", "sequences whose Π ρ_t", RATIO, _SUM[K1], _sum_of(K1)))
-for x in (K2, K3):
-    define(Criterion(f"seq_sum_{x.name}", "sequence", f"sequences whose sum of {x.words}", UPPER, _SUM[x], _sum_of(x)))
-define(Criterion("seq_mean_k1", "sequence", "sequences whose geometric mean ρ", RATIO, _SUM[K1], _mean_of(K1)))
-for x in (K2, K3):
-    define(Criterion(f"seq_mean_{x.name}", "sequence", f"sequences whose mean {x.words}", UPPER, _SUM[x], _mean_of(x)))
-for x in (K2, K3):
-    words, largest = f"sequences whose largest {x.words}", (Need("max", x),)
-    define(Criterion(f"seq_max_{x.name}", "sequence", words, UPPER, largest, _max_of(x)))
+_PARTS: tuple[tuple[str, Literal["sequence", "turn"], str], ...] = (
+    ("seq", "sequence", "sequences"),
+    ("turn", "turn", "turns"),
+)
+for short, unit, things in _PARTS:
+    define(Criterion(f"{short}_sum_k1", unit, f"{things} whose Π ρ_t", RATIO, _SUM[K1], _sum_of(K1)))
+    for x in (K2, K3):
+        words = f"{things} whose sum of {x.words}"
+        define(Criterion(f"{short}_sum_{x.name}", unit, words, UPPER, _SUM[x], _sum_of(x)))
+    define(Criterion(f"{short}_mean_k1", unit, f"{things} whose geometric mean ρ", RATIO, _SUM[K1], _mean_of(K1)))
+    for x in (K2, K3):
+        words = f"{things} whose mean {x.words}"
+        define(Criterion(f"{short}_mean_{x.name}", unit, words, UPPER, _SUM[x], _mean_of(x)))
+    for x in (K2, K3):
+        words, largest = f"{things} whose largest {x.words}", (Need("max", x),)
+        define(Criterion(f"{short}_max_{x.name}", unit, words, UPPER, largest, _max_of(x)))
 words = f"{_RESPONSES} whose geometric mean ρ over their tokens"
 define(Criterion("group_mean_k1", "prompt", words, RATIO, _SUM[K1], _mean_of(K1)))
 for x in (K2, K3):
@@ -119,3 +128,5 @@ define(Criterion("group_any", "prompt", words, NONE_AT_ALL, (), lost, follows_ot
 # NeMo-RL's "multiplicative probability error" of a sequence, less 1.
 words = f"sequences whose mean {ERROR.words}"
 define(Criterion("seq_mean_error", "sequence", words, UPPER_NUMBER, _SUM[ERROR], _mean_of(ERROR)))
+# KPop: p = π_train and q = π_rollout of the token, D between two events, this token and any other.
+define(Criterion("token_kpop", "token", f"tokens whose {KPOP.words}", UPPER, _SUM[KPOP], _mean_of(KPOP), tested=KPOP))

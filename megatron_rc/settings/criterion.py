@@ -10,32 +10,45 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.numerics import within
+from megatron_rc.numerics import POSITIVE_LIMIT, within
 from megatron_rc.settings.bounds import Bounds
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A number x of one token, computed from its log ρ.
+    """A number x of one token, computed from its log ρ, or from its two log-probs.
 
     Attributes:
         name: short name such as ``k3``; no other divergence may have it.
         words: name or formula of x, for descriptions.
-        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: x is log ρ.
+        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: x is log ρ, or ``of_both``'s.
         least: the smallest possible x.
+        of_both: function from (log π_train, log π_rollout) to x, elementwise, in float64; 0 if both are equal.
 
     Raises:
-        ValueError: at definition: ``of`` does not fit this description.
+        ValueError: at definition: ``of`` or ``of_both`` does not fit this description.
     """
 
     name: str
     words: str
     of: Callable[[Tensor], Tensor] | None
     least: float
+    of_both: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         for problem in _problems_of_divergence(self):
             raise ValueError(f"divergence {self.name!r}: {problem}")
+
+    @property
+    def is_log_ratio(self) -> bool:
+        """True if x is log ρ itself."""
+        return self.of is None and self.of_both is None
+
+    def values(self, train: Tensor, rollout: Tensor, log_ratio: Tensor) -> Tensor:
+        """The x of each token, float64; log ρ itself in its own dtype."""
+        if self.of_both is not None:
+            return self.of_both(train.double(), rollout.double())
+        return log_ratio if self.of is None else self.of(log_ratio.double())
 
 
 class Need(NamedTuple):
@@ -47,7 +60,7 @@ class Need(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the sum or extreme: ``sum_k3``; ``log_ratio`` for the sum of log ρ, which every batch has."""
-        of_log_ratio = self.how == "sum" and self.divergence.of is None
+        of_log_ratio = self.how == "sum" and self.divergence.is_log_ratio
         return "log_ratio" if of_log_ratio else f"{self.how}_{self.divergence.name}"
 
 
@@ -84,12 +97,13 @@ class Criterion:
 
     Attributes:
         name: the canonical name, for example ``seq_mean_k1``.
-        unit: scope of one verdict: a ``token``, a ``sequence``, or all responses of a ``prompt``.
+        unit: scope of one verdict: a ``token``, a ``turn`` (a run of trained tokens), a ``sequence``, or all responses
+            of a ``prompt``.
         words: the rejected things, up to the bounds: "sequences whose Π ρ_t".
         bounds: the form of the bounds.
         needs: the sums and extremes that the statistic uses.
-        statistic: [n] float64 of whole sequences (of prompts for the unit prompt). For the unit token only metrics of
-            sequences use it.
+        statistic: [n] float64 of whole sequences (of prompts or turns for these units). For the unit token only metrics
+            of sequences use it.
         tested: x of each token, for the unit token; else None.
         only_negative: accept tokens with an advantage of 0 or more, whatever the statistic.
         follows_others: the statistic uses ``num_lost``, the rejection by the other criteria.
@@ -101,7 +115,7 @@ class Criterion:
     """
 
     name: str
-    unit: Literal["token", "sequence", "prompt"]
+    unit: Literal["token", "turn", "sequence", "prompt"]
     words: str
     bounds: Bounds
     needs: tuple[Need, ...]
@@ -129,6 +143,11 @@ class Criterion:
         return (*tested, *(need.divergence for need in self.needs))
 
     @property
+    def of_tokens(self) -> bool:
+        """True if tokens of one sequence may have different verdicts."""
+        return self.unit in ("token", "turn")
+
+    @property
     def is_measured(self) -> bool:
         """True if metrics describe the statistic of tokens or sequences."""
         return self.unit != "prompt" and not self.only_negative
@@ -142,21 +161,31 @@ class Criterion:
         return " ".join(filter(None, (self.words, self.bounds.words(self.lower, self.upper), f"({self.name})")))
 
 
+# Log ρ, and log-probs from a certain token to one that no policy samples, with which a divergence is tried.
+_LOG_RATIOS = (-50.0, -1.0, -0.1, 0.0, 0.1, 1.0, 50.0)
+_LOG_PROBS = (POSITIVE_LIMIT, 0.0, -1e-30, -1e-3, -0.1, -1.0, -50.0, -3e38)
+
+
 def _problems_of_divergence(divergence: Divergence) -> list[str]:
-    """Problems of a divergence, found with a few values of log ρ."""
+    """Problems of a divergence, found with a few tokens."""
     if not isinstance(divergence.name, str) or not divergence.name or not divergence.words:
         return ["name and words must be given"]
-    if divergence.of is None:
+    if divergence.is_log_ratio:
         return [] if divergence.least == -math.inf else ["log ρ itself has no smallest value: least must be -inf"]
-    if not callable(divergence.of) or not isinstance(divergence.least, (int, float)):
-        return ["of must be a function of log ρ, and least a number"]
-    log_ratio = torch.tensor([-50.0, -1.0, -0.1, 0.0, 0.1, 1.0, 50.0], dtype=torch.float64)
-    values = divergence.of(log_ratio)
-    if not isinstance(values, Tensor) or values.shape != log_ratio.shape or values.dtype != torch.float64:
-        return ["of must give one float64 number for each log ρ"]
-    if not values.isfinite().all() or values[3] != 0:
-        return ["of must be finite, and 0 where log ρ is 0"]
-    return [f"of gives {values.min().item():g}, below least"] if values.min() < divergence.least else []
+    if divergence.of is not None and divergence.of_both is not None:
+        return ["of and of_both exclude each other: give the one that x is computed from"]
+    of, given = ("of", "log ρ") if divergence.of_both is None else ("of_both", "pair of log-probs")
+    if not callable(getattr(divergence, of)) or not isinstance(divergence.least, (int, float)):
+        return [f"{of} must be a function of each {given}, and least a number"]
+    log_ratios, log_probs = (torch.tensor(numbers, dtype=torch.float64) for numbers in (_LOG_RATIOS, _LOG_PROBS))
+    pairs = torch.cartesian_prod(log_probs, log_probs).unbind(1)
+    values = divergence.of(log_ratios) if divergence.of else divergence.of_both(*pairs)  # type: ignore[misc]
+    equal = log_ratios == 0 if divergence.of else pairs[0] == pairs[1]
+    if not isinstance(values, Tensor) or values.shape != equal.shape or values.dtype != torch.float64:
+        return [f"{of} must give one float64 number for each {given}"]
+    if not values.isfinite().all() or (values[equal] != 0).any():
+        return [f"{of} must be finite, and 0 where log ρ is 0"]
+    return [f"{of} gives {values.min().item():g}, below least"] if values.min() < divergence.least else []
 
 
 class _Asked(dict[str, Tensor]):
@@ -171,8 +200,8 @@ class _Asked(dict[str, Tensor]):
 def _problems(criterion: Criterion) -> list[str]:
     if not criterion.name.replace("_", "").isalnum() or criterion.name != criterion.name.lower():
         return ["the name must be letters, digits and underscores, in lower case"]
-    if criterion.unit not in ("token", "sequence", "prompt"):
-        return [f"unit={criterion.unit!r} must be token, sequence or prompt"]
+    if criterion.unit not in ("token", "turn", "sequence", "prompt"):
+        return [f"unit={criterion.unit!r} must be token, turn, sequence or prompt"]
     if not criterion.words or not isinstance(criterion.bounds, Bounds) or not callable(criterion.statistic):
         return ["words, bounds and statistic must all be given"]
     if not isinstance(criterion.needs, tuple) or any(not isinstance(need, Need) for need in criterion.needs):
@@ -186,7 +215,7 @@ def _problems(criterion: Criterion) -> list[str]:
         found.append("only_negative is for the unit sequence")
     if criterion.unit == "prompt" and any(need.how != "sum" for need in criterion.needs):
         found.append("prompts have sums of their responses alone")
-    if criterion.bounds.on_ratio and any(divergence.of for divergence in criterion.divergences):
+    if criterion.bounds.on_ratio and not all(divergence.is_log_ratio for divergence in criterion.divergences):
         found.append("bounds on a ratio fit log ρ alone")
     return found or _problems_of_statistic(criterion)
 

@@ -8,11 +8,6 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.fields import DEFAULTS, CorrectionFields
 
-_WEIGHTS = {
-    "token": "token weights w_t = ρ_t",
-    "sequence": "sequence weights w = Π ρ_t",
-    "geometric": "sequence weights w = (Π ρ_t)^(1/n), the geometric mean",
-}
 _BAD = {
     "error": "an error",
     "reject_token": "the token is rejected and counted",
@@ -55,7 +50,7 @@ def _mode(config: CorrectionFields) -> str:
 
 
 def _weights(config: CorrectionFields) -> list[str]:
-    if config.rollout_is is None:
+    if config.level is None:
         return ["no importance weights"]
     low, high = config.is_bounds
     bounded = {
@@ -63,9 +58,9 @@ def _weights(config: CorrectionFields) -> list[str]:
         "clamp": f"clamped to [{low:.10g}, {high:.10g}]",
         "mask": f"0 outside [{low:.10g}, {high:.10g}]",
     }[config.is_mode]
-    lines = [f"{_WEIGHTS[config.rollout_is]}, {bounded}"]
+    lines = [f"{config.level.words}, {bounded}"]
     if config.rollout_is_batch_normalize:
-        unit = "tokens" if config.rollout_is == "token" else "sequences"
+        unit = "tokens" if config.weighs_tokens else "sequences"
         which = "valid" if config.rollout_is_batch_normalize_scope == "all" else "accepted"
         lines.append(f"the weights are divided by their mean over the {which} {unit} of the global batch")
     if not config.rollout_is_apply:

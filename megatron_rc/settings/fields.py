@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
+from megatron_rc.settings.levels import LEVELS, WeightLevel
 from megatron_rc.settings.staleness import StalenessScale
 
 
@@ -19,8 +20,10 @@ class CorrectionFields:
     """The fields of :class:`megatron_rc.RolloutCorrectionConfig`, which checks them and computes the derived ones.
 
     Attributes:
-        rollout_is: level of the importance weights: ``token``, ``sequence`` (product of a sequence's ratios),
-            ``geometric`` (their geometric mean), or ``None`` for no weights.
+        rollout_is: level of the importance weights, a name from ``megatron_rc.settings.levels``: ``token``,
+            ``sequence`` (product of a sequence's ratios), ``geometric`` (their geometric mean), ``turn`` and
+            ``turn_geometric`` (the same over a turn), ``prefix`` (product of the ratios up to the token),
+            ``min_prefix`` (MinPRO), or ``None`` for no weights.
         rollout_is_threshold: bound on the weights: u, or ``"lo_hi"``. None: 2.0.
         rollout_is_mode: ``truncate`` min(w, u); ``clamp`` to [lo, u]; ``mask`` (IcePop) 0 outside [lo, u]. None:
             ``mask`` for ``"lo_hi"``, else ``truncate``. One number u with ``clamp`` or ``mask`` means [1/u, u].
@@ -45,15 +48,16 @@ class CorrectionFields:
             and log π_θ by weight version (``megatron_rc.loss.proximal``). The correction is computed inside the
             loss, one mini-batch at a time. Exact in the first update after a rollout; needs the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
-        loss_type: the objective in bypass mode, from ``megatron_rc.loss.objectives``: ``ppo_clip``, ``gspo`` or
-            ``cispo`` (the ratio is the correction: weights are measured, not applied), or ``reinforce``.
+        loss_type: the objective in bypass mode, from ``megatron_rc.loss.objectives``: ``reinforce``, or one whose
+            ratio is the correction (weights are measured, not applied): ``ppo_clip``, ``gspo``, ``cispo``,
+            ``dppo_tv``, ``dppo_kl``, ``cppo``, ``sapo``, ``gmpo``.
         notes: results of translating another program's settings, and settings that were dropped; not compared.
 
     Args:
         use_policy_gradient: the older spelling of ``loss_type="reinforce"``.
     """
 
-    rollout_is: Literal["token", "sequence", "geometric"] | None = "sequence"
+    rollout_is: str | None = "sequence"
     rollout_is_threshold: float | str | None = None
     rollout_is_mode: Literal["truncate", "clamp", "mask"] | None = None
     rollout_is_threshold_lower: float | None = None
@@ -80,6 +84,21 @@ class CorrectionFields:
     needs: tuple[Need, ...] = field(init=False, compare=False, repr=False)
     divergences: tuple[Divergence, ...] = field(init=False, compare=False, repr=False)
     staleness_scale: StalenessScale | None = field(init=False, compare=False, repr=False)
+
+    @property
+    def level(self) -> WeightLevel | None:
+        """The level of the importance weights; None without weights."""
+        return None if self.rollout_is is None else LEVELS[self.rollout_is]
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """True if tokens of one sequence have different weights."""
+        return self.level is not None and self.level.of_tokens
+
+    @property
+    def weighs_single_tokens(self) -> bool:
+        """True if the weight of a token is its own ratio."""
+        return self.level is not None and self.level.of_single_tokens
 
     @property
     def corrects_in_loss(self) -> bool:

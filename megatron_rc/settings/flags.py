@@ -22,7 +22,9 @@ from megatron_rc.settings.presets import PRESETS, RELEASES
 
 # Help texts without the default, except of fields whose default is None.
 _HELP = {
-    "rollout_is": "level of the importance weights: token, sequence, geometric (mean of a sequence's ratios), or none",
+    "rollout_is": "level of the importance weights: token; sequence (product of its ratios) or geometric (their mean); "
+    "turn or turn_geometric, the same over a run of trained tokens; prefix (product up to the token); min_prefix "
+    "(MinPRO); or none",
     "rollout_is_threshold": "bound on the importance weights: one ratio, or a pair lo_hi; "
     f"default: {DEFAULT_WEIGHT_THRESHOLD}",
     "rollout_is_mode": "treatment of weights out of bounds: truncate at the upper bound, clamp to both, or mask, which "
@@ -57,12 +59,28 @@ _DIALECT = "--rollout-correction-dialect"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
 _OF_MEGATRONS_SWITCH = ("rollout_is", *OF_WEIGHTS)  # fields that the switch sets, so that no flag may set them too
 _BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
+_OTHER_BOUNDS = (
+    "in dppo_tv and cppo a bound on the difference of two probabilities, in dppo_kl on a KL in nats, in gmpo on the "
+    "log of the ratio,"
+)
 # The flag, with underscores, of each field of the objective, and its help without the default.
 _LOSS_OPTIONS = {
     "algorithm": ("policy_loss", "objective of the policy; default: ppo_clip, or --loss-type in bypass mode"),
-    "clip_low": ("grpo_clamp_eps_lower", "lower clip: the objective clips the ratio below 1 minus this"),
-    "clip_high": ("grpo_clamp_eps_upper", "upper clip: the objective clips the ratio above 1 plus this"),
-    "dual_clip": ("ppo_dual_clip", "limit of the loss at this times |A| for A < 0, above 1; default: none"),
+    "clip_low": (
+        "grpo_clamp_eps_lower",
+        f"lower clip: the objective clips the ratio below 1 minus this; {_OTHER_BOUNDS} if A < 0",
+    ),
+    "clip_high": (
+        "grpo_clamp_eps_upper",
+        f"upper clip: the objective clips the ratio above 1 plus this; {_OTHER_BOUNDS} if A > 0",
+    ),
+    "dual_clip": (
+        "ppo_dual_clip",
+        "limit of the loss at this times |A| for A < 0, above 1; in dppo_tv and dppo_kl limit of the ratio; default: "
+        "none, in dppo_tv and dppo_kl 20",
+    ),
+    "tau_pos": ("sapo_tau_pos", "temperature of the objective sapo for A > 0; default: 1"),
+    "tau_neg": ("sapo_tau_neg", "temperature of the objective sapo for A <= 0; default: 1.05"),
     "aggregation": ("loss_aggregation", "way from the tokens' losses to one number"),
     "loss_scale_factor": (
         "loss_scale_factor",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.parallel.arguments import one_of
 
 NEWEST = "2026-08"
@@ -90,6 +91,57 @@ class Presets:
         if "_" in str(threshold):
             return cls(**_weights("token", threshold), rollout_is_threshold_lower=threshold_lower)
         return cls(**_weights("token", f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}"))
+
+    @classmethod
+    def decoupled_token_kpop(
+        cls: type[C], rs_threshold: float = 0.1, is_threshold: float = UNTRUNCATED, *, release: str = NEWEST
+    ) -> C:
+        """Reject tokens that the two policies find differently likely (KPop), and weigh the others by ρ_t.
+
+        The test is the larger KL of the two events "this token" and "another one", in nats: it leaves rare tokens more
+        room than likely ones. Rejected tokens count in the denominators of the loss, as IcePop's do. Guo et al. 2026,
+        "Taming Training-Inference Mismatch in Reinforcement Learning with Adaptive Masking Regions",
+        ringtech.notion.site/kpop.
+        """
+        _check_release(release)
+        return cls(
+            **_weights("token", is_threshold),
+            rollout_rs="token_kpop",
+            rollout_rs_threshold=rs_threshold,
+            rejection_denominator="original",
+        )
+
+    @classmethod
+    def decoupled_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """Prefix-level truncated importance sampling: w_t = min(Π ρ_j over j <= t, threshold).
+
+        The contexts and the action are the trainer's, the continuation is the engine's: less bias than token weights,
+        and a variance that grows with the position. Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy
+        Policy Evaluation".
+        """
+        _check_release(release)
+        return cls(**_weights("prefix", threshold))
+
+    @classmethod
+    def decoupled_min_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """MinPRO weights: w_t = min(ρ_t · m_t, threshold), m_t the smallest ρ_j with j < t, 1 for the first token.
+
+        The smallest ratio stands for the product of all before, whose variance grows with the position. Lei et al.
+        2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718.
+        """
+        _check_release(release)
+        return cls(**_weights("min_prefix", threshold))
+
+    @classmethod
+    def decoupled_turn_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """Turn-level truncated importance sampling: w = min(Π ρ_t over the tokens of a turn, threshold).
+
+        For responses of several turns: sequence weights if there is one turn, token weights if each turn has one token.
+        A turn is a run of trained tokens between observations, as the segments of Wang et al. 2025, "Reinforcement
+        Learning Optimization for Large-Scale Learning: An Efficient and User-Friendly Scaling Library" (ROLL).
+        """
+        _check_release(release)
+        return cls(**_weights("turn", threshold))
 
     @classmethod
     def decoupled_seq_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -193,6 +245,16 @@ class Presets:
         return cls(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
+    def seq_mask_tis(cls: type[C], rs_threshold: Bound = "0.999_1.002", *, release: str = NEWEST) -> C:
+        """``decoupled_geo_rs`` with token weights that are not truncated; rejected tokens count in the denominators.
+
+        The correction of the GRPO reference of MLPerf Training v6.1, under NeMo-RL's name. Liu et al. 2025, "When Speed
+        Kills Stability".
+        """
+        _check_release(release)
+        return cls(**_weights("token", UNTRUNCATED), **_geometric(rs_threshold), rejection_denominator="original")
+
+    @classmethod
     def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01, *, release: str = NEWEST) -> C:
         """Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound, in nats; no weights.
 
@@ -245,6 +307,11 @@ class Presets:
     # Bypass mode, with numbers of its own.
 
     @classmethod
+    def _no_weights(cls: type[C], *, release: str = NEWEST) -> C:
+        _check_release(release)
+        return cls(rollout_is=None)
+
+    @classmethod
     def bypass_ppo_clip(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
         """PPO clips π_θ / π_rollout, and this is the correction; no weights. The fastest, for a small mismatch.
 
@@ -289,6 +356,18 @@ class Presets:
     bypass_pg_is = _bypass(
         "reinforce", decoupled_seq_is, "REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ."
     )
+    bypass_pg_prefix_is = _bypass(
+        "reinforce",
+        decoupled_prefix_is,
+        "REINFORCE with weights of prefixes: -min(Π π_θ/π_rollout over j <= t, u) A log π_θ.",
+        'Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation"',
+    )
+    bypass_pg_min_prefix_is = _bypass(
+        "reinforce",
+        decoupled_min_prefix_is,
+        "REINFORCE with MinPRO weights, in which π_θ/π_rollout is the ratio: the published use.",
+        'Lei et al. 2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718',
+    )
     bypass_pg_token_icepop = _bypass(
         "reinforce", decoupled_token_icepop, "REINFORCE with the weights of ``decoupled_token_icepop``.", _LING
     )
@@ -300,6 +379,39 @@ class Presets:
     )
     bypass_pg_geo_rs_token_tis = _bypass(
         "reinforce", decoupled_geo_rs_token_tis, "``bypass_pg_geo_rs`` with token weights: less variance, more bias."
+    )
+
+    # Other objectives whose ratio π_θ / π_rollout is the correction; their bounds are fields of the loss.
+
+    bypass_dppo_tv = _bypass(
+        "dppo_tv",
+        _no_weights,
+        "DPPO bounds π_θ - π_rollout of each token; no weights.",
+        'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"',
+    )
+    bypass_dppo_kl = _bypass(
+        "dppo_kl",
+        _no_weights,
+        "DPPO bounds the KL of each token's two events; no weights.",
+        'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"',
+    )
+    bypass_cppo = _bypass(
+        "cppo",
+        _no_weights,
+        "CPPO bounds the differences of a token and of the tokens before it; no weights.",
+        'Mao et al. 2026, "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning"',
+    )
+    bypass_sapo = _bypass(
+        "sapo",
+        _no_weights,
+        "SAPO dampens π_θ / π_rollout by a sigmoid; no weights.",
+        'Gao et al. 2025, "Soft Adaptive Policy Optimization"',
+    )
+    bypass_gmpo = _bypass(
+        "gmpo",
+        _no_weights,
+        "GMPO takes the geometric mean of the clipped ratios; no weights.",
+        'Zhao et al. 2025, "Geometric-Mean Policy Optimization"',
     )
 
     # Other names of presets, with the name's origin.
@@ -318,7 +430,9 @@ class Presets:
     pg_geo_rs_seq_tis = _alias(bypass_pg_geo_rs_seq_tis, "verl's spelling at the end of 2025")
 
 
-PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
+PRESETS = tuple(
+    name for name, value in vars(Presets).items() if isinstance(value, classmethod) and not name.startswith("_")
+)
 
 
 def _check_release(release: str) -> None:

@@ -128,23 +128,25 @@ class RolloutCorrection:
         sequence_ids: Tensor | None = None,
         policy_versions: Tensor | None = None,
         rewards: Tensor | None = None,
+        turn_ids: Tensor | None = None,
         mini_batch: int | None = None,
     ) -> CorrectedMicroBatch:
         """Correct one micro-batch from π_θ, inside the loss; not in decoupled mode with a forward-only pass.
 
         Args:
             log_probs: log π_θ, the layout's local shape, nats; only its values are used.
-            rollout_log_probs: as in :func:`correct_rollouts`, of this micro-batch, like the next six.
+            rollout_log_probs: as in :func:`correct_rollouts`, of this micro-batch, like the next seven.
             response_mask: bool.
             layout: which tokens these are.
             advantages: ``opsm`` needs them.
             sequence_ids: error messages name them. Default: sequences are counted since the step began.
             policy_versions: needed if the plan was given the current version, else not used.
             rewards: for metrics by reward with ``one_pass``, else not used.
+            turn_ids: the turn of each token. Default: each run of trained tokens is one.
             mini_batch: the optimizer step, of the newest plan; one for all micro-batches until ``finish_step``. The
                 micro-batch counts at once, unless gradients are switched off.
 
-        Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
+        Collectives: over ``cp`` as in :func:`correct_rollouts`.
 
         Raises:
             ValueError: shapes that do not fit, or no mini-batch named although there are several.
@@ -158,7 +160,8 @@ class RolloutCorrection:
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
         tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
-        inputs = dataclasses.replace(tokens, sequence_ids=sequence_ids, policy_versions=policy_versions)
+        tokens = dataclasses.replace(tokens, sequence_ids=sequence_ids, turn_ids=turn_ids)
+        inputs = dataclasses.replace(tokens, policy_versions=policy_versions)
         with torch.no_grad():
             found = plan.from_theta(inputs)
         if torch.is_grad_enabled():

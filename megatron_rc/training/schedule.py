@@ -45,7 +45,8 @@ def masked_loss(
         (loss, num_tokens, log) of Megatron's ``loss_func``; the log holds ``loss``, the local part of the numerator.
 
     Collectives: in bypass mode and with ``proximal_interpolation`` as ``in_loss``; outside bypass mode ``gspo``
-    makes one SUM of [2, n] over ``cp``.
+    makes one SUM of [2, n] over ``cp``; in every mode ``gmpo`` one of [2, n], and ``cppo`` one of [2, n, tokens of the
+    longest sequence].
 
     Raises:
         ValueError: a tensor that the mode or the objective needs is missing or has another shape, or the scale is of

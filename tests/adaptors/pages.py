@@ -25,6 +25,8 @@ def documented(program, **names):
 def _fits(case):
     config = RolloutCorrectionConfig(**case.fields)
     whole = config.rollout_is_batch_normalize or config.rollout_staleness_scale or config.corrects_in_loss
+    # The hosts know no turns: a turn is a run of the mask.
+    whole = whole or "turn_ids" in case.sides
     return not whole and not any(one.unit == "prompt" or one.only_negative for one in config.criteria)
 
 

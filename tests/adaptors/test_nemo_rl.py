@@ -85,7 +85,7 @@ def config_of(name):
 
 
 def rejects_tokens(config):
-    return any(one.unit == "token" for one in config.criteria) or config.bad_log_probs == "reject_token"
+    return any(one.of_tokens for one in config.criteria) or config.bad_log_probs == "reject_token"
 
 
 BY_TOKEN = [(name, LossType.TOKEN_LEVEL) for name in IN_A_MICRO_BATCH]

@@ -225,7 +225,7 @@ def test_an_incomplete_one_cannot_be_defined(missing):
     ("changed", "message"),
     [
         ({"name": "Another one"}, "letters, digits and underscores"),
-        ({"unit": "batch"}, "must be token, sequence or prompt"),
+        ({"unit": "batch"}, "must be token, turn, sequence or prompt"),
         ({"words": ""}, "must all be given"),
         ({"bounds": "upper"}, "must all be given"),
         ({"statistic": None}, "must all be given"),
@@ -271,6 +271,57 @@ def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
 def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
         dataclasses.replace(DISTANCE, **changed)
+
+
+BOTH = Divergence("gap", "|p - q|", of=None, least=0.0, of_both=lambda p, q: (p.exp() - q.exp()).abs())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"of": torch.abs}, "of and of_both exclude each other"),
+        ({"of_both": "gap"}, "of_both must be a function of each pair of log-probs"),
+        ({"of_both": lambda p, q: p - q}, "of_both gives -3e.38, below least"),
+        ({"of_both": lambda p, q: p.exp() + q.exp()}, "of_both must be finite, and 0 where log ρ is 0"),
+        ({"of_both": lambda p, q: ((p.exp() - q.exp()) / torch.expm1(q)).abs()}, "of_both must be finite"),
+        ({"of_both": lambda p, q: (p - q).sum()}, "of_both must give one float64 number for each pair of log-probs"),
+        ({"of_both": lambda p, q: (p - q).abs().float()}, "of_both must give one float64 number"),
+    ],
+)
+def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
+    with pytest.raises(ValueError, match=f"divergence 'gap': .*{message}"):
+        dataclasses.replace(BOTH, **changed)
+
+
+def test_a_criterion_of_both_log_probs_bounds_no_ratio():
+    mean = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
+    assert Criterion(**SOUND | mean).needs[0].name == "sum_gap"
+    with pytest.raises(ValueError, match="bounds on a ratio fit log ρ alone"):
+        Criterion(**SOUND | mean | {"bounds": RATIO})
+
+
+@pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
+def test_every_unit_has_both_log_probs(unit, monkeypatch):
+    """The mean of |p - q| over each unit, in loops; a turn is a run of trained tokens."""
+    tested = {"tested": BOTH} if unit == "token" else {}
+    needs = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
+    criterion = Criterion(**SOUND | needs | tested | {"name": f"{unit}_gap", "unit": unit})
+    monkeypatch.setitem(CRITERIA, criterion.name, criterion)
+    train, rollout, mask = draw()
+    want = torch.zeros_like(mask)
+    for i, valid in enumerate(mask.tolist()):
+        runs: list[list[int]] = []
+        for t in (t for t in range(12) if valid[t]):
+            joins = runs and (unit == "sequence" or (unit == "turn" and runs[-1][-1] == t - 1))
+            runs[-1].append(t) if joins else runs.append([t])
+        for run in runs:
+            mean = sum(abs(math.exp(train[i, t]) - math.exp(rollout[i, t])) for t in run) / len(run)
+            assert abs(mean - 0.03) > 1e-4
+            want[i, run] = mean <= 0.03
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs=criterion.name, rollout_rs_threshold=0.03)
+    result = correct_rollouts(train, rollout, mask, config)
+    assert 0 < want.sum() < mask.sum()
+    assert torch.equal(result.mask, want)
 
 
 def test_a_name_stands_for_one_criterion_and_one_divergence():

@@ -62,7 +62,7 @@ def run_step(correction, batch, split, form="padded"):
     found = []
     for piece in pieces:
         layout, (train, rollout, mask), sides = my_part(batch.rows(piece), form)
-        given = {name: sides[name] for name in ("advantages", "policy_versions") if name in sides}
+        given = {name: sides[name] for name in ("advantages", "policy_versions", "turn_ids") if name in sides}
         weights, kept, lengths = correction.in_loss(train.requires_grad_(), rollout, mask, layout=layout, **given)
         assert weights is None or not weights.requires_grad
         place = my_places(piece, layout)

@@ -97,12 +97,19 @@ def weights_of(found, counted):
     return weights[counted].tolist(), [row[valid].mean().item() for row, valid in rows if valid.any()]
 
 
+def has_distribution_of_tokens(config):
+    """Weights of sequences have one, and single ratios without bounds by staleness."""
+    return config.rollout_is in ("sequence", "geometric") or (
+        config.rollout_is == "token" and config.staleness_scale is None
+    )
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.fields.get("rollout_is")])
 def test_quantiles_of_weights_are_those_of_the_oracle_within_a_bin(name):
     batch, found = clear_batch(name)
     metrics, config = correct(name, batch).metrics(), config_of(name)
     weights, per_sequence = weights_of(found, usable(batch))
-    of_tokens = config.rollout_is != "token" or config.staleness_scale is None
+    of_tokens = has_distribution_of_tokens(config)
     for percent in (25, 50, 75):
         low, high = near(per_sequence, percent / 100)
         assert low <= metrics[f"rollout_corr/rollout_is_seq_p{percent}"] <= high
@@ -166,7 +173,7 @@ def test_distributions_count_what_the_oracle_has(name):
     if config.rollout_is is not None:
         weights, per_sequence = weights_of(found, usable(batch))
         assert_counts_of(got.pop(f"{prefix}rollout_is_seq"), per_sequence, weight_widened)
-        if config.rollout_is != "token" or config.staleness_scale is None:
+        if has_distribution_of_tokens(config):
             assert_counts_of(got.pop(f"{prefix}rollout_is"), weights, weight_widened)
     assert not got
 

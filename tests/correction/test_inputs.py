@@ -329,3 +329,14 @@ def test_views_and_mixed_dtypes_are_read_as_they_are():
 )
 def test_a_key_that_several_samples_share_says_so(sample, words):
     assert words in describe_bad_token(sample * 2.0**32 + 8 * 3, 1, default_ids=True)
+
+
+@pytest.mark.parametrize(
+    "turn_ids",
+    [torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.int64)],
+    ids=["one a sequence", "floats", "other length"],
+)
+def test_turn_ids_are_one_a_token(turn_ids):
+    values = torch.full((2, 3), -1.0)
+    with pytest.raises(ValueError, match="turn_ids are"):
+        correct_rollouts(values, values, values < 0, RolloutCorrectionConfig(rollout_is="turn"), turn_ids=turn_ids)

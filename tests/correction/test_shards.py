@@ -181,7 +181,10 @@ def count_collectives(names, length):
 def budget(name, layout):
     """The kinds and group sizes of the collectives that one correction may make."""
     criteria = config_of(name).criteria
-    calls = [("SUM", layout.cp)]
+    # Weights of prefixes exchange one number for each chunk of a sequence, turns the ids at its ends before.
+    turns = CASES[name].settings.get("level", "").startswith("turn") or any(one.unit == "turn" for one in criteria)
+    of_tokens = 2 if turns else int(CASES[name].settings.get("level") in ("prefix", "min_prefix"))
+    calls = [("SUM", layout.cp)] * (1 + of_tokens)
     if any("seq_max" in criterion.name for criterion in criteria):
         calls.append(("MAX", layout.cp))
     world = layout.cp * layout.dp

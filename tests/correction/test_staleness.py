@@ -92,6 +92,18 @@ BASE = {"rollout_is": "token"}
     ("fields", "message"),
     [
         (BASE | {"rollout_staleness_scale": 2.0}, "must be a comma list of staleness:factor"),
+        (
+            BASE | {"rollout_is": "prefix", "rollout_staleness_scale": TABLE},
+            "use the levels token, sequence or geometric",
+        ),
+        (
+            BASE | {"rollout_is": "turn", "rollout_staleness_scale": TABLE},
+            "use the levels token, sequence or geometric",
+        ),
+        (
+            BASE | {"rollout_rs": "turn_sum_k2", "rollout_rs_threshold": 1, "rollout_staleness_scale": TABLE},
+            "turn_sum_k2 tests turns",
+        ),
         (BASE | {"rollout_staleness_scale": ""}, "must be a comma list of staleness:factor"),
         (BASE | {"rollout_staleness_scale": "1.5"}, "'1.5' is not staleness:factor"),
         (BASE | {"rollout_staleness_scale": "1:2,"}, "'' is not staleness:factor"),

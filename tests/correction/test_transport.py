@@ -101,3 +101,12 @@ def test_no_function_writes_into_what_it_is_given(name, form):
         assert result.metrics() == kept.metrics()
     if form == "whole":
         compare_with_oracle(first, expected)
+
+
+@pytest.mark.parametrize("name", ["prefix", "min prefix", "turns"])
+def test_slices_need_the_group_of_the_others(name):
+    layout = SequenceLayout.padded(1, 4, cp_rank=1, cp_size=2)
+    values = torch.full((1, 4), -1.0)
+    shards = collect_shards(PlanInputs(values, values, values < 0, layout), AgreedCounts())
+    with pytest.raises(ValueError, match="pass cp=, or whole sequences"):
+        sequence_sums(shards, config_of(name))

@@ -21,7 +21,7 @@ from megatron_rc.launch import heartbeats, phases
 from megatron_rc.launch.ending import tell_start
 from megatron_rc.launch.heartbeats import Beat, Heartbeats, tell_other_machines
 from tests.support.forked import launch_forked
-from tests.support.runs import SMALL, TWO, finish, read, wait_for
+from tests.support.runs import SMALL, TWO, finish, read, rows_of, wait_for
 
 HOST = socket.gethostname()
 SINCE = r"since \d\d:\d\d:\d\d"
@@ -263,7 +263,7 @@ def test_a_long_rollout_is_none_too_long_and_a_stopped_rank_is_named(tmp_path):
     words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
     process = launch_forked(tmp_path, [*words, f"--runs-dir={tmp_path}"], "tests.support.impatient")
     folder = tmp_path / "count_up"
-    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) > 1, process)
+    wait_for(lambda: rows_of(folder) > 1, process)
     assert read(folder)[0]["perf/rollout_seconds"] > 4.5
     rank_0, rank_1 = (child.pid for child in psutil.Process(process.pid).children())
     os.kill(rank_1, signal.SIGSTOP)

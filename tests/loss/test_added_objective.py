@@ -61,7 +61,8 @@ def test_flags_and_words_know_it():
     assert "positive advantage" in config.describe().splitlines()[0]
     assert policy_loss_config_from_args(argparse.Namespace(policy_loss="tight")).algorithm == "tight"
     launcher = " ".join(build_parser().format_help().split())
-    assert "{ppo_clip,reinforce,gspo,cispo,good_only,tight}" in launcher
+    assert f"{{{','.join(OBJECTIVES)}}}" in launcher
+    assert list(OBJECTIVES)[-2:] == ["good_only", "tight"]
     for make in (lambda: PolicyLossConfig(algorithm="tighter"), lambda: RolloutCorrectionConfig(loss_type="tighter")):
         with pytest.raises(ValueError, match=r"='tighter' is unknown: use one of .*good_only, tight"):
             make()
@@ -106,7 +107,10 @@ def test_one_of_sequences_that_clips_is_measured():
     assert sum(sums[3:5]) > 0
 
 
-@pytest.mark.parametrize("missing", [field.name for field in dataclasses.fields(Objective)])
+REQUIRED = [field.name for field in dataclasses.fields(Objective) if field.default is dataclasses.MISSING]
+
+
+@pytest.mark.parametrize("missing", REQUIRED)
 def test_an_incomplete_one_cannot_be_defined(missing):
     given = {field.name: getattr(GOOD, field.name) for field in dataclasses.fields(Objective)}
     del given[missing]
@@ -124,6 +128,7 @@ def test_an_incomplete_one_cannot_be_defined(missing):
         ({"clips": True}, "clips=True does not agree with"),
         ({"takes_dual_clip": True}, "takes_dual_clip=True does not agree"),
         ({"loss": tight}, "clips=False does not agree"),
+        ({"takes_temperatures": None}, "must be True or False"),
         ({"loss": lambda terms: TokenLoss(terms.log_probs * float("nan"))}, "loss and gradient must be finite"),
         ({"loss": lambda terms: TokenLoss((terms.log_probs + 1).abs().sqrt())}, "loss and gradient must be finite"),
         ({"loss": lambda terms: TokenLoss(terms.log_probs, terms.advantages, terms.advantages), "clips": True}, "bool"),
@@ -135,6 +140,17 @@ def test_an_incomplete_one_cannot_be_defined(missing):
 def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"objective '.*{message}"):
         dataclasses.replace(GOOD, **changed)
+
+
+def test_one_of_whole_sequences_says_so():
+    """Else its slices would not be compared with the CP group."""
+
+    def centred(terms):
+        return TokenLoss(-terms.advantages * (terms.log_probs - terms.sequences.mean(terms.log_probs)))
+
+    with pytest.raises(ValueError, match="define the objective with whole_sequences=True"):
+        dataclasses.replace(GOOD, loss=centred)
+    dataclasses.replace(GOOD, loss=centred, whole_sequences=True)
 
 
 def test_a_name_stands_for_one_objective():

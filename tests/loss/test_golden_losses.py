@@ -2,13 +2,14 @@
 
 Each of the 73 cases is compared, or left out and counted by its reason:
 
-- GMPO, DPPO, SAPO, GPG, DRO: objectives that we do not have.
+- GPG, DRO: objectives that we do not have; GPG's loss is ``reinforce``.
+- GMPO with weights of tokens: verl takes their geometric mean over the response, here each token has its own.
 - NeMo-RL's KL inside the loss: the gradient is not that of the value.
 - ``-norm`` of 2025-11: not divided by the number of sequences.
 - GSPO of slime and NeMo-RL where A varies inside a sequence: their gradient is another there.
 
-verl's GSPO aggregates as ``seq-mean-token-mean`` whatever it is told. ``grad_detached``, where there is one, is the
-gradient with the weights as constants.
+verl's GSPO, GMPO and SAPO aggregate as ``seq-mean-token-mean`` whatever they are told. ``grad_detached``, where there
+is one, is the gradient with the weights as constants.
 """
 
 import functools
@@ -37,6 +38,10 @@ ppo_clip: {verl: 17, NeMo-RL: 5, slime: 3}
 reinforce: {verl: 6, NeMo-RL: 1}
 gspo: {verl: 4, NeMo-RL: 1}
 cispo: {verl: 3, NeMo-RL: 1, slime: 1}
+dppo_tv: {verl: 2}
+dppo_kl: {verl: 2}
+sapo: {verl: 2}
+gmpo: {verl: 2}
 bypass_ppo_clip: {verl: 3}
 bypass_reinforce: {verl: 5}
 rollout_corrected_pg: {verl: 3}
@@ -45,9 +50,7 @@ kl_penalty: {verl: 3}
 """
 COMPARED = {(name, by): number for name, some in yaml.safe_load(_COMPARED).items() for by, number in some.items()}
 LEFT_OUT = {
-    "GMPO": 3,
-    "DPPO": 4,
-    "SAPO": 2,
+    "GMPO with weights of tokens": 1,
     "GPG": 1,
     "DRO": 1,
     "NeMo-RL's KL inside the loss": 1,
@@ -55,15 +58,16 @@ LEFT_OUT = {
     "GSPO through the mean, with A per token": 1,
 }
 # Number of metrics likewise.
-METRICS_COMPARED = {"of_loss": 93, "of_correction": 318}
+METRICS_COMPARED = {"of_loss": 113, "of_correction": 318}
 METRICS_LEFT_OUT = {
     "NeMo-RL's own": 77,
     "slime's own": 3,
     "slime's mean of means": 4,
     "over the accepted tokens": 6,
+    "GMPO's: tokens outside either bound, by the sign of A": 4,
 }
 GENERATION = {"2025-11": "gen2", "2026-08": "gen3"}
-OBJECTIVES = {"gmpo": "GMPO", "dppo_tv": "DPPO", "dppo_kl": "DPPO", "sapo": "SAPO", "gpg": "GPG", "dro": "DRO"}
+OBJECTIVES = {"gpg": "GPG", "dro": "DRO"}
 # The fields of each project that hold low, high and c, and their defaults.
 CLIPS = {
     "verl": ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", 3.0),
@@ -77,6 +81,8 @@ def why_left_out(case):
     algorithm, project = case["algorithm"], case["source"]["project"]
     if algorithm in OBJECTIVES:
         return OBJECTIVES[algorithm]
+    if algorithm == "gmpo" and "rollout_is_weights" in case["arrays"]:
+        return "GMPO with weights of tokens"
     if algorithm == "ppo_clip+kl":
         return "NeMo-RL's KL inside the loss"
     if algorithm == "gspo" and project != "verl" and case["tags"]["advantages"] == "token":
@@ -95,7 +101,7 @@ def test_every_case_is_compared_or_counted():
     assert len(EVERY) == 73
     assert Counter((case["algorithm"], case["source"]["project"]) for case in CASES.values()) == COMPARED
     reasons = Counter(why_left_out(case) for case in EVERY)
-    assert reasons.pop(None) == len(CASES) == 59
+    assert reasons.pop(None) == len(CASES) == 67
     assert reasons == LEFT_OUT
 
 
@@ -119,18 +125,24 @@ def algorithm_of(case):
 
 
 def clips(case):
-    """clip_low, clip_high and dual_clip of a case."""
+    """The settings of policy_loss that bound a case's objective."""
     config = case["config"]
     low, high, dual, default = CLIPS[case["source"]["project"]]
     both = config.get("clip_ratio", 0.2)
-    found = {"clip_low": config.get(low, both), "clip_high": config.get(high, both)}
-    return found | {"dual_clip": config.get(dual, default) if algorithm_of(case) == "ppo_clip" else None}
+    found = {
+        name: both if config.get(theirs) is None else config[theirs]
+        for name, theirs in (("clip_low", low), ("clip_high", high))
+    }
+    if algorithm_of(case) == "sapo":
+        found |= {name: config[name] for name in ("tau_pos", "tau_neg")}
+    takes_dual_clip = algorithm_of(case) in ("ppo_clip", "dppo_tv", "dppo_kl")
+    return found | {"dual_clip": config.get(dual, default) if takes_dual_clip else None}
 
 
 def aggregation(case):
     """(mode, loss_scale_factor) of a case."""
-    is_verl_gspo = case["algorithm"] == "gspo" and case["source"]["project"] == "verl"
-    mode = "seq-mean-token-mean" if is_verl_gspo else case["loss_agg_mode"]
+    of_sequences = case["algorithm"] in ("gspo", "gmpo", "sapo") and case["source"]["project"] == "verl"
+    mode = "seq-mean-token-mean" if of_sequences else case["loss_agg_mode"]
     known = case["config"].get("global_batch_info", {})
     width = known.get("loss_scale_factor", case["shape"][1])
     return mode, {"token-sum": 1.0, "seq-mean-token-sum-norm": float(width)}.get(mode)
@@ -241,15 +253,20 @@ def disagrees(case, got):
     return False
 
 
+UNTEMPERED = {"tau_pos": None, "tau_neg": None}  # other objectives than sapo take no temperatures
+
+
 @pytest.mark.parametrize(
     ("run", "wrong", "seen"),
     [
-        (decoupled, {"clip_low": 0.15}, 31),
-        (decoupled, {"clip_high": 0.15}, 33),
-        (decoupled, {"dual_clip": None}, 5),
-        (decoupled, {"weights": None}, 18),
-        (decoupled, {"algorithm": "ppo_clip"}, 17),
-        (decoupled, {"algorithm": "gspo"}, 37),
+        (decoupled, {"clip_low": 0.15}, 37),
+        (decoupled, {"clip_high": 0.15}, 38),
+        (decoupled, {"dual_clip": None}, 6),
+        (decoupled, {"weights": None}, 20),
+        (decoupled, {"algorithm": "ppo_clip", **UNTEMPERED}, 25),
+        (decoupled, {"algorithm": "gspo", **UNTEMPERED}, 45),
+        (decoupled, {"algorithm": "dppo_tv", **UNTEMPERED}, 48),
+        (decoupled, {"algorithm": "dppo_kl", **UNTEMPERED}, 48),
         (bypassed, {"clip_high": 0.15}, 3),
         (bypassed, {"rejection_denominator": "original"}, 4),
         (bypassed, {"rollout_is_batch_normalize": False}, 3),
@@ -284,6 +301,8 @@ def of_loss(case, name, metrics):
     project, mask = case["source"]["project"], case["arrays"]["response_mask"]
     if project == "NeMo-RL" or name.startswith("tis"):
         return f"{project}'s own", None
+    if case["algorithm"] == "gmpo" and name.startswith("pg_clipfrac"):
+        return "GMPO's: tokens outside either bound, by the sign of A", None
     if project == "slime" and not mask.all():
         return "slime's mean of means", None
     if not (case["arrays"].get("effective_mask", mask) == mask).all():

@@ -201,7 +201,7 @@ def test_masked_positions_change_no_bit(algorithm):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"algorithm": "ppo"}, "algorithm='ppo' is unknown: use one of ppo_clip, reinforce, gspo, cispo"),
+        ({"algorithm": "ppo"}, "algorithm='ppo' is unknown: use one of ppo_clip, reinforce, gspo, cispo, dppo_tv"),
         ({"clip_low": 1.1}, "clip_low=1.1"),
         ({"clip_low": -0.1}, "clip_low=-0.1"),
         ({"clip_high": -0.1}, "clip_high=-0.1"),
@@ -246,11 +246,11 @@ def test_what_is_no_number_is_named(name, value):
 
 def test_calls_that_cannot_be_are_refused():
     some, tokens, layout = torch.zeros(1, 1), torch.zeros(2, 3), SequenceLayout.padded(2, 1)
-    for algorithm in ("reinforce", "cispo"):
+    for algorithm in ("reinforce", "cispo", "cppo", "sapo", "gmpo"):
         with pytest.raises(ValueError, match=f"dual_clip=3.0 does nothing with algorithm='{algorithm}'"):
             policy_loss(some, some, some, some.bool(), algorithm=algorithm, dual_clip=3.0)
-    with pytest.raises(ValueError, match="algorithm='gmpo'"):
-        policy_loss(some, some, some, some.bool(), algorithm="gmpo")
+    with pytest.raises(ValueError, match="algorithm='gpg'"):
+        policy_loss(some, some, some, some.bool(), algorithm="gpg")
     with pytest.raises(ValueError, match=r"log_probs has shape \(2, 3\): the layout's local shape is \(2, 1\)"):
         policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
     with pytest.raises(ValueError, match=r"ref_log_probs has shape \(3,\): expected \(2, 3\)"):
@@ -281,7 +281,7 @@ def test_what_is_no_tensor_is_named(name):
         policy_loss(**given | {name: [1.0]})
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(OBJECTIVES) - {"gspo"}))
+@pytest.mark.parametrize("algorithm", sorted(set(OBJECTIVES) - {"gspo", "gmpo", "cppo"}))
 def test_slices_need_no_group_where_nothing_is_summed(algorithm):
     tokens, layout = -torch.ones(2, 4), SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
     given = [tokens, tokens, torch.ones(2), tokens < 0]
@@ -297,7 +297,7 @@ def test_advantages_of_either_shape_are_those_of_sequences():
     assert found.per_token.tolist() == [-3.0, -3.0]
 
 
-NARROW = {"ppo_clip": {"clip_high": 1e9}, "gspo": {}, "cispo": {}, "reinforce": {}}
+NARROW = {"ppo_clip": {"clip_high": 1e9}}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -312,7 +312,9 @@ def test_narrow_log_probs_are_reckoned_with_in_float32(algorithm, dtype):
     losses, gradients = [], []
     for theta, old in (given, given.double()):
         theta = theta.clone().requires_grad_()
-        found = policy_loss(theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **NARROW[algorithm])
+        found = policy_loss(
+            theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **NARROW.get(algorithm, {})
+        )
         loss = found.per_token + 0.1 * torch.where(mask, kl_penalty(theta, old, "k3"), 0)
         loss.sum().backward()
         losses.append(loss.detach())

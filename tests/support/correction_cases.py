@@ -59,6 +59,12 @@ token icepop:
   fields: {rollout_is: token, rollout_is_threshold: 0.6_1.6, rejection_denominator: original, rollout_rs: token_k3,
     rollout_rs_threshold: 0.4}
   settings: {level: token, mode: mask, lower: 0.6, upper: 1.6, denominator: original, criteria: [token_k3 -inf 0.4]}
+token kpop:
+  fields: {rollout_is: token, rollout_is_threshold: 1.5, rejection_denominator: original, rollout_staleness_scale:
+    '1:1.5,3:0.8', rollout_rs: 'token_kpop,seq_mean_k1', rollout_rs_threshold: '0.05,0.7_1.5'}
+  settings: {level: token, upper: 1.5, denominator: original, staleness: [[1, 1.5], [3, 0.8]], criteria: [token_kpop
+    -inf 0.05, seq_mean_k1 0.7 1.5]}
+  sides: [token_policy_versions]
 token accepted scope:
   fields: {rollout_is: token, rollout_is_threshold: 1.4, rollout_is_batch_normalize: true,
     rollout_is_batch_normalize_scope: accepted, rollout_token_veto_threshold: 0.4, rollout_rs: 'token,geometric,opsm',
@@ -119,6 +125,35 @@ icepop by staleness:
   fields: {rollout_is: geometric, rollout_is_threshold: 0.85_1.2, rollout_staleness_scale: '4:0.6'}
   settings: {level: geometric, mode: mask, lower: 0.85, upper: 1.2, staleness: [[4, 0.6]]}
   sides: [token_policy_versions]
+prefix:
+  fields: {rollout_is: prefix, rollout_is_threshold: 1.8, rollout_is_batch_normalize: true, rollout_rs: 'token_k1',
+    rollout_rs_threshold: '0.5_1.9'}
+  settings: {level: prefix, upper: 1.8, batch_normalize: true, criteria: [token_k1 0.5 1.9]}
+prefix icepop:
+  fields: {rollout_is: prefix, rollout_is_threshold: 0.4_2.5, bad_log_probs: reject_token}
+  settings: {level: prefix, mode: mask, lower: 0.4, upper: 2.5, bad: reject_token}
+  bad: true
+min prefix:
+  fields: {rollout_is: min_prefix, rollout_is_mode: clamp, rollout_is_threshold: 0.3_1.5, rollout_rs: seq_mean_k1,
+    rollout_rs_threshold: 1.15, rollout_rs_threshold_lower: 0.85}
+  settings: {level: min_prefix, mode: clamp, lower: 0.3, upper: 1.5, criteria: [seq_mean_k1 0.85 1.15]}
+turns:
+  fields: {rollout_is: turn, rollout_is_threshold: 1.6, rollout_rs: 'turn_sum_k1,turn_mean_k3,turn_max_k2',
+    rollout_rs_threshold: '0.3_3,0.18,0.42'}
+  settings: {level: turn, upper: 1.6, criteria: [turn_sum_k1 0.3 3, turn_mean_k3 -inf 0.18, turn_max_k2 -inf 0.42]}
+turns by id:
+  fields: {rollout_is: turn_geometric, rollout_is_threshold: 0.7_1.4, rollout_rs:
+    'turn_mean_k1,turn_sum_k2,turn_sum_k3,turn_mean_k2', rollout_rs_threshold: '0.6_1.5,0.9,0.9,0.24'}
+  settings: {level: turn_geometric, mode: mask, lower: 0.7, upper: 1.4, criteria: [turn_mean_k1 0.6 1.5, turn_sum_k2
+    -inf 0.9, turn_sum_k3 -inf 0.9, turn_mean_k2 -inf 0.24]}
+  sides: [turn_ids]
+turns of the vetoed:
+  fields: {rollout_is: turn, rollout_is_threshold: 3, rollout_is_mode: mask, rollout_is_batch_normalize: true,
+    rollout_is_batch_normalize_scope: accepted, bad_log_probs: reject_token, rollout_rs: 'turn_max_k3,seq_mean_k2',
+    rollout_rs_threshold: '0.6,0.25'}
+  settings: {level: turn, mode: mask, upper: 3.0, batch_normalize: true, scope: accepted, bad: reject_token, criteria: [
+    turn_max_k3 -inf 0.6, seq_mean_k2 -inf 0.25]}
+  bad: true
 bad tokens:
   fields: {rollout_is: sequence, bad_log_probs: reject_token, rejection_denominator: original, rollout_rs: token_k1,
     rollout_rs_threshold: 2}
@@ -181,6 +216,8 @@ def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
         "group_ids": torch.arange(ROWS) % 5,
         "policy_versions": torch.tensor([7, 6, 2] * 4),
         "token_policy_versions": torch.randint(3, 8, (ROWS, WIDTH), generator=generator),
+        # Turns of 5 tokens, which do not end where the mask has holes; the last one comes back to the first one's id.
+        "turn_ids": (torch.arange(WIDTH) // 5 % 3).expand(ROWS, WIDTH).contiguous(),
     }
     if case.bad:
         for row, column, value in ((1, 0, math.nan), (5, 3, math.inf), (9, 7, -math.inf), (0, 0, 0.01)):
@@ -202,7 +239,7 @@ def sizes(batch: Batch) -> dict[str, int]:
 
 def sides_of(batch: Batch) -> dict[str, Any]:
     """The side inputs that decide about tokens, under the oracle's names."""
-    names = {"advantages": "advantages", "group_ids": "group_ids", "policy_versions": "versions"}
+    names = {name: name for name in ("advantages", "group_ids", "turn_ids")} | {"policy_versions": "versions"}
     found = {other: batch.sides[name].tolist() for name, other in names.items() if name in batch.sides}
     return found | {"current_version": sizes(batch).get("current_version")}
 

@@ -21,8 +21,9 @@ Table = Sequence[Sequence[float]]
 Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
-EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-8
-AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean")
+EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN, SMALLEST_REST = 20.0, 80.0, 1e-4, 1e-8, 1e-8
+AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean", "turn_sum", "turn_mean", "turn_max")
+BY_TOKEN = ("token", "turn", "turn_geometric", "prefix", "min_prefix")  # levels whose weights differ in a sequence
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Batch:
     train: Rows
     rollout: Rows
     log_ratio: Rows
+    turns: list[list[list[int]]]  # the positions of each turn of each sequence
     groups: list[int]
     advantages: Sequence[Any] | None
     scale: Rows  # factor of the bounds in nats, by the staleness of each good token
@@ -102,13 +104,14 @@ def correct(
     group_ids: Sequence[int] | None = None,
     versions: Sequence[Any] | None = None,
     current_version: int | None = None,
+    turn_ids: Sequence[Sequence[int]] | None = None,
     max_staleness: int = 0,
     mini_batch_ids: Sequence[int] | None = None,
     num_mini_batches: int = 1,
 ) -> Result:
     """Correct a batch; ``advantages`` and ``versions`` hold a number or a list of numbers for each sequence."""
     settings = as_settings(settings)
-    sides = {"versions": versions, "current_version": current_version}
+    sides = {"versions": versions, "current_version": current_version, "turn_ids": turn_ids}
     batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
     rejected = reject(batch, settings)
     accepted = [
@@ -160,10 +163,20 @@ def deviation(values: Iterable[float], lost: int = 0) -> float:
 
 
 def divergence(kind: str, x: float) -> float:
-    """x of log ρ; k1 is log ρ here."""
+    """The divergence of one log ρ; k1 is log ρ here."""
     if kind == "error":
         return math.expm1(min(abs(x), EXP_LIMIT))
     return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - min(x, EXP_LIMIT)}[kind]
+
+
+def kpop(train: float, rollout: float) -> float:
+    """The larger of D(p‖q) and D(q‖p), p and q the probabilities of the token; 1 - p is at least 1e-8."""
+    (p, rest_p), (q, rest_q) = (
+        (math.exp(x), -math.expm1(x)) for x in (min(train, -SMALLEST_REST), min(rollout, -SMALLEST_REST))
+    )
+    forward = p * (train - rollout) + rest_p * math.log(rest_p / rest_q)
+    backward = q * (rollout - train) + rest_q * math.log(rest_q / rest_p)
+    return max(forward, backward)
 
 
 def flat(rows: Rows) -> list[float]:
@@ -195,6 +208,7 @@ def read(
     group_ids: Sequence[int] | None = None,
     versions: Sequence[Any] | None = None,
     current_version: int | None = None,
+    turn_ids: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
     given = [[t for t, valid in enumerate(row) if valid] for row in mask]
     good = [[t for t in row if is_log_prob(train[i][t]) and is_log_prob(rollout[i][t])] for i, row in enumerate(given)]
@@ -206,6 +220,7 @@ def read(
         {t: 0 if versions is None else current_version - at(versions, i, t) for t in row} for i, row in enumerate(good)
     ]
     return Batch(
+        turns=turns_of(given, turn_ids),
         scale=[{t: widening(age, settings) for t, age in row.items()} for row in ages],
         oldest=[widening(max(row.values(), default=0), settings) for row in ages],
         length=len(mask[0]) if mask else 0,
@@ -218,6 +233,22 @@ def read(
         groups=list(group_ids) if group_ids is not None else list(range(len(mask))),
         advantages=advantages,
     )
+
+
+def turns_of(given: list[list[int]], ids: Sequence[Sequence[int]] | None) -> list[list[list[int]]]:
+    """The trained positions of each turn: neighbours with one id, without ids the runs of the response mask."""
+    found = []
+    for i, row in enumerate(given):
+        turns: list[list[int]] = []
+        for t in row:
+            last = turns[-1][-1] if turns else -2
+            joined = t == last + 1 if ids is None else turns and all(ids[i][j] == ids[i][t] for j in range(last, t))
+            if joined:
+                turns[-1].append(t)
+            else:
+                turns.append([t])
+        found.append(turns)
+    return found
 
 
 def widening(age: int, settings: Settings) -> float:
@@ -238,19 +269,30 @@ def at(values: Sequence[Any], i: int, t: int) -> float:
 
 
 def statistic(name: str, batch: Batch) -> Rows:
-    """A criterion's statistic at every good token, repeated for a sequence or a prompt. k1: log ρ."""
+    """A criterion's statistic at every good token, repeated for a turn, a sequence or a prompt. k1: log ρ."""
     if name == "opsm":
         return statistic("seq_mean_k1", batch)
     aggregation, _, kind = name.rpartition("_")
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"unknown criterion {name!r}")
-    values = [{t: divergence(kind, x) for t, x in row.items()} for row in batch.log_ratio]
+    if kind == "kpop":
+        values = [{t: kpop(batch.train[i][t], batch.rollout[i][t]) for t in row} for i, row in enumerate(batch.good)]
+    else:
+        values = [{t: divergence(kind, x) for t, x in row.items()} for row in batch.log_ratio]
     if aggregation == "token":
         return values
     if aggregation == "group_mean":
         whole = {group: mean(flat(of_group(values, batch, group))) for group in batch.groups}
         return [dict.fromkeys(row, whole[batch.groups[i]]) for i, row in enumerate(values)]
-    reduce: Callable[[Iterable[float]], float] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": max}[aggregation]
+    unit, _, how = aggregation.partition("_")
+    reduce: Callable[[Iterable[float]], float] = {"sum": math.fsum, "mean": mean, "max": max}[how]
+    if unit == "turn":
+        found: Rows = [{} for _ in values]
+        for i, row in enumerate(values):
+            for turn in batch.turns[i]:
+                good = [t for t in turn if t in row]
+                found[i] |= dict.fromkeys(good, reduce([row[t] for t in good]) if good else 0.0)
+        return found
     return [dict.fromkeys(row, reduce(row.values())) if row else {} for row in values]
 
 
@@ -308,8 +350,20 @@ def whole_sequences(batch: Batch, chosen: Sequence[bool]) -> list[set[int]]:
 
 def weight_log(batch: Batch, settings: Settings) -> Rows:
     """Log w at every good token, before any clamp."""
+    if settings.level in ("prefix", "min_prefix"):
+        return [history(row, settings.level) for row in batch.log_ratio]
     names = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    names |= {"turn": "turn_sum_k1", "turn_geometric": "turn_mean_k1"}
     return statistic(names[settings.level], batch) if settings.level else [{} for _ in all_of(batch)]
+
+
+def history(row: dict[int, float], level: str) -> dict[int, float]:
+    """Log w of each token from the tokens of its sequence before it."""
+    found = {}
+    for t, x in row.items():
+        before = [row[j] for j in row if j < t]
+        found[t] = x + (math.fsum(before) if level == "prefix" else min(before, default=0.0))
+    return found
 
 
 def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[Rows, Rows, Rows, float]:
@@ -340,7 +394,7 @@ def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> fl
     """Mean weight over tokens, or over sequences with a token in the scope, one weight each."""
     if settings.level is None:
         return 0.0
-    if settings.level == "token":
+    if settings.level in BY_TOKEN:
         return mean(bounded[i][t] for i, tokens in enumerate(scope) for t in tokens)
     return mean(bounded[i][tokens[0]] for i, tokens in enumerate(scope) if tokens)
 
@@ -408,7 +462,7 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
         metrics |= {prefix + name: value for name, value in moments(flat(rows)).items()}
     logs = weight_log(batch, settings)
     low, high = log(settings.low), log(settings.upper)
-    if settings.level != "token":
+    if settings.level not in BY_TOKEN:
         every = flat(logs)
         metrics["rollout_is_max"] = math.exp(clamp(max(every))) if every else 0.0
         metrics["rollout_is_min"] = math.exp(clamp(min(every))) if every else 0.0
@@ -451,9 +505,9 @@ def rejection_metrics(
     metrics, ratios = shares("rollout_rs_", batch, lost), []
     for name, lower, upper in settings.criteria:
         metrics |= shares(f"rollout_rs_{name}_", batch, rejected[name])
-        if name.startswith(("token_", "seq_")):
+        if name.startswith(("token_", "turn_", "seq_")):
             metrics |= statistic_metrics(name, batch, lower, upper)
-        if name.startswith(("token_", "seq_")) and name.endswith("_k1"):
+        if name.startswith(("token_", "turn_", "seq_")) and name.endswith("_k1"):
             metrics |= rho_metrics(name, batch, lower, upper)
             ratios.append(name)
     if len(ratios) == 1:
@@ -476,7 +530,8 @@ def shares(prefix: str, batch: Batch, rejected: list[set[int]]) -> dict[str, flo
 def rho_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
     """Shares of tokens, or of sequences, with ρ above and below the bounds."""
     rows = relative_to_scale(statistic(name, batch), name, batch)
-    values = flat(rows) if name == "token_k1" else [rows[i][batch.good[i][0]] for i in batch.sequences]
+    by_token = name.startswith(("token_", "turn_"))
+    values = flat(rows) if by_token else [rows[i][batch.good[i][0]] for i in batch.sequences]
     return {
         f"rollout_rs_{name}_rho_fraction_above": mean(value > upper for value in values),
         f"rollout_rs_{name}_rho_fraction_below": mean(value < lower for value in values),
@@ -496,10 +551,11 @@ def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> di
         rows = [{t: -value for t, value in row.items()} for row in rows]
         lower, upper = -upper, -lower
     tokens, sequences = flat(rows), [mean(rows[i].values()) for i in batch.sequences]
-    units = tokens if name.startswith("token") else sequences
+    by_token = name.startswith(("token_", "turn_"))
+    units = tokens if by_token else sequences
     relative = relative_to_scale(rows, name, batch)
     whole = [value / batch.oldest[i] for i, value in zip(batch.sequences, sequences, strict=True)]
-    compared = flat(relative) if name.startswith("token") else whole
+    compared = flat(relative) if by_token else whole
     floor = lower if is_k1 else 0.0
     metrics = {
         "mean": mean(tokens),
@@ -583,7 +639,7 @@ def distance_to_bounds(
             continue
         rows = tested(name, batch)
         found += distances(flat(relative_to_scale(rows, name, batch)), lower, upper)
-        if name.startswith("token_"):
+        if name.startswith(("token_", "turn_")):
             found += distances(
                 [mean(row.values()) / batch.oldest[i] for i, row in enumerate(rows) if row], lower, upper
             )

@@ -2,7 +2,7 @@
 
 The model is a Llama in plain torch, one sequence at a time and without padding; if the weights have experts, each MLP
 is a mixture of them. Names and shapes are as in Megatron-Core's unsharded GPTModel. The correction is
-``correction_oracle.py``; the objective is a loop over tokens.
+``correction_oracle.py``; the objective is ``objectives_oracle.py``, a loop over tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.support import correction_oracle as oracle
+from tests.support.objectives_oracle import Bounds, of_response
 
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, WIDTH = 4, 32, 48, 4, 2, 8
 VOCABULARY, PADDED_VOCABULARY = 13, 16
 NORM_EPSILON, ROTARY_BASE = 1e-5, 10000.0
-RATIO_LIMIT = 20.0
 EXPERT_INNER, EXPERTS_OF_A_TOKEN = 24, 2
 
 Weights = dict[str, torch.Tensor]
@@ -190,6 +190,13 @@ class Objective:
     estimator: str = "k3"
     entropy: float = 0.0
     interpolation: bool = False
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    @property
+    def bounds(self) -> Bounds:
+        """The objective of a token, and its numbers."""
+        return Bounds(self.algorithm, self.low, self.high, self.dual, self.tau_pos, self.tau_neg)
 
 
 @dataclass(frozen=True)
@@ -320,12 +327,16 @@ def add_up(
     measured: dict[str, list[float]] = {name: [] for name in ("log_ratio", "low", "high", "dual", "entropy", "kl")}
     for row in rows:
         tokens = [t for t, valid in enumerate(data.mask[row].tolist()) if valid]
-        ratios = [log_probs[row, t] - behind[row, t] for t in tokens]
-        mean = sum(x.item() for x in ratios) / max(len(tokens), 1)
-        for t, log_ratio in zip(tokens, ratios, strict=True):
-            loss, clipped = objective_of(objective, log_probs[row, t], log_ratio, mean, worth[row])
+        before = behind[row].detach().tolist()
+        found = of_response(
+            objective.bounds,
+            [log_probs[row, t] for t in tokens],
+            [before[t] for t in tokens],
+            [worth[row]] * len(tokens),
+        )
+        for t, (loss, clipped) in zip(tokens, found, strict=True):
             penalty = divergence(objective.estimator, log_probs[row, t] - ref[row, t])
-            measured["log_ratio"].append(log_ratio.item())
+            measured["log_ratio"].append(log_probs[row, t].item() - before[t])
             measured["entropy"].append(entropy[row, t].item())
             measured["kl"].append(penalty.item())
             for name in ("low", "high", "dual"):
@@ -340,27 +351,6 @@ def add_up(
     values = measured["log_ratio"]
     policy = {name: oracle.mean(measured[name]) for name in measured}
     return total, size, policy | {"highest": max(values, default=0.0), "lowest": min(values, default=0.0)}
-
-
-def objective_of(
-    objective: Objective, log_prob: torch.Tensor, log_ratio: torch.Tensor, mean: float, worth: float
-) -> tuple[torch.Tensor, str]:
-    """(the loss of one token, the kind of clipping)."""
-    if objective.algorithm == "reinforce":
-        return -worth * log_prob, ""
-    if objective.algorithm == "gspo":
-        log_ratio = mean + log_prob - log_prob.detach()
-    ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
-    held = ratio.clamp(1 - objective.low, 1 + objective.high)
-    value, bound = ratio.item(), held.item()
-    side = "low" if value < bound else "high" if value > bound else ""
-    if objective.algorithm == "cispo":
-        return -worth * held.detach() * log_prob, side
-    free, clipped = -worth * ratio, -worth * held
-    loss, how = (clipped, side) if clipped.item() > free.item() else (free, "")
-    if objective.dual is not None and worth < 0 and loss.item() > -worth * objective.dual:
-        return torch.as_tensor(-worth * objective.dual, dtype=torch.float64), "dual"
-    return loss, how
 
 
 def divergence(estimator: str, difference: torch.Tensor) -> torch.Tensor:

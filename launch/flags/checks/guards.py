@@ -11,7 +11,10 @@ from megatron_rc.launch.run_config.guards import Condition
 
 # Metrics of an optimizer step, as far as they are known before the first step: folders, and names without a folder.
 _FOLDERS = ("data", "loss", "perf", "policy", "reward", "rollout")
-_SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps", "steps_without_signal")
+_SINGLE = (
+    *("grad_norm", "loss_scale", "lr", "lr_ess", "lr_ess_factor"),
+    *("skipped_steps", "bad_steps", "steps_without_signal"),
+)
 
 
 def check_guards(config: RunConfig) -> None:
@@ -29,6 +32,7 @@ def _check_metric(condition: Condition, config: RunConfig) -> None:
     needed = {
         "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
         "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
+        **dict.fromkeys(("lr_ess", "lr_ess_factor"), ("--lr-ess-scaling", config.schedule.lr_ess_scaling)),
     }
     if name in needed and not needed[name][1]:
         raise ConfigurationError(f"{given} does nothing without {needed[name][0]}: no step has {name}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,12 +46,28 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def optimizer_step(self) -> float | None:
-        """Make one step and return the gradient norm; None if ``--fp16`` gradients overflowed and no step was made."""
-        with self.passes.timers.optimizer():
+    def optimizer_step(self, rate_factor: float = 1.0) -> float | None:
+        """Make one step and return the gradient norm; None if ``--fp16`` gradients overflowed and no step was made.
+
+        The factor multiplies the learning rates of this step alone: schedule and checkpoints keep the rates without it.
+        """
+        with self.passes.timers.optimizer(), _rates_times(rate_factor, self.optimizer.param_groups):
             is_made, norm, _ = self.optimizer.step()
         if not is_made:
             return None
         self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
         self.scheduler.step(increment=1)
         return float(norm)
+
+
+@contextmanager
+def _rates_times(factor: float, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Learning rates of all parameter groups times a factor."""
+    rates = [group["lr"] for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate

@@ -39,7 +39,10 @@ _REJECTING = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"
 _CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+    "binary_kl",
 )
+# verl's names of criteria that have another name here.
+RENAMED = {"binary_kl": "token_kpop"}
 
 
 def verl(settings: Settings) -> dict[str, Any]:
@@ -118,15 +121,17 @@ def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:
 
 
 def _rejection(settings: Settings) -> dict[str, Any]:
-    names, given = criterion_names(settings["rollout_rs"]), settings["rollout_rs_threshold"]
+    text, given = settings["rollout_rs"], settings["rollout_rs_threshold"]
+    words = [word for word in map(str.strip, str(text or "").split(",")) if word]
+    names = criterion_names(",".join(RENAMED.get(word, word) for word in words) if isinstance(text, str) else text)
     if not names:
-        if settings["rollout_rs"] is not None:
-            raise ValueError(f"rollout_rs={settings['rollout_rs']!r} names no criterion: name one, or set it to null")
+        if text is not None:
+            raise ValueError(f"rollout_rs={text!r} names no criterion: name one, or set it to null")
         settings.drop("rollout_rs_threshold", because="there is no criterion in rollout_rs")
         return {}
-    for name in str(settings["rollout_rs"]).split(","):
-        if name.strip() and name.strip() not in _CRITERIA:
-            raise ValueError(f"rollout_rs={name.strip()!r} is unknown to verl: use {', '.join(_CRITERIA)}")
+    for word in words:
+        if word not in _CRITERIA:
+            raise ValueError(f"rollout_rs={word!r} is unknown to verl: use {', '.join(_CRITERIA)}")
     if given is None or isinstance(given, bool) or not isinstance(given, (int, float, str)):
         raise ValueError(
             f"rollout_rs_threshold={given!r}: rollout_rs={settings['rollout_rs']!r} needs a bound or several"

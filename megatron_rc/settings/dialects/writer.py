@@ -16,10 +16,11 @@ from megatron_rc.settings.criterion import Criterion
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
 from megatron_rc.settings.dialects.reader import Dialect, Settings, pair
 from megatron_rc.settings.dialects.slime import SLIME
-from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
+from megatron_rc.settings.dialects.verl import RENAMED, VERL, VERL_2025_10, VERL_2025_11
 from megatron_rc.settings.fields import CorrectionFields
 
 _LEVELS = {name: level for level, name in ALIASES.items()}
+_VERLS = {name: word for word, name in RENAMED.items()}
 _DIGITS = 12  # of a bound: the precision of exp(log(1.001))
 
 
@@ -108,7 +109,7 @@ def _verl(config: CorrectionFields) -> dict[str, Any]:
         thresholds.append(pair(_rounded(1 / high), _rounded(1 / low)) if one.bounds.on_ratio else repr(high))
     if config.criteria:
         own |= {
-            "rollout_rs": ",".join(one.name for one in config.criteria),
+            "rollout_rs": ",".join(_VERLS.get(one.name, one.name) for one in config.criteria),
             "rollout_rs_threshold": ",".join(thresholds),
         }
     return {

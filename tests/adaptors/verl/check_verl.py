@@ -78,15 +78,14 @@ def test_the_driver_gets_what_verls_own_function_gives(settings):
                 assert metrics[name] == pytest.approx(their_metrics[name], rel=1e-4, abs=1e-6), name
 
 
-def actor(mode, loss_mode, settings=None):
+def actor(mode, loss_mode, settings=None, **bounds):
     given = {"loss_mode": loss_mode} | ({} if settings is None else {"rollout_correction": settings})
     return ActorConfig(
         strategy="fsdp",
         rollout_n=4,
         ppo_micro_batch_size_per_gpu=ROWS,
         loss_agg_mode=mode,
-        clip_ratio_low=0.1,
-        clip_ratio_high=0.2,
+        **{"clip_ratio_low": 0.1, "clip_ratio_high": 0.2} | bounds,
         policy_loss=PolicyLossConfig(**given),
     )
 
@@ -136,6 +135,41 @@ def test_workers_get_the_loss_of_verls_vanilla(mode):
     for name in ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"):
         got, want = (float(one[name].aggregate()) for one in (metrics, their_metrics))
         assert got == pytest.approx(want, rel=1e-4, abs=1e-6), name
+
+
+# verl's name and ours, the actor's settings; whether verl counts clipped tokens as we do.
+TRUST_REGIONS = {
+    "dppo_tv": ("dppo_tv", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.08, "clip_ratio_c": 1.5}, True),
+    "dppo_kl": ("dppo_kl", {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03, "clip_ratio_c": 1.5}, True),
+    "sapo": ("sapo", {"tau_pos": 1.5, "tau_neg": 2.0}, True),
+    "geo_mean": ("gmpo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.1}, False),
+}
+
+
+@pytest.mark.parametrize("name", TRUST_REGIONS)
+def test_workers_get_the_loss_of_verls_trust_regions(name):
+    algorithm, given, counts_alike = TRUST_REGIONS[name]
+    correction = VerlCorrection(RolloutCorrectionConfig.disabled(), algorithm=algorithm)
+    core_algos.register_policy_loss("rollout_correction")(correction.policy_loss)
+    for seed in range(5):
+        old, _, new, advantages, mask = batch(seed, torch.float64)
+        new[0, :2], old[0, 1:3] = 0.0, 0.0
+        # SAPO and GMPO are averaged like this whatever verl is told, and GMPO over the rows at hand.
+        found = [
+            worker_loss(actor("seq-mean-token-mean", mode, **given), old, new, advantages, mask, None)
+            for mode in ("rollout_correction", name)
+        ]
+        for got, want in zip(found[0][:2], found[1][:2], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+        assert found[0][1].norm() > 1e-3
+        shares = [float(one[2]["actor/pg_clipfrac"].aggregate()) for one in found]
+        if counts_alike:
+            assert shares[0] == pytest.approx(shares[1], abs=1e-6)
+            assert (shares[0] > 0) == name.startswith("dppo")
+            lower = [float(one[2]["actor/pg_clipfrac_lower"].aggregate()) for one in found]
+            assert lower[0] == pytest.approx(lower[1], abs=1e-6)
+        else:
+            assert shares[0] > 0
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])

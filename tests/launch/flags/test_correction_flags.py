@@ -1,5 +1,6 @@
 """The correction that flags make of the launch file ``count_up``, which has a preset and a criterion of its own."""
 
+import dataclasses
 import re
 
 import pytest
@@ -20,6 +21,10 @@ FILE = {**WEIGHTS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
 ROWS = {
     "--rollout-correction-preset disabled": (preset("disabled"), "the weights are measured, not applied"),
     "--rollout-correction-preset bypass_ppo_clip": (preset("bypass_ppo_clip"), "no importance weights"),
+    "--rollout-correction-preset bypass_ppo_clip --loss-type cppo": (
+        dataclasses.replace(preset("bypass_ppo_clip"), loss_type="cppo"),
+        "no importance weights",
+    ),
     "--proximal-interpolation": (
         RolloutCorrectionConfig(**FILE, proximal_interpolation=True),
         "rejects tokens whose ρ_t is outside [0.9, 1.1] (token_k1)",

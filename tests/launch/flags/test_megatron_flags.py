@@ -92,7 +92,7 @@ sync-probe-interval
 keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if doctor-interval
-skip-steps-without-signal always-score
+skip-steps-without-signal always-score lr-ess-scaling lr-ess-base
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda gpg-f-norm advantage-scope kl-in-reward
 kl-in-reward-estimator advantage-baseline advantage-baseline-weights advantage-baseline-bound
 reward-scaling reward-clip critic-lr critic-min-lr critic-lr-decay-style critic-lr-warmup-iters num-critic-only-steps

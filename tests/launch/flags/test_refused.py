@@ -141,6 +141,12 @@ TABLES = {
         --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
         --ref-load=. --grpo-kl-beta=0 :: --ref-load . | --grpo-kl-beta
         --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
+        --grpo-clamp-eps-lower=0.1 --policy-loss=sapo :: --grpo-clamp-eps-lower 0.1 | sapo, which has no bounds | cppo
+        --sapo-tau-pos=1.5 :: --sapo-tau-pos | tau_pos=1.5 does nothing with algorithm='ppo_clip'
+        --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'
+        --sapo-tau-neg=1.5 --policy-loss=cppo :: --sapo-tau-neg | tau_neg=1.5 does nothing with algorithm='cppo'
+        --sapo-tau-neg=0 --policy-loss=sapo :: --sapo-tau-neg | tau_neg=0.0 must be positive
+        --ppo-dual-clip=3 --policy-loss=gmpo :: --ppo-dual-clip | dual_clip=3.0 does nothing with algorithm='gmpo'
         --grpo-clamp-eps-upper=0.1 --rollout-correction-preset=bypass_pg_is :: --grpo-clamp-eps-upper 0.1 | reinforce
         --position-embedding-type=learned_absolute --rotary-percent=0.5 :: --rotary-percent 0.5 | learned_absolute
         --openai-gelu :: --openai-gelu | --swiglu

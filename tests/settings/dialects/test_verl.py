@@ -35,6 +35,9 @@ rollout_is: null, rollout_rs: 'seq_sum_k1,token_k3', rollout_rs_threshold: '0.5_
     | rollout_is: null, rollout_rs: 'seq_sum_k1,token_k3', rollout_rs_threshold: '0.5_2.0,0.1'
 rollout_is: null, rollout_rs: 'token_k2, token_k2,seq_max_k3', rollout_rs_threshold: 0.3
     | rollout_is: null, rollout_rs: 'token_k2,seq_max_k3', rollout_rs_threshold: '0.3,0.3'
+rollout_is: null, rollout_rs: 'binary_kl,seq_mean_k1', rollout_rs_threshold: '0.1, 0.5_4'
+    | rollout_is: null, rollout_rs: 'token_kpop,seq_mean_k1', rollout_rs_threshold: '0.1,0.25_2.0'
+    | seq_mean_k1: verl's bounds 0.5_4 apply to 1/ρ, so they are 0.25_2.0 on ρ
 rollout_is: null, loss_type: reinforce | rollout_is: null | policy-gradient loss dropped
 rollout_is: null, loss_type: ppo_clip | rollout_is: null
 rollout_is: token, bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true

@@ -1,0 +1,102 @@
+"""Recurrences over sequences that are cut over ranks, against plain loops over the whole sequences."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.recurrence import MINIMA, SUMS, Recurrence, neighbouring_values
+from tests.support.on_rank import cp_place, recorded
+from tests.support.ranks import Layout
+
+LENGTHS = (16, 8, 0, 24, 8)
+TOTAL = sum(LENGTHS)
+KINDS = [(backward, algebra) for backward in (False, True) for algebra in ("sums", "minima")]
+
+
+def draw():
+    """Coefficients and offsets of all tokens, for both algebras; some tokens are skipped, some forget all before."""
+    generator = torch.Generator().manual_seed(5)
+    factors = torch.randn(TOTAL, generator=generator, dtype=torch.float64)
+    values = torch.randn(TOTAL, generator=generator, dtype=torch.float64)
+    chance = torch.rand(TOTAL, generator=generator)
+    factors = torch.where(chance < 0.3, 1.0, torch.where(chance < 0.5, 0.0, factors))
+    sums = factors, torch.where(chance < 0.3, 0.0, values)
+    minima = torch.where(chance < 0.8, 0.0, math.inf), torch.where(chance < 0.2, math.inf, values)
+    return {"sums": sums, "minima": minima}
+
+
+def looped(coefficients, offsets, backward, algebra):
+    """The same with one token after the other, in lists."""
+    found, start = [], 0
+    for length in LENGTHS:
+        tokens = range(start, start + length)
+        value, row = (0.0 if algebra == "sums" else math.inf), {}
+        for t in reversed(tokens) if backward else tokens:
+            row[t] = value
+            c, o = coefficients[t].item(), offsets[t].item()
+            value = o + c * value if algebra == "sums" else min(o, c + value)
+        found += [row[t] for t in tokens]
+        start += length
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def on_slices(split, given):
+    """The values of this rank's tokens of all kinds at once, with their places, and the collectives."""
+    where = cp_place()
+    local = [length // where["cp_size"] for length in LENGTHS]
+    layout = SequenceLayout.packed([0, *itertools.accumulate(local)], split=split, **where)
+    algebras = {"sums": SUMS, "minima": MINIMA}
+    recurrences = [
+        Recurrence(layout, *map(layout.cut, given[algebra]), backward, algebras[algebra]) for backward, algebra in KINDS
+    ]
+    with recorded() as seen:
+        values = neighbouring_values(recurrences, ParallelGroups.from_megatron().cp)
+    return layout.cut(torch.arange(TOTAL)), values, seen
+
+
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(cp=4)], ids=str)
+def test_slices_give_the_values_of_whole_sequences(ranks, layout, split):
+    given = draw()
+    chunks = 1 if layout.cp == 1 else layout.cp * (2 if split == "zigzag" else 1)
+    for places, values, seen in ranks.run(on_slices, layout, split, given):
+        for (backward, algebra), value in zip(KINDS, values, strict=True):
+            expected = looped(*given[algebra], backward, algebra)[places]
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+        size = len(LENGTHS) * chunks * 2 * len(KINDS)
+        assert seen == ([("SUM", layout.cp, size)] if layout.cp > 1 else [])
+
+
+def test_batches_of_other_layouts_go_together():
+    layouts = [SequenceLayout.padded(2, 4), SequenceLayout.packed([0, 3, 3, 8])]
+    recurrences = [
+        Recurrence(one, torch.ones(one.shape), torch.arange(8.0).view(one.shape), backward)
+        for one in layouts
+        for backward in (False, True)
+    ]
+    together = neighbouring_values(recurrences, None)
+    for one, value in zip(recurrences, together, strict=True):
+        assert torch.equal(value, neighbouring_values([one], None)[0])
+    assert together[2].tolist() == [0, 0, 1, 0, 3, 7, 12, 18]
+
+
+def test_no_sequence_changes_another_ones_bits():
+    layout = SequenceLayout.padded(3, 8)
+    values = torch.randn(3, 8, dtype=torch.float64)
+    ones = torch.ones_like(values)
+    alone = neighbouring_values([Recurrence(layout, ones, values)], None)[0]
+    values[1] = 1e300
+    beside = neighbouring_values([Recurrence(layout, ones, values)], None)[0]
+    assert torch.equal(beside[[0, 2]], alone[[0, 2]])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_nothing_gives_nothing(shape):
+    layout, values = SequenceLayout.padded(*shape), torch.zeros(shape)
+    for algebra in (SUMS, MINIMA):
+        for backward in (False, True):
+            found = neighbouring_values([Recurrence(layout, values, values, backward, algebra)], None)
+            assert found[0].shape == shape
