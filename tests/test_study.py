@@ -56,21 +56,20 @@ def test_every_run_can_start(monkeypatch, tmp_path):
     monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
     monkeypatch.chdir(ROOT)
     found = {}
-    for run in RUNS:
-        if run.seed != 1:
+    for run in RUNS:  # each correction of a setting, and each mismatch with one of them
+        if {run.mismatch.name, (run.setting.name, run.correction.name)} <= found.keys():
             continue
         config, _ = configure([*run.flags, f"--runs-dir={tmp_path}", f"--run-name={run.name}"], 1)
         assert config.launch.on_cpu
-        assert (config.training.seed, config.engine.rollout_engine) == (1, f"study-{run.mismatch.name}")
-        found[run.key[:3]] = config
-    assert len(found) == 80
-    stale = {kind for (_, kind, _), config in found.items() if config.rollouts.rollout_staleness}
+        assert (config.training.seed, config.engine.rollout_engine) == (run.seed, f"study-{run.mismatch.name}")
+        found[run.mismatch.name] = found[run.setting.name, run.correction.name] = config
+    stale = {kind.name for kind in settings.ENGINES if found[kind.name].rollouts.rollout_staleness}
     assert stale == {"staleness", "staleness_mild"}
     for block in settings.BLOCKS.values():
-        for kind in {mismatch.name for mismatch, _ in block.kinds}:
-            own = [found[block.setting.name, kind, how.name] for at, how in block.kinds if at.name == kind]
-            assert len({(config.correction, config.advantages) for config in own}) == len(own), "no two are the same"
-    assert {config.loss.entropy_coef for (name, *_), config in found.items() if name != "bonus"} == {0}
+        names = {how.name for _, how in block.kinds}
+        own = [found[block.setting.name, name] for name in names]
+        assert len({(config.correction, config.advantages) for config in own}) == len(names), "no two are the same"
+        assert {bool(config.loss.entropy_coef) for config in own} == {block.name == "bonus"}
 
 
 # The engine.
@@ -365,9 +364,9 @@ def test_the_tables_and_the_figures_of_runs(outcomes, tmp_path):
     page.write_text("nothing\n")
     with pytest.raises(ValueError, match=r"page\.md .* <!-- the table of main"):
         document.put_table(outcomes, page, settings.MAIN)
-    bonus = [dataclasses.replace(one, setting="bonus") for one in outcomes]
-    pictures.draw_all([*outcomes, *bonus], tmp_path)
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in PICTURES)
+    for draw in (pictures.draw_rewards, pictures.draw_measures):
+        draw(outcomes, tmp_path / f"{draw.__name__}.png")
+        assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 10_000
 
 
 PICTURES = [f"study{name}.png" for name in ("", "_measures", "_bonus", "_bonus_measures")]
@@ -466,6 +465,10 @@ def test_what_the_page_says_of_one_seed():
     assert in_words([of(kind, "bypass_pg")[0] for kind in KINDS]) in page
     bounds = [[of(kind, how)[0] for how in ("seq_tis", "seq_tis_10", "seq_is")] for kind in KINDS]
     assert all(in_words(rewards) in page for rewards in bounds)
+    choosing = prose("docs/choosing.md")
+    assert all(f"{reward:.2f}" in choosing for reward in bounds[2])
+    assert all(in_words([of(kind, how)[0] for kind in KINDS]) in choosing for how in ("bypass", "bypass_pg"))
+    assert f"end at {sum(of('temperature', 'token_tis')) / 3:.2f}" in choosing
     assert bounds[0] == sorted(bounds[0])
     assert bounds[2] == sorted(bounds[2])
     decoupled = [how.name for kind, how in settings.MAIN.kinds if kind.name == KINDS[0] and "bypass" not in how.name]
