@@ -32,10 +32,10 @@ OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval
 
 
 def test_the_runs():
-    """240 in five blocks, of which some are shared; `count_up` trains the default task."""
+    """240 in five blocks, of which some are shared, and 11 more; `count_up` trains the default task."""
     sizes = {name: len(block.runs) for name, block in settings.BLOCKS.items()}
-    assert sizes == {"main": 102, "baselines": 51, "long": 18, "realistic": 39, "bonus": 48}
-    assert len(RUNS) == len({run.name for run in RUNS}) == 240
+    assert sizes == {"main": 102, "baselines": 51, "long": 18, "realistic": 39, "bonus": 48, "published": 13}
+    assert len(RUNS) == len({run.name for run in RUNS}) == 240 + 11
     assert RUNS[:102] == MAIN
     assert [run.seed for run in MAIN] == [1] * 34 + [2] * 34 + [3] * 34, "a part of a block is complete for its seeds"
     for block in settings.BLOCKS.values():
@@ -512,7 +512,23 @@ def test_what_the_page_says_of_runs_with_a_bonus():
     assert "uncorrected" not in {key[2] for key in collapsed}
     sound = [key for key, said in verdicts.items() if said == "sound" and key[1] in KINDS[:2]]
     assert len(sound) == 3
-    assert not any(one.error for one in committed())
+    assert not any(one.error for one in own)
+
+
+def test_what_the_pages_say_of_the_methods_of_2026():
+    runs = {one.correction: one for one in committed() if (one.mismatch, one.setting) == ("temperature", "count_up")}
+    ends = {one.correction: one.final for one in committed() if one.key in {run.key for run in settings.PUBLISHED.runs}}
+    study, choosing = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("study.md", "choosing.md"))
+    of_2026 = choosing.partition("## Corrections of 2026")[2].partition("## ")[0]
+    trust_regions = choosing.partition("## Trust regions inside the loss")[2].partition("## ")[0]
+    for name in ("sapo", "dppo_tv", "dppo_kl", "cppo", "gmpo"):
+        assert re.search(rf"`{name}` (ended )?at {ends[f'bypass_{name}']:.2f}", trust_regions), name
+    for name in ("min_prefix", "min_prefix_pg", "kpop", "prefix", "ess_rate", "seq_mask_tis", "uncorrected"):
+        assert f"at {ends[name]:.2f}" in of_2026, name
+    section = study.partition("### Published in 2026")[2].partition("## What it does not show")[0]
+    assert f"Weights of prefixes ended at {ends['prefix']:.2f}" in section
+    assert f"rejected {runs['seq_mask_tis'].mean('rejected'):.0%}".replace("%", " %") in section
+    assert [name for name, one in runs.items() if one.error] == ["seq_mask_tis"]
 
 
 def test_readme_has_the_mean_rewards():
