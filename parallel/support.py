@@ -114,7 +114,7 @@ class Support:
         values = torch.where(local if first is None else local & first, values, -torch.inf)
         maximum = self._reduced(values, "max", -torch.inf)
         origin = torch.where(maximum == -torch.inf, 0, maximum)
-        shifted = values.sub_(origin[row]).mul_(options.inverse_temperature).clamp_(min=LOWEST_LOG_PI)
+        shifted = values.sub_(origin.index_select(0, row)).mul_(options.inverse_temperature).clamp_(min=LOWEST_LOG_PI)
         exp = shifted.exp()
         terms = [exp]
         if options.entropy:
@@ -168,16 +168,17 @@ class Support:
             order = torch.arange(len(row), device=row.device)
             source = torch.where(local, order, -1).cummax(0).values
             source = torch.where(source < 0, source[-1:], source).clamp_(min=0)
-        else:
+            row, column = row[source], column[source]
+        elif not bool(local.all()):
             source = local.nonzero().squeeze(1)
-        row, column = row[source], column[source]
+            row, column = row[source], column[source]
         logits = _gathered(rows, row, column).to(kept.offset.dtype)
         values = _entry_gradient(logits, row, kept, options)
         target = kept.target
         if dense is not None:
             values += _entry_gradient(logits, row, dense, options)
             target = target + dense.target
-        values = torch.where(kept.counted[row], values, 0)
+        values = torch.where(kept.counted.index_select(0, row), values, 0)
         here = kept.here & self.supported
         return KeptGradient(row, column, values, local.any(), kept.column, here, target)
 
@@ -214,13 +215,13 @@ def waits(tensor: Tensor) -> bool:
 
 def _entry_gradient(logits: Tensor, row: Tensor, factors: RowGradients, options: SoftmaxOptions) -> Tensor:
     """[entries]: π (constant + log_pi · log π + pi · π)."""
-    log_pi = logits.sub(factors.offset[row]).mul_(options.inverse_temperature)
+    log_pi = logits.sub(factors.offset.index_select(0, row)).mul_(options.inverse_temperature)
     pi = log_pi.exp()
-    factor = factors.constant[row]
+    factor = factors.constant.index_select(0, row)
     if factors.log_pi is not None:
-        factor += log_pi.clamp_(min=LOWEST_LOG_PI).mul_(factors.log_pi[row])
+        factor += log_pi.clamp_(min=LOWEST_LOG_PI).mul_(factors.log_pi.index_select(0, row))
     if factors.pi is not None:
-        factor += factors.pi[row].mul_(pi)
+        factor += factors.pi.index_select(0, row).mul_(pi)
     return factor.mul_(pi)
 
 
@@ -228,7 +229,7 @@ def _local(ids: Tensor, first: int, options: SoftmaxOptions) -> tuple[Tensor, Te
     """(local column of each id, or any if it is not local, whether it is local)."""
     column = ids - first
     inside = column.clamp(0, max(options.columns, 1) - 1)
-    return inside, (inside == column) & bool(options.columns)
+    return inside, inside == column if options.columns else torch.zeros_like(column, dtype=torch.bool)
 
 
 def _memory(rows: Tensor) -> Tensor:

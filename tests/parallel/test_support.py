@@ -172,7 +172,7 @@ def test_shards_match_a_dense_masked_softmax(ranks, tp):
 
 @pytest.mark.parametrize("tp", TP[:2], scope="module")
 def test_it_is_the_same_without_a_value_on_the_host(ranks, tp):
-    """As on a GPU: ids are always sorted, and columns of other shards become copies."""
+    """A GPU sorts all ids, and copies a local column over those of other shards."""
     batch = make()
     assert_dense(batch, ranks.run(outcomes, Layout(tp=tp), batch, DTYPES, True))
     first_shard_alone = make([(0, [0, 1]), (1, [1])])
