@@ -1,13 +1,14 @@
 """Log-probs and entropy from logits: time and extra memory, against plain PyTorch and Megatron-Core's cross entropy.
 
-    python benchmarks/vocab.py [--compile] [--tp 2] [--linear]
+    python benchmarks/vocab.py [--compile] [--tp 2] [--linear] [--support]
 
 ``plain`` is log_softmax, gather and the entropy's formula (over the whole vocabulary, so only with TP 1); ``megatron``
 is Megatron-Core's vocab_parallel_cross_entropy, which has no entropy and overwrites the logits; ``floor`` only reads
 the logits and writes as much. The contenders run in turns, in one process for each TP rank; use an idle machine. Times
 are medians of 7. Memory is the peak of ``torch.profiler`` beyond the logits, in float32 copies of the local logits.
 
-``--linear`` measures the fused output layer against a matmul and the unfused functions instead.
+``--linear`` measures the fused output layer against a matmul and the unfused functions instead. ``--support`` measures
+log-probs over 20 and 2,000 kept tokens of each position, beside none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 SHAPES = ((2048, 32768), (512, 151936))
+SUPPORTS = (20, 2000)  # kept tokens of a position
 LINEAR_SHAPES = ((1024, 1024, 32768),)  # tokens, hidden size, vocabulary
 ROUNDS = 7
 
@@ -148,6 +150,44 @@ def measure_linear(tokens: int, hidden_size: int, vocabulary: int) -> None:
     say("| " + " | ".join([*cells, f"{medians['fused'] / medians['unfused']:.2f}", *memory]) + " |")
 
 
+def measure_support(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Print the rows of one shape and dtype: kept tokens beside none, with the entropy over the whole vocabulary."""
+    tokens, vocabulary = shape
+    generator = torch.Generator().manual_seed(0)
+    fresh = torch.randn(shape, generator=generator).to(dtype)
+    labels = fresh.argmax(1)
+    contenders: dict[str, Contender] = {"none": lambda x: list(vocab_parallel_log_probs_and_entropy(x, labels))}
+    sizes = {"none": 0}
+    for count in SUPPORTS:
+        ids = fresh.topk(count).indices.sort().values.flatten()
+        kept = {"support_ids": ids, "support_offsets": torch.arange(tokens + 1) * count}
+        contenders[str(count)] = partial(_kept, labels, kept)
+        sizes[str(count)] = sum(one.nbytes for one in kept.values())
+    leaf = fresh.clone().requires_grad_()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for turn in range(ROUNDS + 1):
+        for name, contender in contenders.items():
+            both = _timed(contender, leaf, fresh)
+            if turn:
+                times[name].append(both)
+    unit = 4 * fresh.numel()
+    for name, values in times.items():
+        forward, both = (statistics.median(column) for column in zip(*values, strict=True))
+        ratio = both / statistics.median(value for _, value in times["none"])
+        least = min(value for _, value in values) / min(value for _, value in times["none"])
+        memory = [f"{value / unit:.3f}" for value in (*_memory(contenders[name], leaf, fresh), sizes[name])]
+        cells = [name, f"{forward * 1e3:.0f}", f"{both * 1e3:.0f}", f"{ratio:.2f}", f"{least:.2f}", *memory]
+        say(f"| {tokens} x {vocabulary}, {str(dtype)[6:]} | " + " | ".join(cells) + " |")
+
+
+def _kept(labels: Tensor, kept: dict[str, Tensor], logits: Tensor) -> list[Tensor]:
+    return list(
+        vocab_parallel_log_probs_and_entropy(
+            logits, labels, support_ids=kept["support_ids"], support_offsets=kept["support_offsets"]
+        )
+    )
+
+
 def _restore(leaf: Tensor, fresh: Tensor) -> None:
     leaf.grad = None
     leaf.detach().copy_(fresh)
@@ -157,7 +197,8 @@ def _timed(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[float, fl
     """Seconds of the forward, and of forward and backward."""
     _restore(leaf, fresh)
     logits = leaf.view_as(leaf)
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     start = time.perf_counter()
     results = contender(logits)
     middle = time.perf_counter()
@@ -205,14 +246,26 @@ def linear() -> None:
         measure_linear(*shape)
 
 
+def support() -> None:
+    """Print the table of kept tokens."""
+    header = ["logits", "kept tokens", "forward, ms", "with backward, ms", "/ none", "least / least"]
+    header += ["forward peak", "peak", "the support itself"]
+    say(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    say("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            measure_support(shape, dtype)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile (needs a C++ compiler)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, one process each; default: 1")
     parser.add_argument("--linear", action="store_true", help="measure the fused output layer instead")
+    parser.add_argument("--support", action="store_true", help="measure kept tokens beside none instead")
     arguments = parser.parse_args()
-    if arguments.linear:
-        linear()
+    if arguments.linear or arguments.support:
+        (linear if arguments.linear else support)()
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (arguments.tp, f"{folder}/meeting", arguments.compile), nprocs=arguments.tp)

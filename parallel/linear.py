@@ -17,17 +17,18 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group, group_size
-from megatron_rc.parallel.kernels import kernels_of
-from megatron_rc.parallel.softmax import arithmetic
-from megatron_rc.parallel.vocab import (
+from megatron_rc.parallel.log_probs import (
     CallSpec,
     Target,
     check_call,
     combine,
     counted_tokens,
-    row_gradients,
+    gradient_factors,
     statistics_of,
+    write_gradient,
 )
+from megatron_rc.parallel.softmax import arithmetic
+from megatron_rc.parallel.support import check_support
 
 CHUNK_TOKENS = 256  # tokens of a chunk: large enough for an efficient matrix product
 
@@ -47,6 +48,9 @@ def linear_log_probs_and_entropy(
     chunk_size: int | None = None,
     sum_squares: bool = False,
     compile: bool = False,
+    support_ids: Tensor | None = None,
+    support_offsets: Tensor | None = None,
+    entropy_over_support: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-prob of each label, and the entropy, under softmax((hidden @ weightᵀ + bias) / temperature).
 
@@ -68,6 +72,11 @@ def linear_log_probs_and_entropy(
             Default: 256.
         sum_squares: return Σπ² too.
         compile: run the softmax of chunks through ``torch.compile``.
+        support_ids: [n], int64, the tokens that the engine kept at each position, in the order of ``labels.flatten()``;
+            with ``sequence_parallel`` of all slices. This and the next two arguments are as in
+            :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`. Default: the whole vocabulary.
+        support_offsets: [labels + 1], int64. On a GPU they are read on the host once in each pass.
+        entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
 
     Returns:
         (log_probs, entropy), or (log_probs, entropy, Σπ²), each like ``labels``, float32 (float64 for float64).
@@ -76,7 +85,7 @@ def linear_log_probs_and_entropy(
     ``torch.autocast`` has no effect here: the arithmetic follows the dtypes of the arguments.
 
     Memory: forward, one chunk of logits and its scratch; backward, the same and the gradients of hidden and weight
-    (accumulated in float32 if the weight is below float32).
+    (accumulated in float32 if the weight is below float32). With a support also some numbers for each id of a chunk.
 
     Collectives: forward, one MAX and one SUM as for logits. Backward: one SUM of hidden's size over ``tp_group``. With
     ``sequence_parallel`` instead one gather of each chunk in each pass and one reduce-scatter of it in the backward.
@@ -85,12 +94,15 @@ def linear_log_probs_and_entropy(
         ValueError: shapes or dtypes that do not fit together, and the errors of
             :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`.
     """
-    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile)
+    apart = support_ids is not None and not entropy_over_support
+    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile, apart)
     options = _Options(spec, sequence_parallel, gradient_accumulation)
     _check(hidden, weight, bias, labels, mask, options)
+    check_tensors({"support_ids": support_ids, "support_offsets": support_offsets})
+    check_support(support_ids, support_offsets, labels.numel())
     with _no_autocast(hidden.device):
         result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labels, mask, options
+            hidden, weight, bias, labels, mask, support_ids, support_offsets, options
         )
     return result
 
@@ -143,12 +155,15 @@ class _Options:
         size = max(1, (self.spec.chunk_size or CHUNK_TOKENS) // self.ranks)
         yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
 
+    def slices(self, part: slice, rows: Tensor) -> list[slice]:
+        """The slices of all tokens that are a chunk's; a chunk has these rows of every rank's slice."""
+        return [slice(part.start + start, part.stop + start) for start in range(0, self.ranks * len(rows), len(rows))]
+
     def positions(self, part: slice, rows: Tensor) -> slice | Tensor:
-        """The indices of a chunk's tokens among all tokens; a chunk has these rows of every rank's slice."""
+        """The indices of a chunk's tokens among all tokens."""
         if not self.sliced:
             return part
-        own = torch.arange(part.start, part.stop, device=rows.device)
-        return torch.cat([own + rank * len(rows) for rank in range(self.ranks)])
+        return torch.cat([torch.arange(one.start, one.stop, device=rows.device) for one in self.slices(part, rows)])
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks that hold slices, in rank order."""
@@ -187,24 +202,34 @@ class _LinearSoftmax(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         mask: Tensor | None,
+        ids: Tensor | None,
+        offsets: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, ...]:
         rows, spec = hidden.detach().reshape(-1, hidden.shape[-1]), options.spec
         counted = counted_tokens(labels, mask).reshape(-1)
         target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0])
-        statistics = rows.new_empty(3 + spec.sum_squares, labels.numel(), dtype=arithmetic(rows.dtype))
+        support = spec.support(ids, offsets, weight.shape[0])
+        statistics = rows.new_empty(spec.num_statistics, labels.numel(), dtype=arithmetic(rows.dtype))
         chosen, holes = statistics.new_empty(labels.numel()), False
+        scored = None if support is None else torch.empty_like(counted)
         for part in options.chunks(rows):
             logits = _logits(options.gather(rows[part]), weight, bias)
             where = options.positions(part, rows)
             here = target.at(where)
-            statistics[:, where], has_holes = statistics_of(logits, here.counted, spec.without_chunk_size())
+            own = None if support is None else support.at(options.slices(part, rows))
+            found = statistics_of(logits, here, own, spec.without_chunk_size())
+            statistics[:, where] = found.values
             chosen[where] = here.logits(logits).to(chosen.dtype)
-            holes |= has_holes
+            if scored is not None:
+                scored[where] = found.scored
+            holes |= found.holes
             del logits  # before the next chunk's are made
+        target = target.within(scored)
         offset, results = combine(statistics, target, chosen, spec)
         results = tuple(value.view(labels.shape) for value in results)
-        ctx.save_for_backward(hidden, weight, bias, labels, mask, offset, chosen, *[*results[1:], None][:2])
+        kept = ids, offsets, scored
+        ctx.save_for_backward(hidden, weight, bias, labels, mask, *kept, offset, chosen, *[*results[1:], None][:2])
         ctx.options, ctx.holes, ctx.device = options, holes, hidden.device
         ctx.set_materialize_grads(False)
         return results
@@ -218,21 +243,23 @@ class _LinearSoftmax(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    hidden, weight, bias, labels, mask, offset, chosen, *results = ctx.saved_tensors
+    hidden, weight, bias, labels, mask, ids, offsets, scored, offset, chosen, *results = ctx.saved_tensors
     options: _Options = ctx.options
+    spec = options.spec.without_chunk_size()
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     counted = counted_tokens(labels, mask).reshape(-1)
-    target = Target.find(labels.reshape(-1), counted, options.spec, weight.shape[0])
+    target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0]).within(scored)
+    support = spec.support(ids, offsets, weight.shape[0])
     entropy, squares = (None if result is None else result.reshape(-1) for result in results)
     flat = [None if grad is None else grad.reshape(-1) for grad in grads]
-    factors = row_gradients(flat, target, chosen, offset, entropy, squares, options.spec)
-    reading = options.spec.without_chunk_size().softmax_options(weight.shape[0], ctx.holes)
+    factors = gradient_factors(flat, target, chosen, offset, entropy, squares, support, spec)
     total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
     grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
     for part in options.chunks(rows):
         gathered = options.gather(rows[part])
         logits = _logits(gathered, weight, bias)
-        kernels_of(logits).write_gradient(logits, logits, factors.at(options.positions(part, rows)), reading)
+        own = None if support is None else support.at(options.slices(part, rows))
+        write_gradient(logits, logits, factors.at(options.positions(part, rows)), own, spec, ctx.holes)
         total.add(logits, gathered)
         if grad_hidden is not None:
             grad_hidden[part] = options.scatter(logits @ weight)
@@ -241,7 +268,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
         if not options.sliced and group_size(options.spec.tp_group) > 1:
             dist.all_reduce(grad_hidden, group=options.spec.tp_group)
         grad_hidden = grad_hidden.view(hidden.shape)
-    return grad_hidden, *total.results(), None, None, None
+    return grad_hidden, *total.results(), None, None, None, None, None
 
 
 class _WeightGradient:

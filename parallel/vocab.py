@@ -6,20 +6,26 @@ gradient. Both work on chunks of tokens, so that only the gradient is as large a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
-from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
-from megatron_rc.parallel.groups import Group, group_rank, group_size
-from megatron_rc.parallel.kernels import kernels_of
-from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, SoftmaxOptions
-
-IGNORED_LABEL = -100
+from megatron_rc.parallel.arguments import check_tensors
+from megatron_rc.parallel.groups import Group
+from megatron_rc.parallel.log_probs import (
+    CallSpec,
+    Target,
+    check_call,
+    combine,
+    counted_tokens,
+    gradient_factors,
+    statistics_of,
+    write_gradient,
+)
+from megatron_rc.parallel.support import Support, check_support
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -34,10 +40,17 @@ def vocab_parallel_log_probs_and_entropy(
     sum_squares: bool = False,
     inplace_backward: bool = False,
     compile: bool = False,
+    support_ids: Tensor | None = None,
+    support_offsets: Tensor | None = None,
+    entropy_over_support: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-prob of each label, and the entropy of each distribution, under softmax(logits / temperature).
 
         x = logits / temperature    log π(y) = x_y - log Σ_v exp(x_v)    H = -Σ_v π_v log π_v    Q = Σ_v π_v²
+
+    With a support, log π and Q are those of the distribution that the engine sampled from by top-p, top-k or min-p:
+    their sums run over the tokens that it kept at the position ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556,
+    section 3.1).
 
     Args:
         logits: [..., v/tp], any float dtype; rank r of ``tp_group`` holds rows r·v/tp to (r+1)·v/tp. Not written to,
@@ -56,25 +69,39 @@ def vocab_parallel_log_probs_and_entropy(
             them, and a second backward is an error. For trainers whose logits fill the memory.
         compile: run the chunks through ``torch.compile`` (the first call takes seconds). For many calls on a CPU; a GPU
             with Triton ignores it.
+        support_ids: [n], int64, the kept tokens of all positions, one position after the other: indices into the whole
+            vocabulary, equal on all ranks of ``tp_group``, in any order. An id that comes twice in a position counts
+            once. Default: every position counts the whole vocabulary.
+        support_offsets: [labels + 1], int64: position i, in the order of ``labels.flatten()``, has the ids from
+            ``support_offsets[i]`` to ``support_offsets[i + 1]``. Without ids it counts the whole vocabulary.
+        entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary, so that a
+            bonus on it also reaches the tokens that were not kept.
 
     Returns:
         (log_probs, entropy), or (log_probs, entropy, Q): each [...], float32 (float64 for float64 logits), equal on all
         ranks of ``tp_group``. A label out of range at a counted position gives a NaN log-prob, which the correction's
-        ``check()`` reports. All are differentiable in the logits; every rank must use the results alike.
+        ``check()`` reports. So does a label that is not among the position's kept tokens, and an id out of range there;
+        all log-probs are NaN if the offsets do not ascend from 0 to the number of ids. All results are differentiable
+        in the logits; every rank must use them alike.
 
     Memory: forward, one chunk in float32 and the statistics, of which 4 bytes a token and the results are held until
         the backward; backward, one chunk and the gradient. Logits whose leading dimensions are a transposed view of
-        contiguous ones are read as they are; of any other view a copy is made.
+        contiguous ones are read as they are; of any other view a copy is made. With a support also some numbers for
+        each id: on a CPU of a block of about 65,536 ids, on a GPU of all. The support itself is held until the
+        backward; for a transposed view a copy of its ids is made.
 
     Collectives: one MAX of t and one SUM of 3t (4t with Q) numbers over ``tp_group`` in the forward, none in the
-    backward, none for a group of size 1.
+    backward, none for a group of size 1. With a support and an entropy over the whole vocabulary: MAX of 2t, SUM of 4t
+    (5t with Q).
 
     Raises:
         ValueError: shapes that do not fit, integer logits, a temperature or chunk size that is not positive, or logits
-            whose width cannot be a shard of ``vocab_size`` (full-vocabulary logits for a shard, or the reverse).
+            whose width cannot be a shard of ``vocab_size`` (full-vocabulary logits for a shard, or the reverse); a
+            support of other dtypes, or offsets of another length.
     """
-    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, inplace_backward, compile)
-    return _apply(logits, labels, mask, spec)
+    apart = support_ids is not None and not entropy_over_support
+    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, inplace_backward, compile, apart)
+    return _apply(logits, labels, mask, support_ids, support_offsets, spec)
 
 
 def vocab_parallel_log_probs(
@@ -88,50 +115,23 @@ def vocab_parallel_log_probs(
     chunk_size: int | None = None,
     inplace_backward: bool = False,
     compile: bool = False,
+    support_ids: Tensor | None = None,
+    support_offsets: Tensor | None = None,
 ) -> Tensor:
     """The log-probs of :func:`vocab_parallel_log_probs_and_entropy` alone, with less work.
 
+    On a CPU only the kept tokens of a block of positions are read if every counted one has a support.
+
     Collectives: one MAX of t and one SUM of 2t numbers over ``tp_group`` in the forward.
     """
-    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, False, False, inplace_backward, compile)
-    return _apply(logits, labels, mask, spec)[0]
+    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, False, False, inplace_backward, compile, False)
+    return _apply(logits, labels, mask, support_ids, support_offsets, spec)[0]
 
 
-@dataclass(frozen=True)
-class CallSpec:
-    """The settings of one call of a function of this module, or of :mod:`megatron_rc.parallel.linear`."""
-
-    tp_group: Group | None
-    vocab_size: int | None
-    temperature: float
-    chunk_size: int | None
-    entropy: bool
-    sum_squares: bool
-    inplace_backward: bool
-    compile: bool
-
-    def softmax_options(self, width: int, holes: bool) -> SoftmaxOptions:
-        """The settings for reading a local shard of this width; ``holes``: allow logits of -inf."""
-        columns = width
-        if self.vocab_size is not None:
-            columns = min(max(self.vocab_size - group_rank(self.tp_group) * width, 0), width)
-        return SoftmaxOptions(
-            columns=columns,
-            inverse_temperature=1 / self.temperature,
-            entropy=self.entropy,
-            squares=self.sum_squares,
-            chunk_size=self.chunk_size,
-            compile=self.compile,
-            holes=holes,
-        )
-
-    def without_chunk_size(self) -> CallSpec:
-        """These settings with chunks of a size that suits the device."""
-        return replace(self, chunk_size=None)
-
-
-def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
-    check_tensors({"mask": mask}, logits=logits, labels=labels)
+def _apply(
+    logits: Tensor, labels: Tensor, mask: Tensor | None, ids: Tensor | None, offsets: Tensor | None, spec: CallSpec
+) -> tuple[Tensor, ...]:
+    check_tensors({"mask": mask, "support_ids": ids, "support_offsets": offsets}, logits=logits, labels=labels)
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
     if not logits.dim():
@@ -139,180 +139,85 @@ def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) 
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ before the vocabulary")
     check_call(labels, mask, spec, logits.shape[-1])
-    result: tuple[Tensor, ...] = _VocabSoftmax.apply(logits, labels, mask, spec)  # type: ignore[no-untyped-call]
+    check_support(ids, offsets, labels.numel())
+    result: tuple[Tensor, ...] = _VocabSoftmax.apply(  # type: ignore[no-untyped-call]
+        logits, labels, mask, ids, offsets, spec
+    )
     return result
-
-
-def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Bool, like the labels: the mask; without one, whether there is a label."""
-    return labels != IGNORED_LABEL if mask is None else mask
-
-
-def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
-    """Raise ValueError for arguments that do not fit together; ``width`` is the local logits' width."""
-    if not width:
-        raise ValueError("logits have no columns: expected this rank's shard of the vocabulary in the last dimension")
-    if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
-        raise ValueError(
-            f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}"
-        )
-    if labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"labels are {labels.dtype}: expected int64, or int32")
-    check_number("temperature", spec.temperature, lambda t: 0 < t < torch.inf, "must be positive, and finite")
-    if spec.vocab_size is not None:
-        check_integer("vocab_size", spec.vocab_size, least=1)
-    if spec.chunk_size is not None:
-        check_integer("chunk_size", spec.chunk_size, least=1)
-    size = group_size(spec.tp_group)
-    # Megatron pads the vocabulary by fewer than 128 rows a rank unless told otherwise.
-    if spec.vocab_size is not None and not 0 <= width * size - spec.vocab_size < max(spec.vocab_size, 128 * size):
-        raise ValueError(
-            f"logits of width {width} on {size} tensor-parallel ranks make {width * size} rows, which is no "
-            f"padding of vocab_size={spec.vocab_size}: pass each rank its own shard of the vocabulary"
-        )
 
 
 class _VocabSoftmax(torch.autograd.Function):
     """The autograd function, with closed forms, so that autograd keeps no large tensor but the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        mask: Tensor | None,
+        ids: Tensor | None,
+        offsets: Tensor | None,
+        spec: CallSpec,
+    ) -> tuple[Tensor, ...]:
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
         rows = _as_rows(logits, order)
         label, counted = _flat(order, labels, counted_tokens(labels, mask))
-        target = Target.find(label, counted, spec, logits.shape[-1])
-        statistics, ctx.holes = statistics_of(rows, target.counted, spec)
+        target = Target.find(label, counted, spec, rows.shape[1])
+        support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
+        found = [
+            statistics_of(rows[part], target.at(part), None if support is None else support.at([part]), spec)
+            for part in _blocks(rows, support, spec)
+        ]
+        statistics = torch.cat([one.values for one in found], dim=1)
+        scored = None if support is None else torch.cat([one.scored for one in found])
+        target = target.within(scored)
         offset, results = combine(statistics, target, target.logits(rows), spec)
         shape = [labels.shape[dim] for dim in order]
         inverse = sorted(range(len(order)), key=order.__getitem__)
         results = tuple(result.view(shape).permute(inverse) for result in results)
-        ctx.save_for_backward(logits, labels, mask, offset, *[*results[1:], None, None][:2])
-        ctx.spec, ctx.order = spec, order
+        ctx.save_for_backward(logits, labels, mask, ids, offsets, scored, offset, *[*results[1:], None, None][:2])
+        ctx.spec, ctx.order, ctx.holes = spec, order, any(one.holes for one in found)
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        """Gradients with respect to the logits: see :func:`row_gradients`."""
-        logits, labels, mask, offset, *results = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients with respect to the logits: see :func:`~megatron_rc.parallel.log_probs.row_gradients`."""
+        logits, labels, mask, ids, offsets, scored, offset, *results = ctx.saved_tensors
         spec: CallSpec = ctx.spec
         order: list[int] = ctx.order
         out = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
         rows, written = _as_rows(logits, order), _as_rows(out, order)
         entropy, squares, *flat = _flat(order, *results, *grads)
         label, counted = _flat(order, labels, counted_tokens(labels, mask))
-        target = Target.find(label, counted, spec, logits.shape[-1])
-        factors = row_gradients(flat, target, target.logits(rows), offset, entropy, squares, spec)
-        kernels_of(rows).write_gradient(rows, written, factors, spec.softmax_options(logits.shape[-1], ctx.holes))
+        target = Target.find(label, counted, spec, rows.shape[1]).within(scored)
+        support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
+        factors = gradient_factors(flat, target, target.logits(rows), offset, entropy, squares, support, spec)
+        for part in _blocks(rows, support, spec):
+            own = None if support is None else support.at([part])
+            write_gradient(rows[part], written[part], factors.at(part), own, spec, ctx.holes)
         if written.data_ptr() != out.data_ptr():
             out.permute(*order, -1).copy_(written.view(out.permute(*order, -1).shape))
-        return out, None, None, None
+        return out, None, None, None, None, None
 
 
-def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
-    """(statistics of the rows, whether logits of -inf were allowed): on a CPU only if a counted entropy needs it."""
-    # On a GPU the test would wait for the host.
-    statistics = kernels_of(rows).row_statistics(rows, spec.softmax_options(rows.shape[1], holes=rows.is_cuda))
-    if rows.is_cuda or not spec.entropy or not bool((statistics[2].isnan() & counted).any()):
-        return statistics, rows.is_cuda
-    return kernels_of(rows).row_statistics(rows, spec.softmax_options(rows.shape[1], holes=True)), True
+def _support_of_rows(
+    ids: Tensor | None, offsets: Tensor | None, labels: Tensor, order: list[int], spec: CallSpec, width: int
+) -> Support | None:
+    """The kept tokens of the rows of logits, whose leading dimensions are in this order."""
+    support = spec.support(ids, offsets, width)
+    if support is None or order == sorted(order):
+        return support
+    (positions,) = _flat(order, torch.arange(labels.numel(), device=labels.device).view(labels.shape))
+    return support.permuted(positions)
 
 
-@dataclass(frozen=True)
-class Target:
-    """The labels' columns in the local shard; each [t]."""
-
-    column: Tensor  # int64, the local column; 0 if another rank has it
-    here: Tensor  # bool, this rank has the column, and the token counts
-    known: Tensor  # bool, the label lies in the whole vocabulary
-    counted: Tensor  # bool, the token counts
-
-    @classmethod
-    def find(cls, labels: Tensor, counted: Tensor, spec: CallSpec, width: int) -> Target:
-        """The local columns of labels that are indices into the whole vocabulary."""
-        known = (labels >= 0) & (labels < (spec.vocab_size or width * group_size(spec.tp_group)))
-        column = labels - group_rank(spec.tp_group) * width
-        here = known & counted & (column >= 0) & (column < width)
-        return cls(torch.where(here, column, 0).long(), here, known, counted)
-
-    def at(self, index: slice | Tensor) -> Target:
-        """The labels of a part of the tokens."""
-        return Target(self.column[index], self.here[index], self.known[index], self.counted[index])
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """[t]: the labels' logits; any value if another rank has the column."""
-        return rows.gather(1, self.column.unsqueeze(1)).squeeze(1)
-
-
-def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(log Σ exp(x) times the temperature, (log-probs, and entropy and Σπ² if asked for)), [t] each, over all ranks.
-
-    Results are 0 if the token does not count. ``statistics`` are this rank's, of :func:`row_statistics`; ``chosen``,
-    [t], are the labels' logits, valid for ``target.here``.
-
-    Collectives: one MAX of t, one SUM of 2t to 4t numbers over ``tp_group``.
-    """
-    local, rest = statistics[0], list(statistics[1:])
-    maximum = all_reduce_max(local, spec.tp_group)
-    chosen = torch.where(target.here, (chosen.to(local.dtype) - maximum) / spec.temperature, 0)
-    if group_size(spec.tp_group) > 1:
-        # A rank whose columns are all padding or -inf has a maximum of -inf and adds nothing.
-        present = local != -torch.inf
-        shift = (local - maximum) / spec.temperature
-        factor = shift.exp()
-        if spec.entropy:
-            rest[1] = (rest[1] + shift * rest[0]) * factor
-        if spec.sum_squares:
-            rest[-1] = rest[-1] * factor.square()
-        rest[0] = rest[0] * factor
-        rest = [torch.where(present, value, 0) for value in rest]
-    chosen, total, *more = all_reduce_sum(torch.stack([chosen, *rest]), spec.tp_group).unbind()
-    log_total = total.log()
-    results = [torch.where(target.known, chosen - log_total, torch.nan)]
-    if spec.entropy:
-        results.append(log_total - more[0] / total)
-    if spec.sum_squares:
-        results.append(more[1] / total.square())
-    return maximum + log_total * spec.temperature, tuple(torch.where(target.counted, one, 0) for one in results)
-
-
-def row_gradients(
-    grads: list[Tensor | None],
-    target: Target,
-    chosen: Tensor,
-    offset: Tensor,
-    entropy: Tensor | None,
-    squares: Tensor | None,
-    spec: CallSpec,
-) -> RowGradients:
-    """The factors of each row's gradient.
-
-        d log π_y / d x_v = [v = y] - π_v    d H / d x_v = -π_v (log π_v + H)    d Q / d x_v = 2 π_v (π_v - Q)
-
-    ``grads``, [t] each, are of the log-probs, the entropy and Q; None if the loss does not depend on it. ``chosen`` are
-    the labels' logits, valid for ``target.here``; offset, entropy and Q (``squares``) are the forward's.
-    """
-
-    def scaled(grad: Tensor | None, counted: Tensor) -> Tensor | None:
-        return None if grad is None else torch.where(counted, grad.to(offset.dtype), 0) / spec.temperature
-
-    of_label = scaled(grads[0], target.counted & target.known)
-    of_label = torch.zeros_like(offset) if of_label is None else of_label
-    of_entropy = scaled(grads[1], target.counted) if spec.entropy else None
-    of_squares = scaled(grads[2], target.counted) if spec.sum_squares else None
-    constant, log_pi, pi = -of_label, None, None
-    if of_entropy is not None and entropy is not None:
-        constant, log_pi = constant - of_entropy * entropy, -of_entropy
-    if of_squares is not None and squares is not None:
-        constant, pi = constant - 2 * of_squares * squares, 2 * of_squares
-    chosen_log_pi = (chosen.to(offset.dtype) - offset) / spec.temperature
-    chosen_pi = chosen_log_pi.exp()
-    factor = constant if log_pi is None else constant + log_pi * chosen_log_pi.clamp(min=LOWEST_LOG_PI)
-    factor = factor if pi is None else factor + pi * chosen_pi
-    return RowGradients(
-        offset, constant, log_pi, pi, target.column, target.here, of_label + chosen_pi * factor, target.counted
-    )
+def _blocks(rows: Tensor, support: Support | None, spec: CallSpec) -> Iterable[slice]:
+    """Slices of rows that are worked on together; without a support all rows."""
+    if support is None:
+        return [slice(0, len(rows))]
+    return support.blocks(rows, spec.softmax_options(rows.shape[1], holes=False))
 
 
 def _as_rows(logits: Tensor, order: list[int]) -> Tensor:

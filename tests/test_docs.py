@@ -342,7 +342,8 @@ def kept_on_ranks():
     shard = slice(12 // size * rank, 12 // size * (rank + 1))
     own = logits[..., shard].clone().requires_grad_()
     score = run("docs/library.md", 3)["log_probs_of_the_kept"]
-    got = score(own, labels, kept[..., shard], torch.ones(2, 5, dtype=torch.bool), groups.tp)
+    ids = [row.nonzero().flatten().tolist() for row in kept.flatten(0, 1)]
+    got, _ = score(own, labels, ids, torch.ones(2, 5, dtype=torch.bool), groups.tp)
     got.square().sum().backward()
     return got.detach(), own.grad, want.detach(), leaf.grad[..., shard]
 
@@ -353,8 +354,8 @@ def test_the_library_page_scores_what_the_engine_kept(ranks):
         torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=1e-12)
     mask = torch.ones(1, 2, dtype=torch.bool)
     score = run("docs/library.md", 3)["log_probs_of_the_kept"]
-    lost = score(torch.zeros(1, 2, 3), torch.tensor([[0, 2]]), torch.tensor([True, True, False]).expand(1, 2, 3), mask)
-    with pytest.raises(ValueError, match=r"sample 0 .*position 1 is infinite"):
+    lost, _ = score(torch.zeros(1, 2, 3), torch.tensor([[0, 2]]), [[0, 1], [0, 1]], mask)
+    with pytest.raises(ValueError, match=r"sample 0 .*position 1 is NaN"):
         correct_rollouts(lost, torch.full((1, 2), -1.0), mask, RolloutCorrectionConfig()).check()
 
 

@@ -119,6 +119,31 @@ def test_views(device, figures):
     torch.testing.assert_close(logits.grad.transpose(0, 1).double(), exact.grad, rtol=4e-3 + 4e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_kept_tokens(device, over):
+    """In any order, with one id twice; one row without, which counts the whole vocabulary."""
+    rows, width = 9, 3001
+    logits = torch.randn(rows, width, device=device).to(BFLOAT16).requires_grad_()
+    ids = logits.detach().topk(40, dim=1).indices
+    labels, ids = ids[:, 3].clone(), torch.cat([ids, ids[:, :1]], dim=1)[1:].flatten()
+    offsets = torch.tensor([0, *range(0, 41 * rows, 41)], device=device)
+    found = vocab_parallel_log_probs_and_entropy(
+        logits, labels, support_ids=ids, support_offsets=offsets, entropy_over_support=over
+    )
+    sum(result.sum() for result in found).backward()
+    exact = logits.detach().double().requires_grad_()
+    kept = torch.zeros(rows, width, dtype=torch.bool, device=device).index_fill_(0, labels.new_zeros(1), True)
+    kept[1:].scatter_(1, ids.view(rows - 1, 41), True)
+    log_pi = exact.masked_fill(~kept, -torch.inf).log_softmax(1)
+    of_entropy = log_pi if over else exact.log_softmax(1)
+    entropy = -(of_entropy.exp() * of_entropy.masked_fill(of_entropy == -torch.inf, 0)).sum(1)
+    want = [log_pi.gather(1, labels.unsqueeze(1)).squeeze(1), entropy]
+    sum(result.sum() for result in want).backward()
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=FORWARD, atol=FORWARD)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=4e-3 + 4e-3, atol=1e-6)
+
+
 def test_many_rows(device, on_gpu):
     """More programs than the second axis of a grid could have."""
     rows = 70_001 if on_gpu else 11

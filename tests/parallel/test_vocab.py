@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rc.parallel import softmax, vocab, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rc.parallel import log_probs, softmax, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
@@ -219,8 +219,8 @@ def test_any_weight_of_the_entropy(ranks, tp, dtype):
     for weights_of in ENTROPY_WEIGHTS.values():
         batch = make(dtype)
         batch.coefficients[1] = weights_of(batch.coefficients[1])
-        for log_probs in (batch.coefficients[0].clone(), 0):
-            batch.coefficients[0] = log_probs
+        for weights in (batch.coefficients[0].clone(), 0):
+            batch.coefficients[0] = weights
             for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, options), strict=True):
                 assert_textbook(outcomes, batch)
 
@@ -544,12 +544,12 @@ MISTAKES = {
 def mistaken(batch, mistake):
     """The result of ``outcome`` with one deliberate mistake."""
     name, wrong = MISTAKES[mistake]
-    right = getattr(vocab, name)
-    setattr(vocab, name, wrong(right))
+    right = getattr(log_probs, name)
+    setattr(log_probs, name, wrong(right))
     try:
         return outcome(batch)
     finally:
-        setattr(vocab, name, right)
+        setattr(log_probs, name, right)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

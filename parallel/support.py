@@ -1,0 +1,249 @@
+"""Log-probs over the tokens that an engine kept, such as by top-p: statistics and gradients of a few logits of a row.
+
+The kept tokens of all positions are a list of ids with offsets (CSR form). Only their logits are gathered: nothing has
+the logits' size. This module knows no other ranks; statistics can be merged over ranks, as those of whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, SoftmaxOptions, arithmetic
+
+BLOCK_ENTRIES = 2**16  # ids of a block of rows on a CPU: their logits are gathered while the cache has the rows
+
+
+def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> None:
+    """Raise ValueError for ids and offsets that are not both lists of integers, or not of this many tokens."""
+    if ids is None and offsets is None:
+        return
+    for name, value in (("support_ids", ids), ("support_offsets", offsets)):
+        if value is None:
+            raise ValueError(f"{name} is None: pass support_ids and support_offsets together")
+        if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected a list of int64, or int32")
+    if offsets is not None and len(offsets) != tokens + 1:
+        raise ValueError(
+            f"support_offsets has {len(offsets)} numbers: expected {tokens + 1}, one more than there are labels"
+        )
+
+
+@dataclass(frozen=True)
+class Support:
+    """The kept tokens of some rows of logits."""
+
+    ids: Tensor  # [entries], ids in the whole vocabulary, those of a row behind those of the row before
+    offsets: Tensor  # [rows + 1], int64, from 0 to the number of entries, ascending
+    valid: Tensor  # bool, whether the caller's offsets were like this; if not, all log-probs are NaN
+    vocabulary: int  # number of ids
+    first: int  # id of the first local column
+
+    @classmethod
+    def make(cls, ids: Tensor, offsets: Tensor, vocabulary: int, first: int) -> Support:
+        """The kept tokens from a caller's ids and offsets, whose values are not read on the host."""
+        offsets = offsets.long()
+        valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()
+        if len(offsets) == 1:
+            ids = ids[:0]
+        offsets = torch.where(valid, offsets, 0)
+        offsets[-1] = len(ids)  # with any offsets no entry lies outside
+        return cls(ids, offsets, valid, vocabulary, first)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[rows]: number of entries of each row."""
+        return self.offsets.diff()
+
+    @property
+    def supported(self) -> Tensor:
+        """[rows], bool: the row has kept tokens; the other rows count the whole vocabulary."""
+        return self.counts > 0
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return list(self.offsets.tolist())
+
+    def permuted(self, positions: Tensor) -> Support:
+        """The rows in another order: row r becomes the row that was ``positions[r]``."""
+        counts = self.counts[positions]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        moved = (self.offsets[positions] - offsets[:-1]).repeat_interleave(counts, output_size=len(self.ids))
+        ids = self.ids[moved.add_(torch.arange(len(self.ids), device=self.ids.device))]
+        return Support(ids, offsets, self.valid, self.vocabulary, self.first)
+
+    def at(self, parts: Sequence[slice]) -> Support:
+        """The kept tokens of slices of the rows. All rows need no look at the offsets on the host."""
+        if [(part.start, part.stop) for part in parts] == [(0, len(self.counts))]:
+            return self
+        bounds = self._bounds
+        ids = torch.cat([self.ids[bounds[part.start] : bounds[part.stop]] for part in parts])
+        counts = torch.cat([self.counts[part] for part in parts])
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return Support(ids, offsets, self.valid, self.vocabulary, self.first)
+
+    def blocks(self, rows: Tensor, options: SoftmaxOptions) -> Iterator[slice]:
+        """Slices of the rows that are worked on together: all on a GPU; on a CPU whole chunks with some entries."""
+        size = len(rows)
+        if not waits(rows) and size:
+            chunk = len(rows[next(options.chunks(rows))[0]])
+            size = chunk * max(1, BLOCK_ENTRIES * len(rows) // (chunk * max(1, len(self.ids))))
+        for start in range(0, max(1, len(rows)), max(1, size)):
+            yield slice(start, min(start + size, len(rows)))
+
+    def statistics(self, rows: Tensor, labels: Tensor, options: SoftmaxOptions) -> tuple[Tensor, Tensor]:
+        """(the statistics of each row over its kept local columns, whether the row's label can be scored).
+
+        The statistics are those of :func:`~megatron_rc.parallel.softmax.row_statistics`; m is -inf without a kept local
+        column. An id counts once, in any order. A label can be scored if the row has no ids, or if it is one of them
+        and all lie in the vocabulary.
+        """
+        dtype = arithmetic(rows.dtype)
+        count = 2 + options.entropy + options.squares
+        if not len(self.ids):
+            found = torch.zeros(count, len(rows), dtype=dtype, device=rows.device)
+            found[0] = -torch.inf
+            return found, self.valid.expand(len(rows))
+        row, ids, first, scored = self._sorted(labels)
+        column, local = _local(ids, self.first, options)
+        values = _gathered(rows, row, column).to(dtype)
+        values = torch.where(local if first is None else local & first, values, -torch.inf)
+        maximum = self._reduced(values, "max", -torch.inf)
+        origin = torch.where(maximum == -torch.inf, 0, maximum)
+        shifted = values.sub_(origin.index_select(0, row)).mul_(options.inverse_temperature).clamp_(min=LOWEST_LOG_PI)
+        exp = shifted.exp()
+        terms = [exp]
+        if options.entropy:
+            terms.append(shifted.mul_(exp))
+        if options.squares:
+            terms.append(exp.square())
+        # In float64, because the entries of a row are added one after the other.
+        sums = [self._reduced(term.double(), "sum", 0).to(dtype) for term in terms]
+        return torch.stack([maximum, *sums]), scored
+
+    def _sorted(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """(row and id of each entry, whether it is the first with its id, whether each row's label can be scored).
+
+        The ids ascend in each row, and are clamped to one outside of the vocabulary. Without an id that comes twice,
+        the third is None.
+        """
+        row, span = self._rows(), self.vocabulary + 2
+        # A key ascends with the row and with the id.
+        key = torch.add(self.ids.long().clamp(-1, self.vocabulary), row, alpha=span)
+        first = None
+        if waits(key) or not bool((key[1:] > key[:-1]).all()):
+            key = key.sort().values
+            first = torch.cat([key.new_ones(1, dtype=torch.bool), key[1:] != key[:-1]])
+        ids = torch.sub(key, row, alpha=span)
+        own = labels.long().clamp(-1, self.vocabulary) + span * torch.arange(len(labels), device=key.device)
+        kept = key[torch.searchsorted(key, own).clamp_(max=len(key) - 1)] == own
+        lowest, highest = (ids[end.clamp(0, len(ids) - 1)] for end in (self.offsets[:-1], self.offsets[1:] - 1))
+        kept &= (lowest >= 0) & (highest < self.vocabulary)
+        return row, ids, first, (kept | ~self.supported) & self.valid
+
+    def _rows(self) -> Tensor:
+        """[entries]: the row of each entry."""
+        return torch.repeat_interleave(self.counts, output_size=len(self.ids))
+
+    def _reduced(self, values: Tensor, kind: str, initial: float) -> Tensor:
+        """[rows]: the values of each row's entries, reduced."""
+        return torch.segment_reduce(values, kind, offsets=self.offsets, initial=initial, unsafe=True)
+
+    def gradient(
+        self, rows: Tensor, kept: RowGradients, dense: RowGradients | None, options: SoftmaxOptions
+    ) -> KeptGradient:
+        """The gradient in the kept local columns, from logits that may be overwritten afterwards.
+
+        ``kept``: the factors of the gradient over the kept tokens; ``dense``: those of the gradient over the whole row,
+        if it has one too.
+        """
+        row = self._rows()
+        column, local = _local(self.ids.long(), self.first, options)
+        if waits(rows):
+            # Each column that is not local becomes a copy of the local one before it.
+            order = torch.arange(len(row), device=row.device)
+            source = torch.where(local, order, -1).cummax(0).values
+            source = torch.where(source < 0, source[-1:], source).clamp_(min=0)
+            row, column = row[source], column[source]
+        elif not bool(local.all()):
+            source = local.nonzero().squeeze(1)
+            row, column = row[source], column[source]
+        logits = _gathered(rows, row, column).to(kept.offset.dtype)
+        values = _entry_gradient(logits, row, kept, options)
+        target = kept.target
+        if dense is not None:
+            values += _entry_gradient(logits, row, dense, options)
+            target = target + dense.target
+        values = torch.where(kept.counted.index_select(0, row), values, 0)
+        here = kept.here & self.supported
+        return KeptGradient(row, column, values, local.any(), kept.column, here, target)
+
+
+@dataclass(frozen=True)
+class KeptGradient:
+    """The gradient in the kept local columns; the same column may come more than once."""
+
+    row: Tensor  # [entries], int64
+    column: Tensor  # [entries], int64
+    values: Tensor  # [entries], in the arithmetic's dtype
+    exists: Tensor  # bool, one number: there are entries; if not, those given are no kept columns
+    label: Tensor  # [rows], int64, the local column of the label
+    here: Tensor  # [rows], bool, the row has kept tokens, and its label is on this rank
+    target: Tensor  # [rows], the gradient in the label's column
+
+    def write(self, out: Tensor) -> None:
+        """Write it to the gradient at the logits, over the values that the columns have."""
+        if len(self.row):
+            index = _cells(out, self.row, self.column)
+            memory = _memory(out)
+            values = self.values.to(out.dtype)
+            if waits(out):
+                values = torch.where(self.exists, values, memory[index])
+            memory[index] = values
+        cells = (torch.arange(len(out), device=out.device), self.label)
+        out[cells] = torch.where(self.here, self.target.to(out.dtype), out[cells])
+
+
+def waits(tensor: Tensor) -> bool:
+    """Whether the host would wait for a value of the tensor: on a GPU."""
+    return tensor.is_cuda
+
+
+def _entry_gradient(logits: Tensor, row: Tensor, factors: RowGradients, options: SoftmaxOptions) -> Tensor:
+    """[entries]: π (constant + log_pi · log π + pi · π)."""
+    log_pi = logits.sub(factors.offset.index_select(0, row)).mul_(options.inverse_temperature)
+    pi = log_pi.exp()
+    factor = factors.constant.index_select(0, row)
+    if factors.log_pi is not None:
+        factor += log_pi.clamp_(min=LOWEST_LOG_PI).mul_(factors.log_pi.index_select(0, row))
+    if factors.pi is not None:
+        factor += factors.pi.index_select(0, row).mul_(pi)
+    return factor.mul_(pi)
+
+
+def _local(ids: Tensor, first: int, options: SoftmaxOptions) -> tuple[Tensor, Tensor]:
+    """(local column of each id, or any if it is not local, whether it is local)."""
+    column = ids - first
+    inside = column.clamp(0, max(options.columns, 1) - 1)
+    return inside, inside == column if options.columns else torch.zeros_like(column, dtype=torch.bool)
+
+
+def _memory(rows: Tensor) -> Tensor:
+    """The memory of the rows as one dimension: indices of one dimension are several times as fast as those of two."""
+    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    return rows.as_strided((last + 1,), (1,))
+
+
+def _cells(rows: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """[entries]: indices into :func:`_memory`."""
+    column = column if rows.stride(1) == 1 else column * rows.stride(1)
+    return torch.add(column, row, alpha=rows.stride(0))
+
+
+def _gathered(rows: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """[entries]: the logits in these rows and columns, a copy."""
+    return _memory(rows).index_select(0, _cells(rows, row, column))

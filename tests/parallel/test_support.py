@@ -1,0 +1,427 @@
+"""Log-probs over the tokens that an engine kept: values, gradients, collectives, memory and bad data.
+
+The reference is a softmax of dense logits in one process, in float64, with -inf for the tokens that were not kept.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.parallel import (
+    linear_log_probs_and_entropy,
+    log_probs,
+    softmax,
+    support,
+    vocab,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+)
+from tests.parallel.test_vocab import GRADIENT, RESULT, everyone, group_rank, group_size, scalar, whole
+from tests.parallel.test_vocab_memory import COPY, TOKENS, WIDTH, allocated
+from tests.parallel.test_vocab_memory import make as make_large
+from tests.support.on_rank import recorded
+from tests.support.ranks import Layout
+
+VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7  # of four ranks, the last holds only padding
+TP = [1, 2, 4]
+EVERY = list(range(VOCABULARY))
+# Label and kept tokens of each position. Shards of four ranks have 4 columns.
+POSITIONS = [
+    (3, [1, 3, 4, 9]),
+    (10, [10]),  # the label alone
+    (5, []),  # the whole vocabulary
+    (-100, [10**12, -7, 3, 3]),  # does not count
+    (7, EVERY),
+    (2, [0, 2, 3]),  # only the first shard has kept tokens
+    (6, [9, 6, 0, 6, 9, 9, 5, 6]),  # in any order, and more than once
+    (0, [10, 8, 0]),
+    (9, [9, 8]),
+    (4, []),
+]
+# A label that was not kept; an id that is out of range; the label of the last is not in the vocabulary.
+WRONG = [(3, [1, 2]), (3, [0, 3, VOCABULARY]), (3, [-1, 3]), (3, [3, 10**12]), (VOCABULARY, [1, VOCABULARY])]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Hidden states, whose product with a weight are the logits, and the positions."""
+
+    hidden: torch.Tensor  # [2, positions / 2, HIDDEN]
+    weight: torch.Tensor  # [PADDED, HIDDEN]
+    labels: torch.Tensor
+    kept: list[list[int]]
+    coefficients: torch.Tensor  # [3, ...]: of log-probs, entropy and Σπ² in the loss
+
+    @property
+    def support(self):
+        offsets = torch.tensor([0, *map(len, self.kept)]).cumsum(0)
+        return {
+            "support_ids": torch.tensor([one for ids in self.kept for one in ids], dtype=torch.int64),
+            "support_offsets": offsets,
+        }
+
+    def logits(self, dtype):
+        found = self.hidden @ self.weight.t()
+        found[..., VOCABULARY:] = math.nan  # padding must not be seen
+        return found.to(dtype)
+
+
+def make(positions=POSITIONS):
+    generator = torch.Generator().manual_seed(7)
+    labels, kept = zip(*positions, strict=True)
+    shape = (2, len(positions) // 2)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    return Batch(
+        normal(*shape, HIDDEN), normal(PADDED, HIDDEN), torch.tensor(labels).view(shape), list(kept), normal(3, *shape)
+    )
+
+
+def dense(batch, logits, over):
+    """[log-probs, entropy, Σπ²] from dense logits in float64; ``over``: the entropy is over the kept tokens."""
+    logits = logits[..., :VOCABULARY] / TEMPERATURE
+    mask = torch.tensor([[not ids or one in ids for one in EVERY] for ids in batch.kept]).view(logits.shape)
+    whole, kept = logits.log_softmax(-1), logits.masked_fill(~mask, -math.inf).log_softmax(-1)
+    of_entropy = kept if over else whole
+    entropy = -(of_entropy.exp() * of_entropy.masked_fill(of_entropy == -math.inf, 0)).sum(-1)
+    chosen = kept.gather(-1, batch.labels.clamp(0, VOCABULARY - 1).unsqueeze(-1)).squeeze(-1)
+    results = torch.stack([chosen, entropy, kept.exp().square().sum(-1)])
+    return torch.where(batch.labels != -100, results, 0)
+
+
+def expected(batch, dtype, over, used):
+    """([results], gradient at the logits); ``used``: the results that the loss depends on."""
+    logits = batch.logits(dtype).double().requires_grad_()
+    results = dense(batch, logits, over)
+    (grad,) = torch.autograd.grad(sum((batch.coefficients[i] * results[i]).sum() for i in used), logits)
+    return results.detach(), torch.where((batch.labels != -100).unsqueeze(-1), grad, 0)
+
+
+def call(batch, logits, over=False, alone=False, **options):
+    options = {"vocab_size": VOCABULARY, "temperature": TEMPERATURE} | batch.support | options
+    if alone:
+        return (vocab_parallel_log_probs(logits, batch.labels, everyone(), **options),)
+    options = {"sum_squares": True, "entropy_over_support": over} | options
+    return vocab_parallel_log_probs_and_entropy(logits, batch.labels, everyone(), **options)
+
+
+# (over the kept tokens, log-probs alone, results in the loss, view of transposed memory, other options)
+CHOICES = [
+    (False, False, (0, 1, 2), False, {}),
+    (True, False, (0, 1, 2), False, {"chunk_size": 3, "inplace_backward": True}),
+    (False, False, (0, 1, 2), True, {"chunk_size": 1, "inplace_backward": True}),
+    (True, False, (1,), True, {}),
+    (False, False, (0,), False, {}),
+    (False, False, (2,), False, {"inplace_backward": True}),
+    (False, True, (0,), False, {}),
+    (False, True, (0,), True, {"chunk_size": 2, "inplace_backward": True}),
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def outcomes(batch, dtypes=DTYPES, far=False, entries=4):
+    """(results, gradient) on this rank for each dtype and choice; a block of rows has about ``entries`` ids."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(support, "BLOCK_ENTRIES", entries))
+        if far:
+            for module in (support, log_probs):
+                stack.enter_context(mock.patch.object(module, "waits", return_value=True))
+        for dtype in dtypes:
+            found += [outcome(batch, dtype, *choice) for choice in CHOICES]
+    return found
+
+
+def outcome(batch, dtype, over, alone, used, transposed, options):
+    shard = batch.logits(dtype).chunk(group_size(everyone()), -1)[group_rank(everyone())].clone()
+    if transposed:
+        shard = shard.transpose(0, 1).contiguous().transpose(0, 1)
+    logits = shard.requires_grad_()
+    results = call(batch, logits, over, alone, **options)
+    (grad,) = torch.autograd.grad(sum((batch.coefficients[i] * results[i]).sum() for i in used), logits)
+    assert grad.dtype == dtype
+    assert (grad.data_ptr() == logits.data_ptr()) == bool(options.get("inplace_backward"))
+    return torch.stack(results).detach(), grad.clone()
+
+
+def assert_dense(batch, found, dtypes=DTYPES):
+    """Assert that the ranks' outcomes are the reference's."""
+    cases = [(dtype, *choice) for dtype in dtypes for choice in CHOICES]
+    for (dtype, over, alone, used, *_), parts in zip(cases, zip(*found, strict=True), strict=True):
+        results, grad = whole(parts)
+        want, want_grad = expected(batch, dtype, over, used)
+        assert results.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        count = 1 if alone else 3
+        torch.testing.assert_close(results.double(), want[:count], rtol=RESULT[dtype], atol=RESULT[dtype])
+        atol = 1e-12 if dtype == torch.float64 else 5e-6
+        torch.testing.assert_close(grad.double(), want_grad, rtol=GRADIENT[dtype], atol=atol)
+
+
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_shards_match_a_dense_masked_softmax(ranks, tp):
+    batch = make()
+    assert_dense(batch, ranks.run(outcomes, Layout(tp=tp), batch))
+
+
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_it_is_the_same_without_a_value_on_the_host(ranks, tp):
+    """A GPU sorts all ids, and copies a local column over those of other shards."""
+    batch = make()
+    assert_dense(batch, ranks.run(outcomes, Layout(tp=tp), batch, DTYPES, True))
+    first_shard_alone = make([(0, [0, 1]), (1, [1])])
+    assert_dense(first_shard_alone, ranks.run(outcomes, Layout(tp=tp), first_shard_alone, DTYPES, True))
+
+
+def central_differences(batch, over, step=1e-5):
+    """(gradient, central differences) at this rank's logits: one logit of one rank moves, all ranks go forward."""
+    shard = batch.logits(torch.float64).nan_to_num().chunk(group_size(everyone()), -1)[group_rank(everyone())]
+    found = []
+    for owner in range(group_size(everyone())):
+        for index in range(shard.numel()):
+            ends = []
+            for distance in (step, -step):
+                moved = shard.clone()
+                moved.view(-1)[index] += distance * (owner == group_rank(everyone()))
+                ends.append(scalar(call(batch, moved, over), batch).item())
+            if owner == group_rank(everyone()):
+                found.append((ends[0] - ends[1]) / (2 * step))
+    logits = shard.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(scalar(call(batch, logits, over), batch), logits)
+    return grad, torch.tensor(found, dtype=torch.float64).view(shard.shape)
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_gradients_are_the_differences_of_the_values_on_every_shard(ranks, tp, over):
+    batch = make([POSITIONS[0], POSITIONS[2], POSITIONS[5], POSITIONS[6]])
+    for grad, differences in ranks.run(central_differences, Layout(tp=tp), batch, over):
+        torch.testing.assert_close(grad, differences, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_gradients_pass_gradcheck(over):
+    batch = make()
+    logits = batch.logits(torch.float64).nan_to_num().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: call(batch, x, over), (logits,))
+    assert torch.autograd.gradcheck(lambda x: call(batch, x, alone=True), (logits,))
+
+
+def linear(batch, over, sequence_parallel, chunk_size):
+    """(results, gradients of hidden and weight) of the fused output layer on this rank."""
+    rank, size = group_rank(everyone()), group_size(everyone())
+    hidden = batch.hidden.chunk(size)[rank] if sequence_parallel else batch.hidden
+    leaves = [value.clone().requires_grad_() for value in (hidden, batch.weight.chunk(size)[rank])]
+    results = linear_log_probs_and_entropy(
+        *leaves,
+        batch.labels,
+        everyone(),
+        sequence_parallel=sequence_parallel,
+        vocab_size=VOCABULARY,
+        temperature=TEMPERATURE,
+        chunk_size=chunk_size,
+        sum_squares=True,
+        entropy_over_support=over,
+        **batch.support,
+    )
+    scalar(results, batch).backward()
+    return torch.stack(results).detach(), *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False)])
+def test_the_fused_output_layer_matches_too(ranks, tp, sequence_parallel, over):
+    batch = make()
+    leaves = [value.clone().requires_grad_() for value in (batch.hidden, batch.weight)]
+    want = dense(batch, leaves[0] @ leaves[1].t(), over)
+    scalar(want, batch).backward()
+    for chunk_size in (4, None):
+        found = ranks.run(linear, Layout(tp=tp), batch, over, sequence_parallel, chunk_size)
+        for results, *_ in found:
+            torch.testing.assert_close(results, want.detach(), rtol=1e-12, atol=1e-12)
+        of_hidden, of_weight = zip(*(grads for _, *grads in found), strict=True)
+        joined = torch.cat(of_hidden) if sequence_parallel else of_hidden[0]
+        torch.testing.assert_close(joined, leaves[0].grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.cat(of_weight), leaves[1].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_one_kept_token_is_certain_and_all_tokens_are_no_support():
+    batch = make([(3, [3]), (4, EVERY)])
+    logits = batch.logits(torch.float32).requires_grad_()
+    found = call(batch, logits, True)
+    assert [result[0, 0].item() for result in found] == [0, 0, 1]
+    without = call(batch, logits, True, support_ids=None, support_offsets=None)
+    for one, other in zip(found, without, strict=True):
+        torch.testing.assert_close(one[1], other[1], rtol=1e-6, atol=1e-6)
+    (grad,) = torch.autograd.grad(scalar(found, batch), logits, retain_graph=True)
+    (other,) = torch.autograd.grad(scalar(without, batch), logits)
+    assert not grad[0].any()
+    torch.testing.assert_close(grad[1], other[1], rtol=1e-5, atol=1e-6)
+
+
+def test_logits_far_below_those_that_were_not_kept():
+    """Sums relative to the row's maximum would be 0."""
+    logits = torch.tensor([[1e4, -1.0, -2.0, 5.0]]).requires_grad_()
+    kept = {"support_ids": torch.tensor([1, 2]), "support_offsets": torch.tensor([0, 2])}
+    log_prob = vocab_parallel_log_probs(logits, torch.tensor([1]), **kept)
+    log_prob.sum().backward()
+    want = torch.tensor([1.0, 0.0]).log_softmax(0)
+    torch.testing.assert_close(log_prob, want[:1])
+    torch.testing.assert_close(logits.grad, torch.tensor([[0.0, 1 - want[0].exp(), -want[1].exp(), 0.0]]))
+
+
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_wrong_data_give_nan_at_their_position_alone(ranks, tp):
+    for position in WRONG:
+        right, wrong = make(POSITIONS), make([position, *POSITIONS[1:]])
+        for (results, grad), (want, want_grad) in zip(
+            *(ranks.run(outcomes, Layout(tp=tp), batch, [torch.float64])[0] for batch in (wrong, right)), strict=True
+        ):
+            assert results[0, 0, 0].isnan()
+            assert not results[1:].isnan().any()
+            torch.testing.assert_close(results.flatten(1)[:, 1:], want.flatten(1)[:, 1:], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(grad.flatten(0, 1)[1:], want_grad.flatten(0, 1)[1:], rtol=1e-12, atol=1e-12)
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 99], [-5, 10**9, 1, 4]])
+def test_offsets_that_do_not_ascend_over_all_ids_make_every_log_prob_nan(offsets):
+    logits = torch.randn(3, 5, requires_grad=True)
+    kept = {"support_ids": torch.tensor([0, 1, 2, 3]), "support_offsets": torch.tensor(offsets)}
+    found, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([0, 1, 2]), **kept)
+    assert found.isnan().all()
+    (found.nan_to_num().sum() + entropy.sum()).backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_check_reports_a_label_that_was_not_kept():
+    kept = {"support_ids": torch.tensor([0, 1, 1, 2]), "support_offsets": torch.tensor([0, 2, 4])}
+    found = vocab_parallel_log_probs(torch.zeros(1, 2, 3), torch.tensor([[0, 0]]), **kept)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"sample 0 .*position 1 is NaN"):
+        correct_rollouts(found, torch.full((1, 2), -1.0), mask, RolloutCorrectionConfig()).check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"support_ids": None}, "support_ids is None"),
+        ({"support_offsets": None}, "support_offsets is None"),
+        ({"support_ids": torch.zeros(2)}, r"support_ids is torch\.float32 \(2,\): expected a list of int64"),
+        ({"support_ids": torch.zeros(1, 2, dtype=torch.int64)}, r"support_ids is torch\.int64 \(1, 2\)"),
+        ({"support_offsets": torch.zeros(7, dtype=torch.bool)}, r"support_offsets is torch\.bool \(7,\)"),
+        ({"support_offsets": torch.zeros(6, dtype=torch.int64)}, "support_offsets has 6 numbers: expected 7"),
+        ({"support_ids": [1]}, r"support_ids is a list: pass a torch\.Tensor"),
+    ],
+)
+def test_wrong_input_is_named(change, message):
+    labels = torch.zeros(2, 3, dtype=torch.int64)
+    kept = {"support_ids": labels.new_zeros(2), "support_offsets": labels.new_zeros(7)} | change
+    for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
+        with pytest.raises(ValueError, match=message):
+            function(torch.zeros(2, 3, 8), labels, **kept)
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs_and_entropy(torch.zeros(2, 3, 4), torch.zeros(8, 4), labels, **kept)
+
+
+def test_no_tokens():
+    kept = {"support_ids": torch.zeros(0, dtype=torch.int32), "support_offsets": torch.zeros(1, dtype=torch.int32)}
+    logits = torch.zeros(0, 8, requires_grad=True)
+    results = vocab_parallel_log_probs_and_entropy(logits, torch.zeros(0, dtype=torch.int64), **kept)
+    sum(result.sum() for result in results).backward()
+    assert results[0].shape == (0,)
+    assert logits.grad.shape == (0, 8)
+
+
+def collectives(batch):
+    """The collectives of the forward and the backward of log-probs alone, and with each entropy."""
+    found = []
+    for over, alone, squares in (
+        (False, True, False),
+        (False, False, True),
+        (False, False, False),
+        (True, False, True),
+    ):
+        logits = batch.logits(torch.float32).chunk(group_size(everyone()), -1)[group_rank(everyone())].requires_grad_()
+        options = {} if alone else {"sum_squares": squares}
+        with recorded() as seen:
+            scalar(call(batch, logits, over, alone, **options), batch).backward()
+        found.append(seen)
+    return found
+
+
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp):
+    tokens = len(POSITIONS)
+    sizes = [(1, 2), (2, 5), (2, 4), (1, 4)]
+    want = [[("MAX", tp, a * tokens), ("SUM", tp, b * tokens)] if tp > 1 else [] for a, b in sizes]
+    for kept in ([], [3], EVERY, [1, 1]):
+        batch = make([(3, kept)] * tokens)
+        assert ranks.run(collectives, Layout(tp=tp), batch) == [want] * tp
+
+
+def test_compiled_chunks_do_the_same(monkeypatch):
+    made = []
+
+    def traced(function):
+        made.append(function)
+        return torch.compile(function, backend="aot_eager", dynamic=False)
+
+    monkeypatch.setattr(softmax, "_compiled", traced)
+    monkeypatch.setattr(support, "BLOCK_ENTRIES", 4)
+    batch = make()
+    found = outcome(batch, torch.float32, False, False, (0, 1, 2), False, {"chunk_size": 3, "compile": True})
+    assert len(made) >= 2, "nothing was compiled"
+    torch.testing.assert_close(found, outcome(batch, torch.float32, False, False, (0, 1, 2), False, {}))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("dtype", "over"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_beside_the_support_it_needs_a_few_numbers_for_each_id_of_a_block(dtype, over):
+    """Less than one percent of the logits, for any number of ids; the support itself is the caller's."""
+    logits, labels, mask = make_large(dtype)
+    ids = torch.rand(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).topk(100).indices
+    ids[:, 0] = labels
+    kept = {"support_ids": ids.flatten(), "support_offsets": torch.arange(TOKENS + 1) * ids.shape[1]}
+
+    def gradient(**more):
+        results = vocab_parallel_log_probs_and_entropy(logits, labels, mask=mask, chunk_size=4, **more)
+        return torch.autograd.grad(sum(result.sum() for result in results), logits)
+
+    with mock.patch.object(support, "BLOCK_ENTRIES", 400):
+        without, _ = allocated(gradient)
+        peak, held = allocated(lambda: gradient(**kept, entropy_over_support=over))
+    assert peak - without <= 0.01 * COPY
+    assert held == logits.nbytes
+
+
+def test_a_mask_of_the_logits_size_would_be_seen():
+    logits, *_ = make_large(torch.float32)
+    peak, _ = allocated(lambda: torch.ones(logits.shape, dtype=torch.bool)[0])
+    assert peak > 0.2 * COPY
+
+
+MISTAKES = {
+    "log-probs over all tokens have a gradient too": lambda right: (
+        lambda *args: replace(right(*args), whole=right(*args[:6], None, args[7]).whole)
+    ),
+    "none over kept tokens": lambda right: lambda *args: log_probs.GradientFactors(right(*args).whole, None, False),
+}
+
+
+def mistaken(batch, mistake):
+    with mock.patch.object(vocab, "gradient_factors", MISTAKES[mistake](vocab.gradient_factors)):
+        return outcomes(batch, [torch.float64])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(ranks, mistake):
+    batch = make()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_dense(batch, ranks.run(mistaken, Layout(tp=2), batch, mistake), [torch.float64])
