@@ -1,6 +1,7 @@
 """The study: its page names its runs, they are made once, and the page has their measurements."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -411,6 +412,7 @@ def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monk
 # The committed files.
 
 
+@functools.cache
 def committed(name="study"):
     return results.read(ROOT / "docs" / f"{name}.json")
 
