@@ -200,7 +200,7 @@ def central_differences(batch, over, step=1e-5):
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("tp", TP, scope="module")
 def test_gradients_are_the_differences_of_the_values_on_every_shard(ranks, tp, over):
-    batch = make([POSITIONS[0], POSITIONS[2], POSITIONS[5], POSITIONS[6]])
+    batch = make([POSITIONS[2], POSITIONS[5]])
     for grad, differences in ranks.run(central_differences, Layout(tp=tp), batch, over):
         torch.testing.assert_close(grad, differences, rtol=1e-7, atol=1e-8)
 
