@@ -1,14 +1,18 @@
-"""Whole steps with the trust regions inside the loss, in float64: losses, metrics and gradients are the reference's.
+"""Whole steps with trust regions inside the loss, and with weights and criteria on prefixes and turns, in float64.
+
+Losses, metrics and gradients are the reference's.
 
 The tests of ``tests/loss/test_objective_shards.py`` cut tensors; here Megatron-Core cuts the work, over pipeline
 stages, context and data parallel ranks and micro-batches, padded and packed.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import pytest
 
+from megatron_rc.loss.objectives import OBJECTIVES
 from tests.launch.training.test_matrix import assert_gradients, whole_gradients
 from tests.launch.training.test_one_pass import in_float64
 from tests.support import correction_oracle, training_cases, training_oracle
@@ -57,6 +61,24 @@ def objective(algorithm, words, low=0.2, high=0.2, bypass=False, **more):
     )
 
 
+def weighed(level, criteria, bypass=False, upper=1.4):
+    """PPO-clip, in bypass mode REINFORCE, with weights of this level; criteria as (name, lower, upper, words)."""
+    names, bounds = (",".join(one[index] for one in criteria) for index in (0, 3))
+    words = [f"--rollout-is={level}", f"--rollout-is-threshold={upper}"]
+    words += [f"--rollout-rs={names}", f"--rollout-rs-threshold={bounds}"]
+    words += (
+        ["--bypass-mode", "--loss-type=reinforce"]
+        if bypass
+        else ["--grpo-clamp-eps-lower=0.2", "--grpo-clamp-eps-upper=0.2"]
+    )
+    settings = correction_oracle.Settings(level=level, upper=upper, criteria=tuple(tuple(one[:3]) for one in criteria))
+    return Objective(
+        (*words, "--grpo-kl-beta=0"), settings, bypass=bypass, algorithm="reinforce" if bypass else "ppo_clip"
+    )
+
+
+KPOP = ("token_kpop", -math.inf, 0.05, "0.05")
+TURNS = [("turn_mean_k3", -math.inf, 0.12, "0.12"), ("turn_sum_k1", math.log(0.2), math.log(5), "0.2_5")]
 BY_SEQUENCE = "--loss-aggregation=seq-mean-token-mean"
 TEMPERATURES = "--sapo-tau-pos=1.5 --sapo-tau-neg=2"
 CASES = [
@@ -67,6 +89,10 @@ CASES = [
         *(Layout(cp=2, dp=2), objective("gmpo", BY_SEQUENCE, 0.05, 0.1, aggregation="seq-mean-token-mean")),
         packed=True,
     ),
+    Case(Layout(pp=2, cp=2), weighed("prefix", [KPOP]), size=2),
+    Case(Layout(pp=2, cp=2), weighed("min_prefix", [KPOP], bypass=True), packed=True),
+    Case(Layout(cp=2, dp=2), weighed("turn", TURNS), packed=True),
+    Case(Layout(pp=2, dp=2), weighed("turn_geometric", TURNS, bypass=True), per_token_loss=True),
 ]
 
 
@@ -93,7 +119,7 @@ def test_steps_are_those_of_the_reference(ranks, tmp_path, case):
             assert got[f"policy/clip_fraction_{side}"] == pytest.approx(policy[side], rel=1e-12)
         if case.objective.dual:
             assert got["policy/dual_clip_fraction"] == pytest.approx(policy["dual"], rel=1e-12)
-        if case.objective.algorithm != "sapo":
+        if OBJECTIVES[case.objective.algorithm].clips and case.objective.settings.criteria == ():
             assert min(policy["low"], policy["high"]) > 0.02
     if case.objective.algorithm == "cppo":  # in bypass mode the correction makes one sum over CP more
         for rank in everywhere:
