@@ -97,38 +97,32 @@ def test_without_weights_the_bias_grows_with_the_distance_and_the_length_squared
     assert bias(enumerated(length, distance=0)) < 1e-12
 
 
-def test_weights_of_tokens_are_exact_for_one_token_alone():
+@pytest.mark.parametrize("level", ["token", "prefix"])
+def test_weights_of_tokens_and_of_prefixes_are_exact_for_one_token_alone(level):
     toy = enumerated(1)
-    assert_same(estimate(toy, weights_of(toy, "token")), toy.wanted())
+    assert_same(estimate(toy, weights_of(toy, level)), toy.wanted())
+
+
+def assert_bias_of_others(length, level, bound, given):
+    """The bias is at most ``bound`` times S δ; the estimate is the gradient of rewards weighed by ``given`` · ρ_t."""
+    for distance in (0.1, 0.3, 1.0):
+        toy = enumerated(length, distance=distance)
+        assert 1e-4 < bias(toy, weights_of(toy, level)) <= bound * SCORE * token_distance(toy)
+    log_ratio = toy.train - toy.rollout
+    surrogate = (given(log_ratio.detach()) + log_ratio).exp() * toy.rewards.unsqueeze(1)
+    assert_same(estimate(toy, weights_of(toy, level)), toy.gradient(surrogate.sum(1).mean()))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_weights_of_tokens_leave_a_bias_of_the_other_tokens(length):
-    for distance in (0.1, 0.3, 1.0):
-        toy = enumerated(length, distance=distance)
-        found = bias(toy, weights_of(toy, "token"))
-        assert 1e-4 < found <= 2 * SCORE * length * (length - 1) * token_distance(toy)
-    # The estimate is the gradient of the rewards of policies that follow π at one token, and μ at the others.
-    one_token = (toy.train - toy.rollout).exp() * toy.rewards.unsqueeze(1)
-    assert_same(estimate(toy, weights_of(toy, "token")), toy.gradient(one_token.sum(1).mean()))
-
-
-def test_weights_of_prefixes_are_exact_for_one_token_alone():
-    toy = enumerated(1)
-    assert_same(estimate(toy, weights_of(toy, "prefix")), toy.wanted())
+    """The gradient is the one of policies that follow π at one token, and μ at the others."""
+    assert_bias_of_others(length, "token", 2 * length * (length - 1), torch.zeros_like)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_weights_of_prefixes_leave_a_bias_of_the_later_tokens(length):
-    for distance in (0.1, 0.3, 1.0):
-        toy = enumerated(length, distance=distance)
-        found = bias(toy, weights_of(toy, "prefix"))
-        assert 1e-4 < found <= SCORE * length * (length - 1) * token_distance(toy)
-    # The estimate is the gradient of the rewards of policies that follow π up to one token, and μ after it.
-    up_to = (toy.train - toy.rollout).cumsum(1)
-    given = up_to.detach() - (toy.train - toy.rollout).detach()
-    one_token = (given + toy.train - toy.rollout).exp() * toy.rewards.unsqueeze(1)
-    assert_same(estimate(toy, weights_of(toy, "prefix")), toy.gradient(one_token.sum(1).mean()))
+    """The gradient is the one of policies that follow π up to one token, and μ after it."""
+    assert_bias_of_others(length, "prefix", length * (length - 1), lambda logs: logs.cumsum(1) - logs)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])

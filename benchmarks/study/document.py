@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.study.results import Outcome, apart, reference_of, verdict
-from benchmarks.study.settings import HARD, Block, Correction, Mismatch
+from benchmarks.study.settings import HARD, SEEDS, Block, Correction, Mismatch
 
 END = "<!-- end of the table -->"
 _VERDICTS = ("collapsed", "degraded", "sound")
@@ -83,11 +83,11 @@ def seeds_of(outcomes: Iterable[Outcome], kind: Mismatch, how: Correction) -> li
 def compared(own: Sequence[Outcome], block: Block, kind: Mismatch, how: Correction) -> str:
     """How a kind of run ended and how fast it learned, beside the kind that it is compared with.
 
-    Empty if a seed of either is missing, or if it is compared with nothing in the block.
+    Empty with fewer than all seeds of the study, or if it is compared with nothing in the block.
     """
     other = next((one for at, one in block.kinds if at is kind and one.name == how.against), how)
     found, others = seeds_of(own, kind, how), seeds_of(own, kind, other)
-    if other is how or not len(found) == len(others) == len(block.seeds):
+    if other is how or not len(found) == len(others) == len(SEEDS):
         return ""
     at_end = apart([one.final for one in found], [one.final for one in others])
     on_way = apart([one.over_the_run for one in found], [one.over_the_run for one in others])
