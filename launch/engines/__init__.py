@@ -24,12 +24,15 @@ class Sample:
         log_probs: log-prob of each token in nats, under the distribution that it was sampled from.
         finish_reason: ``stop`` (end of text), ``length``, or ``abort`` for a dropped response without tokens.
         fault: description of an unusable log-prob; None if all are usable.
+        routed_experts: [tokens of prompt and response − 1, layers, top_k] integers, the experts that read each token
+            but the last; -1 if they are not known. None: the engine was not asked for them.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
     fault: str | None = None
+    routed_experts: Tensor | None = None
 
 
 class RolloutEngine(Protocol):

@@ -45,6 +45,7 @@ class EngineKind:
     needs: tuple[str, ...] = ()  # required settings of the engine section
     takes: tuple[str, ...] = ()  # optional settings of that section
     package: str = ""  # required package, which the extra of the same name installs; empty: none
+    reports_experts: bool = False  # whether samples have the experts of each token, for --moe-enable-routing-replay
 
     @property
     def settings(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ _TITLES = {
     "transformer": "layers",
     "latent": "multi-latent attention",
     "experts": "mixture of experts",
+    "routing": "routing replay",
     "compute": "precision and recomputation",
     "schedule": "learning rate",
     "guards": "steps that go wrong",

@@ -27,6 +27,7 @@ from megatron_rc.launch.run_config.megatron import (
     MegatronSection,
     OptimizerSection,
     ParallelSection,
+    RoutingSection,
     TransformerSection,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
@@ -53,6 +54,7 @@ class RunConfig:
     transformer: TransformerSection
     latent: LatentSection | None  # multi-latent attention; None: plain attention
     experts: ExpertSection | None  # mixture of experts; None: a dense model
+    routing: RoutingSection | None  # replay of the experts' choice; None: the router chooses in every pass
     compute: ComputeSection
     megatron: MegatronSection
     model: ModelSection
@@ -119,6 +121,11 @@ class RunConfig:
     def has_auxiliary_losses(self) -> bool:
         """Whether the model adds losses of its own to the gradients."""
         return self.experts is not None and self.experts.has_auxiliary_losses
+
+    @property
+    def replays_rollouts(self) -> bool:
+        """Whether the rollouts' records must have the experts that the engine chose for each token."""
+        return self.routing is not None and self.routing.moe_routing_replay_source == "rollout"
 
     def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
         """These settings with other values in fields of these sections."""

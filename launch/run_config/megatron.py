@@ -171,6 +171,22 @@ class ExpertSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingSection:
+    """Replay of the experts that were chosen for each token in another pass; absent without the switch."""
+
+    NEEDS: ClassVar[str] = "moe_enable_routing_replay"
+
+    moe_enable_routing_replay: bool = option(
+        "give each token the experts that another pass chose for it, instead of the router's new choice"
+    )
+    moe_routing_replay_source: Literal["rollout", "old"] = option(
+        "pass whose experts are replayed: rollout, the engine's, in all passes of the policy; old, the forward-only "
+        "pass's, in the optimizer steps",
+        default="rollout",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeSection:
     """Precision and recomputation: fields of ``TransformerConfig``."""
 

@@ -54,6 +54,8 @@ def why_scored(config: RunConfig) -> str | None:
         return f"--num-critic-only-steps {critic.num_critic_only_steps} makes steps without an update of the policy"
     if config.rollouts.save_log_probs:
         return "--save-log-probs writes log π_old"
+    if config.routing is not None and not config.replays_rollouts:
+        return "--moe-routing-replay-source old replays its experts"
     known_before = _why_known_before(config)
     if known_before is not None:
         return known_before

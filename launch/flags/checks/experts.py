@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import has_module, refuse_or_note, require, require_multiple
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
@@ -16,6 +17,7 @@ def check_experts(config: RunConfig) -> None:
         wrong = {
             "{expert_model_parallel_size} does nothing without --num-experts: drop it": splits,
             "{expert_tensor_parallel_size} does nothing without --num-experts: drop it": (etp or 1) != 1,
+            "{moe_enable_routing_replay} does nothing without --num-experts: drop it": config.routing is not None,
         }
         refuse(config, wrong)
         return
@@ -27,6 +29,8 @@ def check_experts(config: RunConfig) -> None:
         # On a GPU Megatron's router multiplies with Transformer Engine's products.
         require("transformer_engine", f"--num-experts {experts.num_moe_experts} on a GPU", "gpu")
     _check_dispatcher(config, experts)
+    if config.routing is not None:
+        _check_replay(config)
 
 
 def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
@@ -122,6 +126,23 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
     if kind == "flex" and not has_module("deep_ep"):
         needs = "--moe-token-dispatcher-type flex needs deep_ep, which is not installed"
         refuse_or_note("deep_ep", f"{needs}: install DeepEP, or use alltoall")
+
+
+def _check_replay(config: RunConfig) -> None:
+    """Check that the replayed experts are known, and that Megatron's router uses them."""
+    mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
+    samples = config.replays_rollouts and not config.rollouts.load_rollouts
+    wrong = {
+        "{moe_enable_routing_replay} with {moe_router_fusion}: the fused router chooses by itself; drop one of them": (
+            config.megatron.given.get("moe_router_fusion")
+        ),
+        "{moe_routing_replay_source} replays a forward-only pass, which {mode} does not make: use rollout": (
+            not config.replays_rollouts and config.correction.corrects_in_loss
+        ),
+        "{moe_enable_routing_replay} needs the experts that the engine chose, which {rollout_engine} does not report: "
+        "use --moe-routing-replay-source old, or another engine": samples and not ENGINES[config.engine.rollout_engine].reports_experts,
+    }
+    refuse(config, wrong, mode=mode)
 
 
 def _has_uneven_ranks(config: RunConfig) -> bool:
