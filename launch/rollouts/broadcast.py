@@ -6,22 +6,19 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.launch.rollouts.routed_experts import ExpertsBroadcast
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.parallel.collectives import broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 
 class ReplicaBroadcast:
-    """Broadcasts from TP, CP and PP rank 0 of a replica: over TP×CP on the first stage, then over PP.
+    """Broadcasts from TP, CP and PP rank 0 of a replica: over TP×CP on the first stage, then over PP."""
 
-    With ``may_name_experts`` batches may have routed experts; only the first rank knows how many.
-    """
-
-    def __init__(
-        self, groups: ParallelGroups, device: torch.device, sampling: SamplingParams, *, may_name_experts: bool
-    ) -> None:
-        self.groups, self.device, self.sampling = groups, device, sampling
-        self._may_name_experts = may_name_experts
+    def __init__(self, config: RunConfig, groups: ParallelGroups, sampling: SamplingParams) -> None:
+        self.groups, self.device, self.sampling = groups, config.launch.device, sampling
+        self._experts = ExpertsBroadcast(config, groups) if config.replays_rollouts else None
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The first rank's tensor; shape and dtype are equal on all ranks."""
@@ -33,8 +30,10 @@ class ReplicaBroadcast:
     def batch(self, batch: RolloutBatch | None, rows: int, length: int) -> RolloutBatch:
         """The first rank's batch of ``rows`` responses and ``length`` columns; the other ranks give None.
 
-        Collectives: two broadcasts over TP×CP and two over PP. If batches may have routed experts, one more over each
-        group for their number, and one more for the experts if there are any.
+        ``routed_experts`` has the layers of this rank's stage, see :class:`ExpertsBroadcast`; it is None unless the
+        rollouts' experts are replayed.
+
+        Collectives: two broadcasts over TP×CP and two over PP, and those of the experts.
         """
         integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
         floats = torch.zeros(rows, length + 1)
@@ -57,15 +56,5 @@ class ReplicaBroadcast:
             rewards=floats[:, -1],
             finish_reasons=rest[:, 2],
             sampling=self.sampling,
-            routed_experts=self._experts(batch, rows, length) if self._may_name_experts else None,
+            routed_experts=None if self._experts is None else self._experts(batch, rows, length),
         )
-
-    def _experts(self, batch: RolloutBatch | None, rows: int, length: int) -> Tensor | None:
-        """[rows, length, layers, top_k] int32; None if the batch has no routed experts."""
-        given = None if batch is None else batch.routed_experts
-        shape = torch.tensor([0, 0] if given is None else given.shape[2:])
-        layers, top_k = self.tensor(shape).tolist()
-        if not layers:
-            return None
-        empty = torch.zeros(rows, length, layers, top_k, dtype=torch.int32)
-        return self.tensor(empty if given is None else given.int())

@@ -21,6 +21,7 @@ from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_o
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
+from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
@@ -68,9 +69,11 @@ class RolloutCollector:
         self.work.run(lambda: self._start(engine), "the start of the engines")
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
         is_recorded = config.rollouts.load_rollouts is not None
-        self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
+        self.broadcast = ReplicaBroadcast(config, groups, self.sampling)
         self._rows = config.rollouts.sequences // config.data_parallel_size
-        self._has_named_experts = False
+        # The experts of the newest batch in the records' form, on the engine's rank; else None.
+        self.routed_experts: Tensor | None = None
+        self._said_experts = False
         self._restarts = 0
         steps = 0 if is_recorded else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
@@ -183,9 +186,10 @@ class RolloutCollector:
         if self.config.advantages.advantage_estimator == "remax":
             given = None if sampled is None else sampled.baselines
             self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if given is None else given)
-        if shared.routed_experts is not None and not self._has_named_experts:
-            _log.warning("the rollouts name the experts of each token: all ranks get them, but do not use them yet")
-            self._has_named_experts = True
+        self.routed_experts = None if sampled is None else sampled.batch.routed_experts
+        if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
+            _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
+            self._said_experts = True
         return shared
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
@@ -267,6 +271,8 @@ class RolloutCollector:
             allow_truncated_sampling=rollouts.allow_truncated_sampling,
             allow_bad_log_probs=self.config.correction.bad_log_probs != "error",
         )
+        if self.config.replays_rollouts:
+            check_routed_experts(batch, self.config)
         if rollouts.rollout_staleness is not None:
             # A run that resumes inside a recorded batch reads all of it again.
             begun = step if self.recorded is None else step // updates * updates

@@ -108,6 +108,18 @@ class RunConfig:
         return [bool(kind) for kind in pattern]
 
     @property
+    def stages_of_layers(self) -> list[int]:
+        """For each layer, its pipeline stage."""
+        stages, chunks = self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
+        each = [layers // (chunks or 1) for layers in self.layers_of_stages]
+        return [stage for _ in range(chunks or 1) for stage in range(stages) for _ in range(each[stage])]
+
+    def expert_layers_of_stage(self, stage: int) -> list[int]:
+        """Numbers of the layers with experts on a pipeline stage."""
+        both = zip(self.stages_of_layers, self.layers_with_experts, strict=True)
+        return [layer for layer, (own, has_experts) in enumerate(both) if has_experts and own == stage]
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards contain a KL to the reference policy."""
         return bool(self.loss.kl_coef or self.advantages.kl_in_reward)

@@ -140,6 +140,7 @@ class BadSteps:
         if not self.collector.is_engine_rank:
             return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.trainer.iteration + 1, "error": str(error)}
+        batch = dataclasses.replace(batch, routed_experts=self.collector.routed_experts)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_rollouts(batch, self.folder, step, self.collector.replica)

@@ -31,6 +31,7 @@ from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
 from megatron_rc.launch.training.models.passes import ModelPasses
+from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.loss.objectives import objective_of
 from megatron_rc.measures.histogram import Distribution
@@ -61,6 +62,7 @@ class Trainer(TrainedModel):
         sampling_weights: weights of the rollouts that are being sampled, kept for checkpoints.
         writer: writer of checkpoints.
         batch_check: check that the engines sampled the newest rollout batch from the trainer's weights.
+        replay: the routing replay of ``--moe-enable-routing-replay``; else None.
         critic: the critic of ``--advantage-estimator gae``; else None.
         left_out: numbers of steps that were not made, those before a loaded checkpoint included.
         keeps_log_probs: whether steps keep the log-probs of their losses.
@@ -76,6 +78,7 @@ class Trainer(TrainedModel):
         super().__init__(config, ModelPasses(config, groups), chunks)
         self.device = next(chunks[0].parameters()).device
         self.correction = _correction(config, groups)
+        self.replay = RoutingReplay(config, groups, chunks) if config.routing else None
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.checks, self.batch_check = StepChecks(config), BatchCheck(config, groups)
         # Megatron's optimizer calls get_grad_norm before it changes a weight.
@@ -152,7 +155,7 @@ class Trainer(TrainedModel):
         ``temperature``: temperature of the distribution; default: the rollouts' temperature.
         """
         self.gather_weights()
-        scored = self.passes.score(self.model, batch, temperature)
+        scored = self.passes.score(self.model, batch, temperature, replay=self.replay)
         return None if scored is None else scored.log_probs
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
@@ -171,7 +174,8 @@ class Trainer(TrainedModel):
         wanted, old, squares = self.config.advantages, None, None
         if not self.correction.corrects_in_loss:
             self.gather_weights()
-            old, squares = self.passes.score(self.model, cut, squares=wanted.needs_squares) or (None, None)
+            scored = self.passes.score(self.model, cut, squares=wanted.needs_squares, replay=self.replay)
+            old, squares = scored or (None, None)
         self.batch_check.begin(self.iteration, old, cut.local)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
@@ -322,13 +326,14 @@ class Trainer(TrainedModel):
             local_tokens=math.prod(cuts[0].layout.shape),
             total_tokens=prepared.batch.total_tokens[mini_batch],
         )
-        self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale))
+        self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale), replay=self.replay)
+        routing = {} if self.replay is None else self.replay.metrics()
         if self.correction.step is not None:
             with telling_bad_steps():
                 self.correction.step.check()
             if self.correction.step.skips():
                 return None
-        metrics = self._step_metrics() | self.correction.loss_metrics()
+        metrics = self._step_metrics() | self.correction.loss_metrics() | routing
         self.checks.loss(self.iteration + 1, metrics["loss/total"])
         loss = self.correction.loss
         if loss.dual_clip is None and objective_of(str(loss.algorithm)).default_dual_clip is None:

@@ -146,23 +146,49 @@ def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.
 
 
 @functools.cache
-def make_data(experts: int = 0) -> Data:
+def make_data(experts: int = 0, replayed: str = "") -> Data:
     """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; no decision near its bound.
 
-    Up to four sequences are rejected together.
+    Up to four sequences are rejected together. ``replayed``: see :func:`make_routes`; empty: no replay.
     """
     # Seed 34: no router decides narrowly.
     generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)
     tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
-    old, new = (training_oracle.score({k: w.double() for k, w in each.items()}, tokens)[0] for each in weights(experts))
+    exact = [{name: weight.double() for name, weight in each.items()} for each in weights(experts)]
+    routes = make_routes(replayed, exact[0], tokens, experts) if replayed else None
+    old, new = (training_oracle.score(each, tokens, routes)[0] for each in exact)
     rewards = torch.rand(SEQUENCES, generator=generator)
     ids = torch.arange(SEQUENCES)
-    data = Data(tokens, torch.zeros(shape, dtype=torch.bool), old.clone(), rewards, ids // 4, ids // PER_MINI_BATCH)
+    data = Data(
+        tokens,
+        torch.zeros(shape, dtype=torch.bool),
+        old.clone(),
+        rewards,
+        ids // 4,
+        ids // PER_MINI_BATCH,
+        routes=routes,
+    )
     for row in range(SEQUENCES):
         if row not in EMPTY_ROWS:
             _fill(data, row, old, new, generator)
     return data
+
+
+def make_routes(replayed: str, old: training_oracle.Weights, tokens: torch.Tensor, experts: int) -> torch.Tensor:
+    """[n, s, layers, top_k] int16 experts to replay.
+
+    ``all``: random ones; ``some``: random ones for three of four tokens, −1 for others; ``old``: the old weights' own.
+    """
+    top_k, shape = training_oracle.EXPERTS_OF_A_TOKEN, (*tokens.shape, training_oracle.LAYERS)
+    if replayed == "old":
+        logits = torch.stack(training_oracle.routers_of(old, tokens), dim=1)
+        return logits.topk(top_k, dim=-1).indices.view(*shape, top_k).short()
+    # Seed 3: no router decides narrowly for the tokens that it chooses for.
+    generator = torch.Generator().manual_seed(3)
+    routes = torch.rand(*shape, experts, generator=generator).topk(top_k, dim=-1).indices.short()
+    unknown = torch.rand(tokens.shape, generator=generator) < (0.25 if replayed == "some" else 0)
+    return torch.where(unknown.view(*tokens.shape, 1, 1), -1, routes)
 
 
 def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator: torch.Generator) -> None:
@@ -184,9 +210,9 @@ def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator:
 
 
 @functools.cache
-def expected(objective: Objective, experts: int = 0) -> training_oracle.Expected:
+def expected(objective: Objective, experts: int = 0, replayed: str = "") -> training_oracle.Expected:
     """The reference's update."""
-    return training_oracle.update(objective, make_data(experts), *weights(experts))
+    return training_oracle.update(objective, make_data(experts, replayed), *weights(experts))
 
 
 def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, torch.Tensor]:
@@ -250,7 +276,7 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         with trainer.reference.in_place_of(trainer.chunks):
             load(trainer.chunks, old)
     batch, rows = batch_of(data, group_rank(groups.dp), group_size(groups.dp))
-    batch = on_device(batch, trainer.device)
+    batch = with_routes(trainer, on_device(batch, trainer.device), data.routes)
     with recorded(of_library=True) as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
@@ -280,6 +306,18 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         step_calls=step_calls,
         sequences=[[cut.layout.num_sequences for cut in cuts] for cuts in prepared.batch.cuts],
     )
+
+
+def with_routes(trainer: Any, batch: RolloutBatch, routes: torch.Tensor | None) -> RolloutBatch:
+    """The batch with this rank's part of the experts to replay, sent from the first rank of the replica."""
+    from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+
+    groups, config = trainer.groups, trainer.config
+    if not config.replays_rollouts:
+        return batch
+    is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
+    given = dataclasses.replace(batch, routed_experts=routes[batch.sample_ids]) if is_first else None
+    return ReplicaBroadcast(config, groups, batch.sampling).batch(given, *batch.tokens.shape)
 
 
 def watch(trainer: Any) -> list[Any] | None:

@@ -60,12 +60,25 @@ def moved(weights: Weights, seed: int, size: float) -> Weights:
     }
 
 
-def logits(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """[s, vocabulary] for one sequence [s]; each layer's router logits [s, experts] are added to ``routers``."""
-    return last_hidden(weights, tokens, routers) @ weights["embedding.word_embeddings.weight"][:VOCABULARY].T
+def logits(
+    weights: Weights,
+    tokens: torch.Tensor,
+    routers: list[torch.Tensor] | None = None,
+    routes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[s, vocabulary] for one sequence [s]; each layer's router logits [s, experts] are added to ``routers``.
+
+    ``routes``, [s, layers, top_k]: experts that are forced on a token; negative: the token's router chooses.
+    """
+    return last_hidden(weights, tokens, routers, routes) @ weights["embedding.word_embeddings.weight"][:VOCABULARY].T
 
 
-def last_hidden(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
+def last_hidden(
+    weights: Weights,
+    tokens: torch.Tensor,
+    routers: list[torch.Tensor] | None = None,
+    routes: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[s, hidden], after the last norm."""
     hidden = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):
@@ -76,7 +89,7 @@ def last_hidden(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tens
             hidden = hidden + gated(own, "mlp.", inside)
             continue
         router = inside @ own["mlp.router.weight"].T
-        hidden = hidden + mixture(own, inside, router)
+        hidden = hidden + mixture(own, inside, router, None if routes is None else routes[:, layer])
         if routers is not None:
             routers.append(router)
     return norm(hidden, weights["decoder.final_layernorm.weight"])
@@ -91,10 +104,15 @@ def gated(own: Weights, mlp: str, hidden: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up) @ own[mlp + "linear_fc2.weight"].T
 
 
-def mixture(own: Weights, hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """The experts with each token's largest router logits, weighted by the softmax over these alone."""
-    highest, chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1)
-    shares = highest.softmax(-1)
+def mixture(
+    own: Weights, hidden: torch.Tensor, router: torch.Tensor, forced: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The experts with each token's largest router logits, or forced ones, weighted by the softmax over these alone."""
+    chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
+    for token in () if forced is None else range(len(chosen)):
+        if min(forced[token]) >= 0:
+            chosen[token] = forced[token]
+    shares = router.gather(-1, chosen).softmax(-1)
     total = torch.zeros_like(hidden)
     for expert in range(router.shape[-1]):
         share = torch.where(chosen == expert, shares, 0.0).sum(-1, keepdim=True)
@@ -162,11 +180,17 @@ def rotate(heads: torch.Tensor) -> torch.Tensor:
     return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
 
 
-def score(weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, s] log-probs of the next tokens and entropies, in float64; 0 in the last column, which has no next token."""
+def score(
+    weights: Weights, tokens: torch.Tensor, routes: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, s] log-probs of the next tokens and entropies, in float64; 0 in the last column, which has no next token.
+
+    ``routes``: [n, s, layers, top_k], see :func:`logits`.
+    """
     columns = []
-    for row in tokens:
-        log_p = logits(weights, row).log_softmax(-1)[:-1]
+    for number, row in enumerate(tokens):
+        forced = None if routes is None else routes[number]
+        log_p = logits(weights, row, routes=forced).log_softmax(-1)[:-1]
         taken = log_p[torch.arange(len(row) - 1), row[1:]]
         columns.append(torch.stack([taken, -(log_p.exp() * log_p).sum(-1)]))
     both = torch.nn.functional.pad(torch.stack(columns, 1), (0, 1))
@@ -210,6 +234,7 @@ class Data:
     group_ids: torch.Tensor
     mini_batch_ids: torch.Tensor
     ages: torch.Tensor | None = None  # versions between the sampling policy and the old one
+    routes: torch.Tensor | None = None  # [n, s, layers, top_k] experts that are forced, see ``logits``
 
 
 @dataclass
@@ -267,11 +292,16 @@ def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expected:
-    """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``."""
+    """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``.
+
+    Forced experts are π_θ's and π_old's; the routers of π_ref choose.
+    """
     parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
-    log_probs, entropy = score(parameters, data.tokens)
+    log_probs, entropy = score(parameters, data.tokens, data.routes)
     with torch.no_grad():
-        before = score({name: weight.double() for name, weight in old.items()}, data.tokens)[0]
+        exact = {name: weight.double() for name, weight in old.items()}
+        before = score(exact, data.tokens, data.routes)[0]
+        ref = before if data.routes is None else score(exact, data.tokens)[0]
     if objective.interpolation:
         behind = proximal(data, log_probs.detach())
     else:
@@ -287,7 +317,7 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
     )
     for index, one in enumerate(found):
         rows = [row for row, mini in enumerate(data.mini_batch_ids.tolist()) if mini == index]
-        total, size, policy = add_up(objective, data, rows, log_probs, behind, before, entropy, expected)
+        total, size, policy = add_up(objective, data, rows, log_probs, behind, ref, entropy, expected)
         counts = one.denominators[index]
         tokens, sequences = counts[2:] if objective.settings.denominator == "accepted" else counts[:2]
         divisor = divides(objective.aggregation, tokens, sequences, objective.scale)

@@ -32,7 +32,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_intervals(config, samples)
     check_recorded(config)
     check_correction(config)
-    check_engine(config)
+    check_engine(config, samples)
     check_critic(config)
     check_guards(config)
     check_profiling(config)

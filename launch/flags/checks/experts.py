@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import has_module, refuse_or_note, require, require_multiple
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
@@ -129,9 +128,8 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def _check_replay(config: RunConfig) -> None:
-    """Check that the replayed experts are known, and that Megatron's router uses them."""
+    """Check that Megatron's router uses the experts, and that the replayed pass is made."""
     mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
-    samples = config.replays_rollouts and not config.rollouts.load_rollouts
     wrong = {
         "{moe_enable_routing_replay} with {moe_router_fusion}: the fused router chooses by itself; drop one of them": (
             config.megatron.given.get("moe_router_fusion")
@@ -139,8 +137,6 @@ def _check_replay(config: RunConfig) -> None:
         "{moe_routing_replay_source} replays a forward-only pass, which {mode} does not make: use rollout": (
             not config.replays_rollouts and config.correction.corrects_in_loss
         ),
-        "{moe_enable_routing_replay} needs the experts that the engine chose, which {rollout_engine} does not report: "
-        "use --moe-routing-replay-source old, or another engine": samples and not ENGINES[config.engine.rollout_engine].reports_experts,
     }
     refuse(config, wrong, mode=mode)
 

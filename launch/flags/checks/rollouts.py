@@ -54,14 +54,18 @@ def check_correction(config: RunConfig) -> None:
     refuse(config, wrong, mode=mode, given=given, last=last, oldest=rollouts.rollout_staleness or 0)
 
 
-def check_engine(config: RunConfig) -> None:
-    """Check the engine's package, the flags that it needs, and its servers' addresses."""
+def check_engine(config: RunConfig, samples: bool) -> None:
+    """Check the engine's package, the flags that it needs, its servers' addresses, and that it reports experts."""
     name = config.engine.rollout_engine
     engine, urls = ENGINES[name], (config.engine.rollout_url or "").split(",")
     if engine.package:
         require(engine.package, f"--rollout-engine {name}", engine.package)
     needs = {f"{{rollout_engine}} needs {flag(one)}": getattr(config.engine, one) is None for one in engine.needs}
-    refuse(config, needs)
+    reports = (
+        "{moe_enable_routing_replay} needs the experts that the engine chose, which {rollout_engine} does not report: "
+        "use --moe-routing-replay-source old, or another engine"
+    )
+    refuse(config, needs | {reports: samples and config.replays_rollouts and not engine.reports_experts})
     if "rollout_url" not in engine.needs:
         return
     try:

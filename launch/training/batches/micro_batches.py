@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.rollouts.routed_experts import NOT_NEEDED
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.packing import Packing, pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
+from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.training.micro_batch import MicroBatch
 
 _PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
@@ -38,7 +39,8 @@ class LocalTokens(MicroBatch):
     tokens: Tensor  # input tokens, of the layout's local shape, as all fields here
     positions: Tensor  # position of each token in its sequence
     labels: Tensor  # the next token of each token
-    routed_experts: Tensor | None = None  # [..., layers, top_k], -1 if unknown; None if no record has them
+    # [..., layers with experts of this stage, top_k] int16, -1 if unknown, -2 if not needed; None without replay.
+    routed_experts: Tensor | None = None
     values: Tensor | None = None  # the critic's values before its steps on the rollout batch
     returns: Tensor | None = None  # targets of the values
 
@@ -135,7 +137,7 @@ def _local_tokens(
         rollout_log_probs=take(rollout_log_probs, 0),
         policy_versions=take(batch.label_versions(), 0),
         # The experts that read a token also predict its label, so they are not shifted.
-        routed_experts=None if experts is None else take(experts, NO_EXPERT),
+        routed_experts=None if experts is None else take(experts, NOT_NEEDED),
         advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )

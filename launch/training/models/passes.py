@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import Cut, LocalBatch, LocalTokens
 from megatron_rc.launch.training.models.build import unwrap
 from megatron_rc.launch.training.models.local_layers import PackedTokens
+from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.timers import StepTimers
 from megatron_rc.parallel import (
     ParallelGroups,
@@ -49,17 +51,33 @@ class ModelPasses:
         function: OutputFunction,
         *,
         forward_only: bool = False,
+        replay: RoutingReplay | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over micro-batches; return the results of ``function``, none before the last stage.
 
         ``function`` is called with (chunk, micro-batch, output); it returns the loss, or any value in a forward-only
-        pass.
+        pass. ``replay``: experts that the model's routers take; None: routers choose.
         """
-        micro_batches = [batch.local.piece(cut) for cut in cuts]
+        if replay is not None:
+            with replay.in_pass(batch, cuts, forward_only=forward_only) as experts:
+                return self._run(model, batch, cuts, partial(_forward_step, function, replay), experts, forward_only)
+        return self._run(model, batch, cuts, partial(_forward_step, function, None), [None] * len(cuts), forward_only)
+
+    def _run(
+        self,
+        model: Chunks,
+        batch: LocalBatch,
+        cuts: Sequence[Cut],
+        forward_step: Callable[..., Any],
+        experts: Sequence[Tensor | None],
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run the schedule; ``experts``: those to replay in each micro-batch."""
+        micro_batches = list(zip((batch.local.piece(cut) for cut in cuts), experts, strict=True))
         unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron
         schedule = get_forward_backward_func()
         collected = schedule(
-            forward_step_func=partial(_forward_step, function),
+            forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
             model=list(model),
             num_microbatches=len(micro_batches),
@@ -71,7 +89,13 @@ class ModelPasses:
         return list(collected) if self.groups.is_last_stage else []
 
     def score(
-        self, model: Chunks, batch: LocalBatch, temperature: float | None = None, *, squares: bool = False
+        self,
+        model: Chunks,
+        batch: LocalBatch,
+        temperature: float | None = None,
+        *,
+        squares: bool = False,
+        replay: RoutingReplay | None = None,
     ) -> Scored | None:
         """The labels' log-probs, and Σπ² if asked for, by a forward-only pass; None on stages before the last."""
 
@@ -83,7 +107,7 @@ class ModelPasses:
 
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
         with torch.no_grad():
-            outputs = self.run(model, batch, cuts, function, forward_only=True)
+            outputs = self.run(model, batch, cuts, function, forward_only=True, replay=replay)
         return Scored(*map(torch.cat, zip(*outputs, strict=True))) if outputs else None
 
     def log_probs_and_entropy(
@@ -142,14 +166,18 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _forward_step(
-    function: OutputFunction, data_iterator: Iterator[LocalTokens], model: torch.nn.Module
+    function: OutputFunction,
+    replay: RoutingReplay | None,
+    data_iterator: Iterator[tuple[LocalTokens, Tensor | None]],
+    model: torch.nn.Module,
 ) -> tuple[Tensor, Any]:
-    local = next(data_iterator)
+    local, experts = next(data_iterator)
     # Without fp32_output=False, Float16Module would copy all logits to float32; the reference has no Float16Module.
     keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
     tokens, positions = local.tokens, local.positions
     if tokens.dim() == 1:
         tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
         keep["packed_seq_params"] = PackedTokens.of(local.layout, tokens.device)
-    output = model(tokens, positions, None, **keep)
+    with nullcontext() if replay is None else replay.in_forward(unwrap(model), experts):
+        output = model(tokens, positions, None, **keep)
     return output, partial(function, model, local)

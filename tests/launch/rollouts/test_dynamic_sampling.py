@@ -13,7 +13,7 @@ from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, recorded_batch
+from tests.support.recorded_training import flags, recorded_batch, run_config
 from tests.support.training_runs import LIVE, rows, run_training
 
 EOS = 12
@@ -108,19 +108,19 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
     assert torch.equal(sampled.baselines, sampled.baselines[::GROUP].repeat_interleave(GROUP))
 
 
-def counted_replaced():
+def counted_replaced(words):
     """What the ranks hear of replicas of which each has replaced a prompt more than the one before, and left two."""
     groups = ParallelGroups.from_megatron()
     batch = recorded_batch(0)
-    broadcast = ReplicaBroadcast(groups, torch.device("cpu"), batch.sampling, may_name_experts=False)
+    broadcast = ReplicaBroadcast(run_config(words, 4, engine=False), groups, batch.sampling)
     is_first = group_rank(groups.pp) == 0
     sampled = SampledBatch(batch, {"rollout/replaced_prompts": 3 + group_rank(groups.dp), "rollout/flat_prompts": 2})
     return gather_reward_metrics(sampled if is_first else None, broadcast, groups)
 
 
-def test_what_was_replaced_is_counted_over_all_replicas(ranks):
+def test_what_was_replaced_is_counted_over_all_replicas(ranks, tmp_path):
     layout = Layout(pp=2, dp=2)
-    for metrics in ranks.run(counted_replaced, layout):
+    for metrics in ranks.run(counted_replaced, layout, flags(tmp_path, *layout.flags())):
         assert (metrics["rollout/replaced_prompts"], metrics["rollout/flat_prompts"]) == (3 + 4, 2 + 2)
 
 
