@@ -120,12 +120,12 @@ def mixture(
     return total
 
 
-def routers_of(weights: Weights, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Each layer's router logits [tokens of all sequences, experts]."""
+def routers_of(weights: Weights, tokens: torch.Tensor, routes: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Each layer's router logits [tokens of all sequences, experts]; ``routes`` as in :func:`score`."""
     rows: list[list[torch.Tensor]] = []
-    for row in tokens:
+    for number, row in enumerate(tokens):
         rows.append([])
-        logits(weights, row, rows[-1])
+        logits(weights, row, rows[-1], None if routes is None else routes[number])
     return [torch.cat(layer) for layer in zip(*rows, strict=True)]
 
 

@@ -4,7 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 
 import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from megatron_rc.launch.training.models.routing_replay import ReplayedRouter
 from tests.launch.training.models.test_moe import EXPERTS, MoeCase
 from tests.launch.training.test_matrix import (
     TO_REFERENCE,
@@ -14,6 +18,7 @@ from tests.launch.training.test_matrix import (
 )
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
+from tests.support.recorded_training import make_trainer
 from tests.support.training_cases import MINI_BATCHES
 
 NARROW = 1e-3
@@ -64,9 +69,8 @@ def run(ranks, tmp_path_factory):
     """What every rank of a case brings back."""
     folder = tmp_path_factory.mktemp("replay")
 
-    def run(case, change=lambda routes: routes):
+    def run(case):
         data = training_cases.make_data(EXPERTS, case.replayed)
-        data = dataclasses.replace(data, routes=change(data.routes))
         return ranks.run(
             training_cases.run_case, case.layout, case.words(folder), data, *training_cases.weights(EXPERTS)
         )
@@ -88,3 +92,105 @@ def test_every_layout_is_the_reference(run, case):
     routers = [name for name in whole_gradients(everywhere, 0) if "router" in name]
     assert len(routers) == training_oracle.LAYERS
     assert all(whole_gradients(everywhere, 0)[name].norm() > 0 for name in routers)
+
+
+def wanted_shares(case, mini_batch):
+    """The metrics of the routers' choices in a step at the new weights, and the narrowest decision."""
+    data, weights = training_cases.make_data(EXPERTS, case.replayed), training_cases.weights(EXPERTS)[1]
+    exact = {name: weight.double() for name, weight in weights.items()}
+    rows = (data.mini_batch_ids == mini_batch).nonzero().flatten()
+    routes, shape = data.routes[rows], data.routes[rows].shape
+    is_needed = data.mask[rows].flip(1).cumsum(1).flip(1) > 0  # up to the last trained label
+    known = differing = unknown = 0
+    shares, narrowest = {}, 1.0
+    for layer, router in enumerate(training_oracle.routers_of(exact, data.tokens[rows], routes)):
+        highest, chosen = router.view(*shape[:2], EXPERTS).sort(dim=-1, descending=True)
+        given, live = routes[:, :, layer], chosen[..., :2]
+        replayed, free = is_needed & (given >= 0).all(-1), is_needed & (given < 0).any(-1)
+        narrowest = min(narrowest, (highest[..., 1] - highest[..., 2])[is_needed].min().item())
+        is_live = (given.unsqueeze(-1) == live.unsqueeze(-2)).any(-1)
+        others = int((~is_live[replayed]).sum())
+        choices = 2 * int(replayed.sum())
+        shares[f"routing/differing_layer_{layer}"] = others / choices
+        known, differing, unknown = known + choices, differing + others, unknown + 2 * int(free.sum())
+    return shares | {"routing/differing": differing / known, "routing/unknown": unknown / (known + unknown)}, narrowest
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[6], CASES[10]], ids=str)
+def test_choices_that_differ_are_counted_on_all_ranks(run, case):
+    everywhere = run(case)
+    for index in range(MINI_BATCHES):
+        wanted, narrowest = wanted_shares(case, index)
+        assert narrowest > 1e-5
+        assert 0.2 < wanted["routing/differing"] < 0.8
+        assert (wanted["routing/unknown"] > 0.1) == (case.replayed == "some")
+        for rank in everywhere:
+            assert {name: rank.metrics[index][name] for name in wanted} == pytest.approx(wanted)
+
+
+FAULTS = {
+    "shifted by a token": lambda routes: routes.roll(1, dims=1),
+    "of another layer": lambda routes: routes.roll(1, dims=2),
+    "of another sample": lambda routes: routes.roll(1, dims=0),
+}
+
+
+def score_once(words, data, weights):
+    """The log-probs of one process, [n, s], with the batch's experts."""
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
+
+    trainer = make_trainer(words)
+    training_cases.load(trainer.chunks, weights)
+    batch, _ = training_cases.batch_of(data, 0, 1)
+    cut = cut_batch(training_cases.with_routes(trainer, batch, data.routes), trainer.config, trainer.groups)
+    return trainer.score(cut)
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_log_probs_are_the_engines_unless_the_table_is_wrong(ranks, tmp_path, fault):
+    case = Replayed(Layout(), "decoupled", replayed="all")
+    data, old = training_cases.make_data(EXPERTS, "all"), training_cases.weights(EXPERTS)[0]
+    wanted = training_oracle.score({name: weight.double() for name, weight in old.items()}, data.tokens, data.routes)[0]
+    given = dataclasses.replace(data, routes=FAULTS[fault](data.routes) if fault else data.routes)
+    (found,) = ranks.run(score_once, case.layout, case.words(tmp_path), given, old)
+    distance = (found - wanted)[data.mask].abs().max()
+    assert distance > 0.1 if fault else distance < 1e-5
+
+
+ROUTERS = {
+    "softmax": {},
+    "pre-softmax": {"use_pre_softmax": True, "scaling_factor": 2.5},
+    "sigmoid": {"score_function": "sigmoid", "expert_bias": torch.linspace(-1, 1, 8)},
+    "groups": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
+}
+
+
+def routed(replay, logits, settings):
+    """(weights, chosen experts, gradient of a sum of weighted weights) of Megatron's own function."""
+    given = logits.clone().requires_grad_()
+    weights, chosen = topk_routing_with_score_function(given, 3, router_replay=replay, **settings)
+    (weights * torch.arange(weights.numel()).view_as(weights)).sum().backward()
+    return weights, chosen, given.grad
+
+
+@pytest.mark.parametrize("settings", ROUTERS.values(), ids=ROUTERS)
+def test_known_experts_are_replayed_as_by_megatron(settings):
+    """Bit for bit; for unknown ones as by the router alone, token by token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 8, generator=generator)
+    experts = torch.rand(40, 8, generator=generator).topk(3).indices
+    theirs, ours = RouterReplay(), ReplayedRouter(0, torch.device("cpu"))
+    RouterReplay.global_router_replay_instances.remove(theirs)
+    theirs.set_target_indices(experts)
+    theirs.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    ours.experts, ours.is_running = experts.short(), True
+    replayed = routed(ours, logits, settings)
+    for got, wanted in zip(replayed, routed(theirs, logits, settings), strict=True):
+        assert torch.equal(got, wanted)
+    unknown = torch.arange(40) % 3 == 0
+    partly = torch.where(torch.arange(3) == 1, -1, experts)
+    ours.experts = torch.where(unknown.unsqueeze(1), partly, experts).short()
+    own = routed(None, logits, settings)
+    for got, known, free in zip(routed(ours, logits, settings), replayed, own, strict=True):
+        assert torch.equal(got, torch.where(unknown.unsqueeze(1), free, known))
+    assert RouterReplay.global_router_replay_instances == []
