@@ -442,7 +442,7 @@ def test_pictures_are_small():
 
 
 def of(mismatch, correction, setting="count_up"):
-    """The last rewards of a kind's seeds that are made."""
+    """The last rewards of a kind's seeds."""
     found = [one for one in committed() if (one.setting, one.mismatch) == (setting, mismatch)]
     return [one.final for one in found if one.correction == correction]
 
@@ -460,23 +460,118 @@ def in_words(rewards):
 KINDS = [kind.name for kind in settings.STRONG]
 
 
-def test_what_the_page_says_of_one_seed():
-    page = prose("docs/study.md")
-    for how in ("token_tis", "uncorrected", "token_tis_norm", "icepop", "geo_rs_token_tis", "seq_rs", "bypass"):
-        assert in_words([of(kind, how)[0] for kind in KINDS]) in page, how
-    assert in_words([of(kind, "bypass_pg")[0] for kind in KINDS]) in page
-    bounds = [[of(kind, how)[0] for how in ("seq_tis", "seq_tis_10", "seq_is")] for kind in KINDS]
-    assert all(in_words(rewards) in page for rewards in bounds)
-    choosing = prose("docs/choosing.md")
-    assert all(f"{reward:.2f}" in choosing for reward in bounds[2])
-    assert all(in_words([of(kind, how)[0] for kind in KINDS]) in choosing for how in ("bypass", "bypass_pg"))
-    assert f"end at {sum(of('temperature', 'token_tis')) / 3:.2f}" in choosing
-    assert bounds[0] == sorted(bounds[0])
-    assert bounds[2] == sorted(bounds[2])
-    decoupled = [how.name for kind, how in settings.MAIN.kinds if kind.name == KINDS[0] and "bypass" not in how.name]
-    for kind in KINDS:
-        ends = {how: of(kind, how)[0] for how in [*decoupled, "bypass"]}
-        assert sorted(ends, key=ends.get)[:2] == ["bypass", "seq_rs"]
+def mean_of(mismatch, correction, setting="count_up"):
+    found = of(mismatch, correction, setting)
+    assert len(found) == 3
+    return sum(found) / 3
+
+
+def against(mismatch, correction, other, setting="count_up"):
+    """1 if a correction is better than the other, −1 if it is worse, 0 if undecided."""
+    return results.apart(of(mismatch, correction, setting), of(mismatch, other, setting))
+
+
+def of_section(name, page="docs/study.md"):
+    """The prose of one section."""
+    _, _, after = (ROOT / page).read_text(encoding="utf-8").partition(f"## {name}\n")
+    text = re.sub(r"^\|.*$", "", re.split(r"^##+ ", after, flags=re.MULTILINE)[0], flags=re.MULTILINE)
+    return " ".join(text.split())
+
+
+def test_what_the_page_says_of_the_corrections():
+    page = of_section("The corrections")
+    for how in (
+        *("token_tis", "uncorrected", "token_tis_norm", "icepop", "geo_rs_token_tis", "seq_rs", "bypass", "bypass_pg"),
+    ):
+        assert in_words([mean_of(kind, how) for kind in KINDS]) in page, how
+    bounds = ("seq_tis", "seq_tis_10", "seq_is")
+    assert all(in_words([mean_of(kind, how) for how in bounds]) in page for kind in KINDS)
+    said = {how: [against(kind, how, "uncorrected") for kind in KINDS] for how in ("icepop", "geo_rs_token_tis")}
+    assert [*said.values()] == [[0, 0, 0]] * 2
+    assert [against(kind, "token_tis", "uncorrected") for kind in KINDS] == [0, 0, 0]
+    assert [against(kind, "token_tis_norm", "token_tis") for kind in KINDS] == [0, 0, 1]
+    assert [against(kind, "token_tis_norm", "uncorrected") for kind in KINDS] == [0, 1, 1]
+    assert [against(kind, "seq_tis_10", "seq_tis") for kind in KINDS] == [0, 0, 1]
+    assert [against(kind, "seq_is", "seq_tis") for kind in KINDS] == [0, -1, 1]
+    assert [against(kind, "seq_rs", "uncorrected") for kind in KINDS] == [0, -1, -1]
+    assert [against(kind, "bypass", "uncorrected") for kind in KINDS] == [-1, -1, -1]
+    assert [against(kind, "bypass_pg", "uncorrected") for kind in KINDS] == [0, 0, -1]
+    near = [f"{min(of(kind, 'token_tis')):.2f} and {max(of(kind, 'uncorrected')):.2f}" for kind in KINDS[:2]]
+    assert f"({near[0]}, {near[1]})" in page
+    own = {run.key for run in settings.MAIN.runs}
+    runs = [one for one in committed() if one.key in own]
+    for kind in KINDS[:2]:
+        faster = [
+            [one.over_the_run for one in runs if one.key[1:3] == (kind, how)] for how in ("token_tis", "uncorrected")
+        ]
+        assert results.apart(*faster) == 1
+    clipped = [one.mean("kl") for one in runs if one.correction == "bypass"]
+    assert max(clipped) < 0.09
+    sound = {one.key[1:3] for one in runs}
+    reference = results.reference_of(runs)
+    sound -= {one.key[1:3] for one in runs if results.verdict(one, reference) != "sound"}
+    assert sound == {("none", "uncorrected"), ("temperature", "token_tis_norm")}
+
+
+def test_what_the_page_says_of_long_responses_and_realistic_mismatches():
+    long, realistic = of_section("Long responses"), of_section("Realistic mismatches")
+    ends = {how: mean_of("rounding_long", how, "count_on") for _, how in LONG_KINDS}
+    for how, words in (
+        ("seq_tis", "worse"),
+        ("geo_rs_published", "worse"),
+        ("geo_rs_grown", "better"),
+        ("token_tis", ""),
+    ):
+        sign = against("rounding_long", how, "uncorrected", "count_on")
+        assert sign == {"worse": -1, "better": 1, "": 0}[words]
+        assert f"at {ends[how]:.2f}" in long
+    assert f"at {ends['uncorrected']:.2f}, where it is {mean_of('none', 'uncorrected', 'count_on'):.2f}" in long
+    runs = {one.key[2:]: one for one in committed() if one.mismatch == "rounding_long"}
+
+    def mean(how, measure):
+        return sum(runs[how, seed].mean(measure) for seed in settings.SEEDS) / 3
+
+    assert f"k3 is {mean('uncorrected', 'k3'):.3f}" in long
+    shares = [f"{mean(how, 'rejected'):.0%}".replace("%", " %") for how in ("geo_rs_published", "geo_rs_grown")]
+    assert all(f"rejects {share} of the tokens" in long for share in shares)
+    assert [(key, f"{one.final:.2f}") for key, one in runs.items() if one.error] == [(("geo_rs_published", 2), "0.01")]
+    mild = [kind.name for kind in settings.REALISTIC]
+    for how in ("token_tis", "seq_tis", "bypass"):
+        assert in_words([mean_of(kind, how) for kind in mild]) in realistic, how
+    assert [against(kind, how, "uncorrected") for how in ("token_tis", "seq_tis") for kind in mild] == [0] * 6
+    assert [against(kind, "bypass", "uncorrected") for kind in mild] == [-1, 0, -1]
+    assert {f"{reward:.2f}" for kind in mild for reward in of(kind, "uncorrected")} == {"1.00"}
+    own = [one for one in committed() if one.mismatch in mild]
+    strengths = [sum(one.mean("k3") for one in own if one.key[1:3] == (kind, "uncorrected")) / 3 for kind in mild]
+    assert "k3 is {:.3f}, {:.3f} and {:.3f}".format(*strengths) in realistic
+    reference = results.reference_of([one for one in committed() if one.setting == "count_up"])
+    degraded = {}
+    for one in own:
+        if one.correction != "bypass" and results.verdict(one, reference) != "sound":
+            degraded.setdefault((one.mismatch, one.correction), []).append(f"{one.final:.2f}")
+    assert degraded == {("staleness_mild", "token_tis"): ["0.89", "0.64"], ("temperature_mild", "seq_tis"): ["0.74"]}
+
+
+LONG_KINDS = [(kind.name, how.name) for kind, how in settings.LONG_RESPONSES.kinds if kind is settings.LONG]
+
+
+def test_choosing_has_the_mean_rewards():
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("## What the study found")[2]
+    rows = {
+        "none": "uncorrected",
+        "`decoupled_token_is`": "token_tis",
+        "`decoupled_token_is --rollout-is-batch-normalize`": "token_tis_norm",
+        "`decoupled_token_icepop`": "icepop",
+        "`decoupled_geo_rs_token_tis` with bounds of 0.5 and 2": "geo_rs_token_tis",
+        "`decoupled_seq_is`": "seq_tis",
+        "`decoupled_seq_is --advantage-baseline weighted`": "seq_tis_weighted",
+        "`bypass_pg_is`": "bypass_pg",
+        "`bypass_ppo_clip`": "bypass",
+    }
+    for title, how in rows.items():
+        assert f"| {title} | {' | '.join(f'{mean_of(kind, how):.2f}' for kind in KINDS)} |" in page
+    for how in ("geo_rs_grown", "uncorrected", "geo_rs_published", "seq_tis"):
+        assert f"at {mean_of('rounding_long', how, 'count_on'):.2f}" in page
 
 
 def test_what_the_page_says_of_baselines():
@@ -488,6 +583,15 @@ def test_what_the_page_says_of_baselines():
         assert {f"{reward:.2f}" for reward in (*group, *weighted)} <= set(re.findall(r"\d\.\d\d", page))
         said[kind, how] = words[results.apart(weighted, group)]
     assert [*said.values()] == ["better", "undecided", "better", "undecided"]
+    for name in ("no_std", "remax"):
+        assert in_words([mean_of(kind, f"seq_tis_{name}") for kind in KINDS]) in page, name
+        assert [against(kind, f"seq_tis_{name}", "seq_tis") for kind in KINDS] == [0, 0, 1]
+    others = [mean_of("temperature", f"token_tis{name}") for name in ("", "_no_std", "_weighted", "_remax")]
+    words = "at {:.2f} with the group's mean, at {:.2f} without std, at {:.2f} weighted and at {:.2f} with ReMax"
+    assert words.format(*others) in page
+    assert (
+        max(against("temperature", f"token_tis_{name}", "token_tis") for name in ("no_std", "weighted", "remax")) == 0
+    )
     norms = [one.mean("grad_norm") for one in committed() if one.correction == "token_tis_weighted"]
     assert f"gradient norm is {sum(norms) / 3:.0f} in the mean" in page
 
@@ -535,6 +639,6 @@ def test_what_the_pages_say_of_the_methods_of_2026():
 
 def test_readme_has_the_mean_rewards():
     kinds = [(kind, how) for kind in ("staleness", "rounding") for how in ("uncorrected", "token_tis")]
-    shown = [f"{sum(of(*kind, 'bonus')) / 3:.2f}" for kind in [*kinds, ("none", "uncorrected")]]
-    shown += [f"{sum(of('temperature', how)) / 3:.2f}" for how in ("seq_tis", "seq_tis_weighted")]
+    kinds += [("none", "uncorrected"), ("temperature", "seq_tis"), ("temperature", "seq_tis_weighted")]
+    shown = [f"{mean_of(*kind):.2f}" for kind in kinds]
     assert re.search(".*".join(map(re.escape, shown)), prose("README.md")), shown
