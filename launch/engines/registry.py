@@ -69,8 +69,11 @@ def make_engine(config: RunConfig, eos_token_id: int, pad_token_id: int, replica
 def _transformers(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 
-    dtype, device = inputs.config.engine.rollout_dtype, inputs.config.launch.device
-    return TransformersEngine(inputs.model, dtype, inputs.eos_token_id, inputs.pad_token_id, device)
+    config = inputs.config
+    return TransformersEngine(
+        *(inputs.model, config.engine.rollout_dtype, inputs.eos_token_id, inputs.pad_token_id, config.launch.device),
+        reports_experts=config.replays_rollouts,
+    )
 
 
 def _vllm(inputs: EngineInputs) -> RolloutEngine:
@@ -114,7 +117,7 @@ def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
 ENGINES = {
-    "transformers": EngineKind(_transformers),
+    "transformers": EngineKind(_transformers, reports_experts=True),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm"),
     "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
     "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),

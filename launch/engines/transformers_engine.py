@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
+from megatron_rc.launch.engines.router_record import RouterRecord
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, is_expert
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.records.rollout import SamplingParams
@@ -34,11 +36,24 @@ class TransformersEngine:
         eos_token_id: token that ends a response.
         pad_token_id: token that fills batches; never part of a response.
         device: device of the model.
+        reports_experts: whether samples have the experts of their tokens.
+
+    Raises:
+        ValueError: experts are wanted of a model without experts.
     """
 
     is_elsewhere = False
 
-    def __init__(self, config: Any, dtype: str, eos_token_id: int, pad_token_id: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Any,
+        dtype: str,
+        eos_token_id: int,
+        pad_token_id: int,
+        device: torch.device,
+        *,
+        reports_experts: bool = False,
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         compute = torch.bfloat16 if device.type == "cuda" and dtype != "fp32" else torch.float32
@@ -49,6 +64,7 @@ class TransformersEngine:
         self.eos, self.pad, self.device = eos_token_id, pad_token_id, device
         self.version = -1
         self._rounded = Rounding(self.model, dtype)
+        self._record = RouterRecord(self.model) if reports_experts else None
         self._shares_prompts = not any(is_expert(name) for name, _ in self.model.named_parameters())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -65,6 +81,18 @@ class TransformersEngine:
         """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`. ``top_p`` must be 1."""
         if params.top_p != 1:
             raise ValueError(f"top_p is {params.top_p}: the transformers engine samples with 1")
+        if self._record is None:
+            return self._sample(prompts, params, max_new_tokens, seed)
+        with self._record.open():
+            samples = self._sample(prompts, params, max_new_tokens, seed)
+        experts = self._record.of_responses(
+            [len(prompt) for prompt in prompts], [len(sample.token_ids) for sample in samples]
+        )
+        return [replace(sample, routed_experts=own) for sample, own in zip(samples, experts, strict=True)]
+
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
+    ) -> list[Sample]:
         generator = torch.Generator(self.device).manual_seed(seed)
         read, places = self._read_once(prompts)
         tokens, positions, attention = self._padded(read)

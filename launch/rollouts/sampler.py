@@ -17,7 +17,7 @@ from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
-from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
 
 # Responses of an evaluation in one request: an engine in this process holds all their tokens in memory.
 _MOST_AT_ONCE = 256
@@ -207,4 +207,25 @@ class RolloutSampler:
             rewards=torch.tensor(rewards, dtype=torch.float32),
             finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
             sampling=self.sampling,
+            routed_experts=self._routed_experts(prompts, samples) if self.config.replays_rollouts else None,
         )
+
+    def _routed_experts(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Tensor:
+        """[responses, seq_length, layers, top_k] int16 experts of each token, −1 if they are not known."""
+        known = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        if not known:
+            raise EngineError("the engine reported the experts of no response: --moe-enable-routing-replay needs them")
+        shape = (len(samples), self.config.training.seq_length, *known[0].shape[1:])
+        experts = torch.full(shape, NO_EXPERT, dtype=torch.int16)
+        for row, prompt, sample in zip(experts, prompts, samples, strict=True):
+            if not sample.token_ids:
+                continue
+            given, tokens = sample.routed_experts, len(prompt) + len(sample.token_ids) - 1
+            if given is None or given.shape != (tokens, *row.shape[1:]):
+                found = "none" if given is None else list(given.shape)
+                raise EngineError(
+                    f"a response of {len(sample.token_ids)} tokens to {len(prompt)} has experts of shape {found}, "
+                    f"expected {[tokens, *row.shape[1:]]}: one row for each token but the last"
+                )
+            row[:tokens] = given
+        return experts

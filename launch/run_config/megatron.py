@@ -184,6 +184,11 @@ class RoutingSection:
         "pass's, in the optimizer steps",
         default="rollout",
     )
+    moe_routing_replay_check_interval: int | None = option(
+        "score every N-th rollout batch once more with the routers' own choices, and report k3 with and without "
+        "replay; default: never",
+        needs="moe_routing_replay_source=rollout",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

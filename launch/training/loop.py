@@ -158,6 +158,7 @@ class _Run:
         if prepared:
             estimated = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
             nonzero, common = estimated.nonzero, common | prepared.plan.metrics() | estimated.metrics
+            common |= trainer.routing_metrics
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)

@@ -35,7 +35,10 @@ from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.loss.objectives import objective_of
 from megatron_rc.measures.histogram import Distribution
+from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.groups import group_size
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.training.plan import LossScale, Plan
 from megatron_rc.training.rollout_correction import RolloutCorrection
@@ -63,6 +66,7 @@ class Trainer(TrainedModel):
         writer: writer of checkpoints.
         batch_check: check that the engines sampled the newest rollout batch from the trainer's weights.
         replay: the routing replay of ``--moe-enable-routing-replay``; else None.
+        routing_metrics: k3 of the newest rollout batch with and without routing replay; empty unless it was measured.
         critic: the critic of ``--advantage-estimator gae``; else None.
         left_out: numbers of steps that were not made, those before a loaded checkpoint included.
         keeps_log_probs: whether steps keep the log-probs of their losses.
@@ -90,6 +94,7 @@ class Trainer(TrainedModel):
         self.critic = Critic(config, groups, self.passes) if config.critic else None
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
+        self.routing_metrics: dict[str, float] = {}
         model, optimizer = self.model, self.optimizer
         self._offload = Offload(lambda: tensors_of_optimizer(optimizer, model))
         self._start(chunks)
@@ -177,6 +182,7 @@ class Trainer(TrainedModel):
             scored = self.passes.score(self.model, cut, squares=wanted.needs_squares, replay=self.replay)
             old, squares = scored or (None, None)
         self.batch_check.begin(self.iteration, old, cut.local)
+        self.routing_metrics = self._routing_metrics(cut, old)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
@@ -197,6 +203,27 @@ class Trainer(TrainedModel):
         returns = estimated.returns if estimated else None
         to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
         return PreparedBatch(cut, plan, scores, estimated, to_learn)
+
+    def _routing_metrics(self, cut: LocalBatch, old: Tensor | None) -> dict[str, float]:
+        """k3 between engine and trainer with replayed experts, and with the routers' own; equal on all ranks.
+
+        Empty unless ``--moe-routing-replay-check-interval`` is due. Collectives, if it is: one or two forward-only
+        passes, one SUM over DP×CP, one broadcast over PP.
+        """
+        settings, batches = self.config.routing, self.iteration // self.config.updates_per_rollout
+        every = None if settings is None else settings.moe_routing_replay_check_interval
+        if every is None or batches % every:
+            return {}
+        replayed = self.score(cut) if old is None else old
+        own = self.passes.score(self.model, cut)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if replayed is not None and own is not None:
+            mask, rollout = cut.local.response_mask, cut.local.rollout_log_probs
+            divergences = [k3((train - rollout)[mask].double()).sum() for train in (replayed, own.log_probs)]
+            sums = torch.stack([*divergences, mask.sum().double()])
+        sums = all_reduce_sum(sums, self.groups.dp_cp)
+        with_replay, without, tokens = broadcast(sums, group_size(self.groups.pp) - 1, self.groups.pp).tolist()
+        return {"routing/k3": with_replay / max(tokens, 1.0), "routing/k3_without": without / max(tokens, 1.0)}
 
     def _score_reference(self, batch: LocalBatch) -> Tensor | None:
         """Log-probs of the labels under the reference policy, after a refresh of its weights if one is due."""

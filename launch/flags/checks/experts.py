@@ -134,6 +134,9 @@ def _check_replay(config: RunConfig) -> None:
         "{moe_enable_routing_replay} with {moe_router_fusion}: the fused router chooses by itself; drop one of them": (
             config.megatron.given.get("moe_router_fusion")
         ),
+        "{moe_enable_routing_replay} with {moe_router_dtype}: no engine's router has float64; drop one of them": (
+            config.megatron.given.get("moe_router_dtype") == "fp64"
+        ),
         "{moe_routing_replay_source} replays a forward-only pass, which {mode} does not make: use rollout": (
             not config.replays_rollouts and config.correction.corrects_in_loss
         ),

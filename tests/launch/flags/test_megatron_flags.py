@@ -61,8 +61,8 @@ MEGATRON = {
     "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 fp16 calculate-per-token-loss finetune "
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
     "use-rope-scaling openai-gelu multi-latent-attention moe-router-enable-expert-bias "
-    "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
-    "async-save verify-integrity profile record-memory-history log-timers-to-tensorboard",
+    "moe-enable-routing-replay override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss "
+    "check-for-large-grads async-save verify-integrity profile record-memory-history log-timers-to-tensorboard",
     (expert_layers, 1): "moe-layer-freq",
     (None, True): "check-for-nan-in-loss-and-grad",
 }
@@ -78,7 +78,7 @@ DIFFERENT = {
 # Not given, until the checks fill in Megatron-LM's default where the flag means something.
 FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
 moe-token-dispatcher-type moe-layer-freq moe-router-score-function moe-router-bias-update-rate
-moe-router-enable-expert-bias kv-lora-rank
+moe-router-enable-expert-bias moe-enable-routing-replay kv-lora-rank
 qk-head-dim qk-pos-emb-head-dim v-head-dim rope-type rotary-scaling-factor mscale mscale-all-dim
 multi-latent-attention grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction
 profile-step-start profile-step-end profile-ranks timing-log-level""".split()
@@ -93,6 +93,7 @@ keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if doctor-interval
 skip-steps-without-signal always-score lr-ess-scaling lr-ess-base
+moe-routing-replay-source moe-routing-replay-check-interval
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda gpg-f-norm advantage-scope kl-in-reward
 kl-in-reward-estimator advantage-baseline advantage-baseline-weights advantage-baseline-bound
 reward-scaling reward-clip critic-lr critic-min-lr critic-lr-decay-style critic-lr-warmup-iters num-critic-only-steps

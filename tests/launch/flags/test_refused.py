@@ -165,6 +165,7 @@ TABLES = {
         --reward-errors=stop --reward-on-error=1 :: --reward-on-error 1.0 | --reward-errors stop
         --moe-layer-freq=[0,1,1,1] :: --moe-layer-freq [0]*1+[1]*3 | --num-experts
         @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
+        --moe-enable-routing-replay :: --moe-enable-routing-replay | --num-experts
         @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
         """,
     ),
@@ -213,6 +214,10 @@ TABLES = {
         --moe-router-score-function=sigmoid --moe-router-pre-softmax :: --moe-router-pre-softmax | sigmoid
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
         @2 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing :: --calculate-per-token-loss
+        --moe-enable-routing-replay --moe-router-dtype=fp64 :: --moe-enable-routing-replay | --moe-router-dtype fp64
+        --moe-enable-routing-replay --moe-routing-replay-source=old --bypass-mode :: -source old | --bypass-mode
+        --moe-routing-replay-source=old :: --moe-routing-replay-source old | --moe-enable-routing-replay
+        --moe-routing-replay-check-interval=2 --moe-enable-routing-replay --moe-routing-replay-source=old :: -interval 2
         """,
     ),
     "biased experts": (

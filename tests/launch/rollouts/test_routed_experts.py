@@ -1,4 +1,4 @@
-"""The experts that an engine chose, from recorded rollouts to every rank, cut as the tokens are that they read."""
+"""The experts that an engine chose: their checks, and their way from the engine to the routers' ranks."""
 
 import logging
 from dataclasses import replace
@@ -7,13 +7,18 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.launch.rollouts.routed_experts import NOT_NEEDED
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.records.rollout import NO_EXPERT, save_rollouts
+from megatron_rc.records.rollout import save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch
 
-LAYERS, TOP_K = 4, 3
+LAYERS, TOP_K, EXPERTS = 4, 3, 2000
 PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
+# The second and the fourth layer have experts.
+MODEL = [f"--num-experts={EXPERTS}", "--moe-layer-freq=[0,1,0,1]", "--moe-ffn-hidden-size=2", "--moe-router-topk=3"]
+REPLAY = ["--moe-enable-routing-replay"]
+HELD = [1, 3]
 
 
 def collected(words):
@@ -42,25 +47,89 @@ def record(folder, batch):
         save_rollouts(batch, folder / f"step-{step:07d}-replica-0000.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    [(Layout(), PACKED), (Layout(pp=2, cp=2), []), (Layout(tp=2, dp=2), []), (Layout(cp=2, dp=2), PACKED)],
-    ids=["packed", "pp2-cp2", "tp2-dp2", "cp2-dp2-packed"],
-)
-def test_every_rank_has_the_experts_of_its_tokens(ranks, tmp_path, layout, more):
+def table():
+    """Experts that name their sample, position and layer; [sequences, length, layers, top_k]."""
     sample, position = torch.arange(SEQUENCES).view(-1, 1, 1, 1), torch.arange(LENGTH).view(1, -1, 1, 1)
     own = torch.arange(LAYERS * TOP_K).view(LAYERS, TOP_K)
-    experts = (sample * LENGTH + position) * LAYERS * TOP_K + own
-    record(tmp_path / "rollouts", replace(recorded_batch(0), routed_experts=experts.short()))
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *layout.flags(), *more)
-    for found, sequence, positions, is_real, said in ranks.run(collected, layout, words):
-        wanted = ((sequence * LENGTH + positions) * LAYERS * TOP_K).unsqueeze(-1).unsqueeze(-1) + own
-        assert found.dtype == torch.int32
-        assert torch.equal(found[is_real].long(), wanted[is_real])
-        assert (found[~is_real] == NO_EXPERT).all()
-        (line,) = said
-        assert "experts" in line
-    # Records without experts have none on the ranks.
-    record(tmp_path / "plain", recorded_batch(0))
-    for found, *_, said in ranks.run(collected, layout, [*words, f"--load-rollouts={tmp_path}/plain"]):
-        assert (found, said) == (None, [])
+    return ((sample * LENGTH + position) * LAYERS * TOP_K + own) % EXPERTS
+
+
+@pytest.mark.parametrize("of_all_layers", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(), PACKED),
+        (Layout(pp=2, cp=2), []),
+        (Layout(pp=2, vpp=True), []),
+        (Layout(dp=2), []),
+        (Layout(cp=2, dp=2), PACKED),
+    ],
+    ids=["packed", "pp2-cp2", "vpp", "dp2", "cp2-dp2-packed"],
+)
+def test_every_rank_has_the_experts_of_its_tokens_and_layers(ranks, tmp_path, layout, more, of_all_layers):
+    batch, whole = recorded_batch(0), table()
+    recorded = whole if of_all_layers else whole[:, :, HELD]
+    record(tmp_path / "rollouts", replace(batch, routed_experts=recorded.short()))
+    words = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *layout.flags(), *MODEL, *more)
+    stages = {1: [HELD], 2: [[1], [3]]}[layout.pp]
+    if layout.vpp:
+        stages = [[], HELD]  # the second stage has the second and the fourth layer
+    last = (batch.response_mask * torch.arange(LENGTH)).amax(dim=1)
+    for rank, (found, sequence, positions, is_real, said) in enumerate(ranks.run(collected, layout, [*words, *REPLAY])):
+        own = stages[rank * layout.pp // layout.world]
+        assert found.dtype == torch.int16
+        assert found.shape[-2:] == (len(own), TOP_K)
+        is_needed = is_real & (positions < last[sequence])
+        wanted = whole[sequence, positions][..., own, :]
+        assert torch.equal(found[is_needed].long(), wanted[is_needed])
+        assert (found[~is_needed] == NOT_NEEDED).all()
+        assert said == []
+    # Without replay they stay on the first rank, which says so once.
+    everywhere = ranks.run(collected, layout, words)
+    assert {found for found, *_ in everywhere} == {None}
+    first = [said for *_, said in everywhere if said]
+    assert len(first) == layout.dp
+    assert all("--moe-enable-routing-replay" in line for (line,) in first)
+
+
+def change(row, token, layer, slot, value):
+    def changed(experts):
+        experts[row, token, layer, slot] = value
+        return experts
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda experts: None, "--moe-enable-routing-replay"),
+        (lambda experts: experts[:, :, :3], "3 layers of 3 experts"),
+        (lambda experts: experts[..., :2], "4 layers of 2 experts"),
+        (change(2, 5, 1, 0, EXPERTS), "sample 2, token 5"),
+        (change(3, 4, 3, 1, -2), "sample 3, token 4"),
+        (change(1, 6, 3, 2, 76), "sample 1, token 6"),
+    ],
+    ids=["none", "layers", "top_k", "too-large", "negative", "twice"],
+)
+def test_experts_that_do_not_fit_are_named_on_every_rank(ranks, tmp_path, made, words):
+    experts = table()
+    experts[1, 6, 3, 0] = 76
+    record(tmp_path / "rollouts", replace(recorded_batch(0), routed_experts=made(experts.clone())))
+    given = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL)
+    for error in ranks.run(refused, Layout(pp=2), [*given, *REPLAY]):
+        assert words in error
+
+
+def refused(words):
+    from megatron_rc.launch.distributed import AgreedError
+
+    with pytest.raises(AgreedError) as caught:
+        collected(words)
+    return str(caught.value)
+
+
+def test_wrong_experts_of_dense_layers_do_not_matter(ranks, tmp_path):
+    record(tmp_path / "rollouts", replace(recorded_batch(0), routed_experts=change(0, 3, 0, 0, -7)(table())))
+    given = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *MODEL, *REPLAY)
+    assert len(ranks.run(collected, Layout(), given)) == 1

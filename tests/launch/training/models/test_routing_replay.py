@@ -18,7 +18,7 @@ from tests.launch.training.test_matrix import (
 )
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer
+from tests.support.recorded_training import flags, make_trainer, train_recorded
 from tests.support.training_cases import MINI_BATCHES
 
 NARROW = 1e-3
@@ -92,6 +92,20 @@ def test_every_layout_is_the_reference(run, case):
     routers = [name for name in whole_gradients(everywhere, 0) if "router" in name]
     assert len(routers) == training_oracle.LAYERS
     assert all(whole_gradients(everywhere, 0)[name].norm() > 0 for name in routers)
+
+
+@pytest.mark.parametrize("pattern", ["[0,0,1,1]", "[1,0,1,0]"])
+def test_stages_without_experts_and_dense_layers_between(ranks, tmp_path, pattern):
+    """The metrics name the layers with experts; the second step on a batch differs from the pass that it replays."""
+    layout, replay = Layout(pp=2), ["--moe-enable-routing-replay", "--moe-routing-replay-source=old"]
+    words = ["--num-experts=4", "--moe-ffn-hidden-size=24", f"--moe-layer-freq={pattern}", *replay]
+    everywhere = ranks.run(train_recorded, layout, flags(tmp_path, *words, *layout.flags()), 1)
+    layers = [layer for layer, kind in enumerate(pattern[1:-1].split(",")) if kind == "1"]
+    for first, second in everywhere:
+        names = {f"routing/differing_layer_{layer}" for layer in layers}
+        assert {name for name in first if "_layer_" in name} == names
+        assert first["routing/differing"] == 0
+        assert second["routing/differing"] > 0
 
 
 def wanted_shares(case, mini_batch):
