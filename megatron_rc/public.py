@@ -26,6 +26,7 @@ from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import from_verl, to_verl
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
+from megatron_rc.records.support import support_of
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import (
     add_rollout_correction_args,
@@ -80,6 +81,7 @@ __all__ = [
     "rollout_correction_config_from_args",
     "save_rollouts",
     "sequence_sums",
+    "support_of",
     "to_json_lines",
     "to_nemo_rl",
     "to_slime",

@@ -451,17 +451,22 @@ def test_every_example_is_run():
 
 
 def test_other_pages_run(tmp_path, monkeypatch, capsys):
-    """The pages on presets, advantages and records; the second block of the last one needs verl: make test-adaptors."""
+    """The pages on presets, advantages and records; the third block of the last one needs verl: make test-adaptors."""
     assert run("docs/presets.md")["config"].rollout_rs_threshold == "0.2_2.0"
     assert "[0.2, 2]" in capsys.readouterr().out
     found = run("docs/advantages.md")
     assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
     assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
-    block, _ = examples(ROOT / "docs" / "rollouts.md")
+    block, forms, _ = examples(ROOT / "docs" / "rollouts.md")
     monkeypatch.chdir(tmp_path)
     found = {"batch": recorded_batch(0)}
     exec(compile(block, "docs/rollouts.md", "exec"), found)
     assert found["batch"].num_sequences == 2 + found["other"].num_sequences
+    found = {}
+    for line in forms.splitlines():
+        exec(line, found)
+        assert not line.startswith("ids") or found["ids"].tolist() == [5, 6, 7]
+    assert found["counts"].tolist() == [2, 0, 1]
 
 
 def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():

@@ -38,7 +38,7 @@ class Ask:
         return {
             "temperature": self.params.temperature,
             "top_p": self.params.top_p,
-            "min_p": 0.0,
+            "min_p": self.params.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

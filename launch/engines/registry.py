@@ -46,6 +46,7 @@ class EngineKind:
     takes: tuple[str, ...] = ()  # optional settings of that section
     package: str = ""  # required package, which the extra of the same name installs; empty: none
     reports_experts: bool = False  # whether samples have the experts of each token, for --moe-enable-routing-replay
+    reports_support: bool = False  # whether samples have the kept tokens, for --rollout-top-p and the like
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -73,6 +74,7 @@ def _transformers(inputs: EngineInputs) -> RolloutEngine:
     return TransformersEngine(
         *(inputs.model, config.engine.rollout_dtype, inputs.eos_token_id, inputs.pad_token_id, config.launch.device),
         reports_experts=config.replays_rollouts,
+        reports_support=config.rollouts.replays_sampling,
     )
 
 
@@ -117,7 +119,7 @@ def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
 ENGINES = {
-    "transformers": EngineKind(_transformers, reports_experts=True),
+    "transformers": EngineKind(_transformers, reports_experts=True, reports_support=True),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm"),
     "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
     "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),

@@ -42,10 +42,10 @@ class SglangServerEngine(ServerEngine):
         params = asks[0].params if asks else SamplingParams()
         if params == replace(params, top_p=1.0, top_k=1):
             return  # greedy sampling for evaluations, whose log-probs nobody trains on
-        if params.top_p < 1 or params.top_k > 0:
+        if params.is_truncated:
             raise EngineError(
-                f"SGLang reports log-probs before top_p={params.top_p} and top_k={params.top_k}: sample with top_p=1 "
-                "and top_k=0"
+                f"SGLang reports log-probs before top_p={params.top_p}, top_k={params.top_k} and min_p={params.min_p}: "
+                "sample with top_p=1, top_k=0 and min_p=0"
             )
         if params.temperature == 1 or self._log_probs_are_processed:
             return

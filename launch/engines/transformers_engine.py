@@ -37,6 +37,7 @@ class TransformersEngine:
         pad_token_id: token that fills batches; never part of a response.
         device: device of the model.
         reports_experts: whether samples have the experts of their tokens.
+        reports_support: whether truncated samples have the tokens that were kept.
 
     Raises:
         ValueError: experts are wanted of a model without experts.
@@ -53,6 +54,7 @@ class TransformersEngine:
         device: torch.device,
         *,
         reports_experts: bool = False,
+        reports_support: bool = False,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -65,6 +67,7 @@ class TransformersEngine:
         self.version = -1
         self._rounded = Rounding(self.model, dtype)
         self._record = RouterRecord(self.model) if reports_experts else None
+        self._reports_support = reports_support
         self._shares_prompts = not any(is_expert(name) for name, _ in self.model.named_parameters())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -78,9 +81,7 @@ class TransformersEngine:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`. ``top_p`` must be 1."""
-        if params.top_p != 1:
-            raise ValueError(f"top_p is {params.top_p}: the transformers engine samples with 1")
+        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`."""
         if self._record is None:
             return self._sample(prompts, params, max_new_tokens, seed)
         with self._record.open():
@@ -97,7 +98,8 @@ class TransformersEngine:
         read, places = self._read_once(prompts)
         tokens, positions, attention = self._padded(read)
         running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
-        cache, chosen, log_probs = None, [], []
+        warpers = _warpers(params)
+        cache, chosen, log_probs, kept = None, [], [], []
         for _ in range(max_new_tokens):
             output = self.model(
                 input_ids=tokens,
@@ -111,7 +113,10 @@ class TransformersEngine:
             if len(logits) < len(prompts):
                 cache.batch_select_indices(places)
                 logits, positions, attention = logits[places], positions[places], attention[places]
-            tokens, values = self._draw(logits, params, generator)
+            distribution = torch.log_softmax(warpers(None, logits.float()), dim=-1)
+            tokens, values = self._draw(distribution, generator)
+            if self._reports_support and params.is_truncated:
+                kept.append(_kept(distribution))
             chosen.append(torch.where(running, tokens.squeeze(1), -1))  # -1 after the end of text
             log_probs.append(values)
             running = running & (tokens.squeeze(1) != self.eos)
@@ -119,7 +124,11 @@ class TransformersEngine:
                 break
             positions = positions[:, -1:] + 1
             attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)
-        return self._samples(torch.stack(chosen, dim=1), torch.stack(log_probs, dim=1))
+        samples = self._samples(torch.stack(chosen, dim=1), torch.stack(log_probs, dim=1))
+        if not kept:
+            return samples
+        supports = zip(*kept, strict=True)  # for each response the kept tokens of all steps
+        return [replace(one, support=own[: len(one.token_ids)]) for one, own in zip(samples, supports, strict=True)]
 
     def _read_once(self, prompts: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], Tensor | None]:
         """(different prompts, position of each prompt among them); (all prompts, None) if they are not shared."""
@@ -138,12 +147,11 @@ class TransformersEngine:
         positions = torch.arange(longest, device=self.device).unsqueeze(0) - starts
         return torch.tensor(rows, device=self.device), positions.clamp(min=0), (positions >= 0).long()
 
-    def _draw(self, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens [b, 1] drawn from logits [b, v], and their log-probs [b].
+    def _draw(self, distribution: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Tokens [b, 1] drawn from log-probs [b, v], and their log-probs [b].
 
-        A response whose logits are NaN ends, with NaN as its log-prob.
+        A response whose log-probs are NaN ends, with NaN as its log-prob.
         """
-        distribution = torch.log_softmax(_among(logits.float() / params.temperature, params), dim=-1)
         broken = distribution[:, :1].isnan()
         tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
         tokens = torch.where(broken, self.eos, tokens)
@@ -158,9 +166,20 @@ class TransformersEngine:
         return samples
 
 
-def _among(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits [b, v] with all but the ``top_k`` largest set to minus infinity; ties are broken arbitrarily."""
-    if not params.top_k:
-        return logits
-    kept = logits.topk(params.top_k, dim=-1)
-    return torch.full_like(logits, -torch.inf).scatter(1, kept.indices, kept.values)
+def _warpers(params: SamplingParams) -> Any:
+    """The steps from logits [b, v] to the logits that are sampled from, minus infinity for tokens that are not kept."""
+    from transformers import generation
+
+    return generation.LogitsProcessorList(
+        [
+            generation.TemperatureLogitsWarper(float(params.temperature)),
+            *([generation.TopKLogitsWarper(params.top_k)] if params.top_k else []),
+            *([generation.TopPLogitsWarper(float(params.top_p))] if params.top_p < 1 else []),
+            *([generation.MinPLogitsWarper(float(params.min_p))] if params.min_p else []),
+        ]
+    )
+
+
+def _kept(distribution: Tensor) -> list[Tensor]:
+    """For each row of log-probs [b, v] the ids of its kept tokens, int32; none if the log-probs are NaN."""
+    return [row.nonzero().flatten().int() for row in (distribution > -torch.inf).cpu()]

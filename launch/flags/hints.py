@@ -50,6 +50,9 @@ _MEANT = {
     "overlong-prompts": "filter-overlong-prompts max-prompt-length prompt-max-len rollout-max-prompt-len",
     "max-response-length": "max-new-tokens generate-max-len rollout-max-response-len",
     "rl-default-temperature": "temperature rollout-temperature",
+    "rollout-top-p": "top-p rl-default-top-p",
+    "rollout-top-k": "top-k rl-default-top-k",
+    "rollout-min-p": "min-p",
     "rollout-engine": "rollout-backend generation-backend inference-engine",
     "rollout-correction-preset": "use-tis enable-vllm-is-correction use-importance-sampling-correction "
     "rollout-correction",

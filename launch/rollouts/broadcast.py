@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.launch.rollouts.routed_experts import ExpertsBroadcast
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.parallel.collectives import broadcast
-from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 
@@ -19,6 +20,7 @@ class ReplicaBroadcast:
     def __init__(self, config: RunConfig, groups: ParallelGroups, sampling: SamplingParams) -> None:
         self.groups, self.device, self.sampling = groups, config.launch.device, sampling
         self._experts = ExpertsBroadcast(config, groups) if config.replays_rollouts else None
+        self._sends_support = config.rollouts.replays_sampling
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The first rank's tensor; shape and dtype are equal on all ranks."""
@@ -31,21 +33,25 @@ class ReplicaBroadcast:
         """The first rank's batch of ``rows`` responses and ``length`` columns; the other ranks give None.
 
         ``routed_experts`` has the layers of this rank's stage, see :class:`ExpertsBroadcast`; it is None unless the
-        rollouts' experts are replayed.
+        rollouts' experts are replayed. The supports are on the last stage, which scores, and on the first rank; they
+        are None unless the trainer uses them.
 
-        Collectives: two broadcasts over TP×CP and two over PP, and those of the experts.
+        Collectives: two broadcasts over TP×CP and two over PP, and those of the experts and of the supports.
         """
-        integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
+        columns_per_token = 4 if self._sends_support else 3
+        integers = torch.zeros(rows, columns_per_token * length + 3, dtype=torch.int64)
         floats = torch.zeros(rows, length + 1)
         if batch is not None:
             per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
             # The receivers expect these dtypes; records may have others.
             columns = [values.unsqueeze(1) for values in per_row]
             whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
+            if self._sends_support and batch.support_counts is not None:
+                whole.insert(3, batch.support_counts)
             integers = torch.cat([values.long() for values in whole], dim=1)
             floats = torch.cat([batch.rollout_log_probs.float(), batch.rewards.float().unsqueeze(1)], dim=1)
         integers, floats = self.tensor(integers), self.tensor(floats)
-        tokens, mask, versions, rest = integers.split([length, length, length, 3], dim=1)
+        tokens, mask, versions, *counts, rest = integers.split([*[length] * columns_per_token, 3], dim=1)
         return RolloutBatch(
             tokens=tokens,
             response_mask=mask.bool(),
@@ -57,4 +63,27 @@ class ReplicaBroadcast:
             finish_reasons=rest[:, 2],
             sampling=self.sampling,
             routed_experts=None if self._experts is None else self._experts(batch, rows, length),
+            **(self._support(None if batch is None else batch.support_ids, counts[0].int()) if counts else {}),
         )
+
+    def _support(self, ids: Tensor | None, counts: Tensor) -> dict[str, Tensor | None]:
+        """The fields of the supports, whose ``ids`` the first rank has; ``counts``, [rows, length], are on all ranks.
+
+        Collectives, on the first and the last stage: a message between their first ranks, a broadcast over the last
+        stage's TP×CP. One host synchronisation.
+        """
+        pp = self.groups.pp
+        stage, last = group_rank(pp), group_size(pp) - 1
+        if stage < last and ids is None:
+            return {}
+        here = torch.zeros(int(counts.sum()), dtype=torch.int32) if ids is None else ids
+        here = here.to(self.device, torch.int32).contiguous()
+        if pp is not None and last and group_rank(self.groups.tp) == group_rank(self.groups.cp) == 0:
+            first_rank, last_rank = dist.get_global_rank(pp, 0), dist.get_global_rank(pp, last)
+            if stage == last:
+                dist.recv(here, first_rank, group=pp)
+            else:
+                dist.send(here, last_rank, group=pp)
+        if stage == last:
+            here = broadcast(here, 0, parallel_state.get_tensor_and_context_parallel_group())
+        return {"support_ids": here, "support_counts": counts}

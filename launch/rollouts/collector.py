@@ -67,7 +67,7 @@ class RolloutCollector:
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
         self.work.run(lambda: self._start(engine), "the start of the engines")
-        self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
+        self.sampling = config.rollouts.sampling
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(config, groups, self.sampling)
         self._rows = config.rollouts.sequences // config.data_parallel_size
@@ -273,6 +273,11 @@ class RolloutCollector:
         )
         if self.config.replays_rollouts:
             check_routed_experts(batch, self.config)
+        if rollouts.replays_sampling and batch.support_ids is None:
+            raise ValueError(
+                "the rollouts were sampled from a part of the vocabulary, but do not have the tokens that the engine "
+                "kept (support_ids): record them, sample from all tokens, or give --allow-truncated-sampling"
+            )
         if rollouts.rollout_staleness is not None:
             # A run that resumes inside a recorded batch reads all of it again.
             begun = step if self.recorded is None else step // updates * updates
@@ -287,12 +292,21 @@ class RolloutCollector:
         if self.recorded is None:
             return self._required_sampler().sample(step)
         batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
-        if batch.sampling.temperature != self.sampling.temperature:
-            raise ValueError(
-                f"the rollouts in {config.rollouts.load_rollouts} were sampled at temperature "
-                f"{batch.sampling.temperature}, --rl-default-temperature is {self.sampling.temperature}: set it alike"
-            )
+        self._check_sampling(batch.sampling)
         return SampledBatch(batch)
+
+    def _check_sampling(self, recorded: SamplingParams) -> None:
+        """Check that records were sampled as the flags say, for the trainer computes the same distribution."""
+        flags = {"temperature": "rl-default-temperature"}
+        if not self.config.rollouts.allow_truncated_sampling:
+            flags |= {name: f"rollout-{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p")}
+        for name, flag in flags.items():
+            was, now = getattr(recorded, name), getattr(self.sampling, name)
+            if was != now:
+                raise ValueError(
+                    f"the rollouts in {self.config.rollouts.load_rollouts} were sampled at {name} {was}, --{flag} is "
+                    f"{now}: set it alike"
+                )
 
     def _required_sampler(self) -> RolloutSampler:
         if self.sampler is None:

@@ -60,7 +60,7 @@ class RolloutSampler:
     def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
         self.rewarder, self.good_samples = Rewarder(config, replica), GoodSamples(config, engine, replica)
-        self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
+        self.sampling = config.rollouts.sampling
 
     def sample(self, step: int) -> SampledBatch:
         """This replica's share of the rollout batch that starts at optimizer step ``step``, with rewards."""
@@ -208,7 +208,23 @@ class RolloutSampler:
             finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
             sampling=self.sampling,
             routed_experts=self._routed_experts(prompts, samples) if self.config.replays_rollouts else None,
+            **(self._support(samples, mask) if self.config.rollouts.replays_sampling else {}),
         )
+
+    @staticmethod
+    def _support(samples: Sequence[Sample], mask: Tensor) -> dict[str, Tensor]:
+        """The records' fields of the tokens that the engine kept; ``mask`` has the sampled tokens."""
+        for sample in samples:
+            given = None if sample.support is None else len(sample.support)
+            if given != len(sample.token_ids) and sample.token_ids:
+                raise EngineError(
+                    f"the engine reported the kept tokens of {given} of {len(sample.token_ids)} sampled tokens: "
+                    "--rollout-top-p, --rollout-top-k and --rollout-min-p need all of them"
+                )
+        kept = [ids for sample in samples for ids in sample.support or ()]
+        counts = torch.zeros(mask.shape, dtype=torch.int32)
+        counts[mask] = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
+        return {"support_ids": torch.cat(kept) if kept else counts.new_zeros(0), "support_counts": counts}
 
     def _routed_experts(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Tensor:
         """[responses, seq_length, layers, top_k] int16 experts of each token, −1 if they are not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rc.launch.run_config.options import option
+from megatron_rc.records.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,27 @@ class RolloutSection:
         not_negative=True,
     )
     rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0)
+    rollout_top_p: float = option(
+        "sample from the likeliest tokens that have this probability together; the trainer's log-probs are over the "
+        "same tokens",
+        default=1.0,
+        most=1,
+    )
+    rollout_top_k: int = option(
+        "sample from this many of the likeliest tokens, as --rollout-top-p; default: 0, from all",
+        default=0,
+        not_negative=True,
+    )
+    rollout_min_p: float = option(
+        "sample from tokens with at least this share of the likeliest token's probability, as --rollout-top-p; "
+        "default: 0, from all",
+        default=0.0,
+        not_negative=True,
+        below=1,
+    )
+    entropy_over_support: bool = option(
+        "entropy over the tokens that the engine kept alone, with --rollout-top-p and the like; default: over all"
+    )
     always_score: bool = option(
         "score every rollout batch in a forward-only pass; default: only if the update needs log π_old before"
     )
@@ -59,7 +81,7 @@ class RolloutSection:
         most=10_000,
     )
     allow_truncated_sampling: bool = option(
-        "accept rollouts with top_p < 1 or top_k > 0, whose log-probs are not the policy's"
+        "accept truncated rollouts whose kept tokens are not known, so that their log-probs are not the policy's"
     )
     knows_versions: bool
 
@@ -67,6 +89,18 @@ class RolloutSection:
     def sequences(self) -> int:
         """Number of sequences of a rollout batch, over all ranks."""
         return self.grpo_prompts_per_step * self.grpo_group_size
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of rollouts."""
+        return SamplingParams(
+            self.rl_default_temperature, self.rollout_top_p, self.rollout_top_k, min_p=self.rollout_min_p
+        )
+
+    @property
+    def replays_sampling(self) -> bool:
+        """Whether the trainer's log-probs are over the tokens that the engine kept, which records must have."""
+        return self.sampling.is_truncated and not self.allow_truncated_sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -410,8 +410,8 @@ def _correction(config: RunConfig, groups: ParallelGroups) -> RolloutCorrection:
         loss=config.loss,
         has_auxiliary_losses=config.has_auxiliary_losses,
         one_pass=is_one_pass(config),
-        # Greedy responses have log-probs of 0; the reader of records has checked them.
-        allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
+        # A token that was sampled from itself alone has log-prob 0; the reader of records has checked them.
+        allow_zero_log_probs=config.rollouts.allow_truncated_sampling or config.rollouts.replays_sampling,
     )
 
 

@@ -58,7 +58,8 @@ def _sampling_facts(sampled: Sampled) -> dict[str, float]:
     if how is None:
         return {}
     is_raw = float(how.log_probs_mode == "raw")
-    return {"temperature": how.temperature, "top_p": how.top_p, "top_k": float(how.top_k), "raw_log_probs": is_raw}
+    truncation = {"top_p": how.top_p, "top_k": float(how.top_k), "min_p": how.min_p}
+    return {"temperature": how.temperature, "raw_log_probs": is_raw, **truncation}
 
 
 def _library_metrics(sampled: Sampled) -> dict[str, float]:

@@ -47,9 +47,10 @@ RULES: tuple[Rule, ...] = (
         "truncated sampling (top-p, top-k)",
         (("top_p",), ("ratio_mean", "log_ratio_p99")),
         signs.is_truncated,
-        "the record says top_p < 1 or top_k > 0; or the mean ratio is below 1 by 0.01 and by 4 standard errors, and "
-        "nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2), because the engine normalises over "
-        "the tokens that it kept; the mean ratio is then the probability that the trainer gives to these tokens",
+        "the record says top_p < 1, top_k > 0 or min_p > 0, and has no kept tokens; or the mean ratio is below 1 by "
+        "0.01 and by 4 standard errors, and nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2), "
+        "because the engine normalises over the tokens that it kept; the mean ratio is then the probability that the "
+        "trainer gives to these tokens",
         "the mean ratio is {ratio_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
         "give to the tokens that the engine kept; recorded: top_p {top_p:.3g}, top_k {top_k:.0f}",
         "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",

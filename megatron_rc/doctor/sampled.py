@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,13 +31,16 @@ class Sampled:
         scored = None if old is None else batch.response_mask & ~old.isnan()
         if scored is None or not scored.any():
             old, scored = None, batch.response_mask
+        sampling = batch.sampling
+        if batch.support_ids is not None:  # the trainer's log-probs are over the same tokens
+            sampling = replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
         return cls(
             rollout_log_probs=batch.rollout_log_probs,
             response_mask=scored,
             old_log_probs=old,
             rewards=batch.rewards,
             policy_versions=batch.policy_versions.long(),
-            sampling=batch.sampling,
+            sampling=sampling,
         )
 
     def corrected(self, config: RolloutCorrectionConfig, rewards: Tensor | None = None) -> CorrectionResult:

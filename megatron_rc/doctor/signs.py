@@ -33,7 +33,7 @@ def is_enough(facts: Facts) -> bool:
 
 def is_truncated(facts: Facts) -> bool:
     """No ratio is above 1, as if the engine normalised over a part of the vocabulary."""
-    if facts["top_p"] < 1 or facts["top_k"] > 0:
+    if facts["top_p"] < 1 or facts["top_k"] > 0 or facts["min_p"] > 0:
         return True
     cut = facts["ratio_mean"] < 1 - ratio_error(facts) and is_enough(facts)
     one_sided = not facts["share_above"] > 0.2 * facts["share_below"]

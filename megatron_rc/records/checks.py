@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, NUM_SEQUENCE_IDS, POSITIVE_LIMIT
+from megatron_rc.records.support import owners_of
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -20,11 +21,12 @@ _FLOATS = (torch.float32, torch.float64)
 class Field(NamedTuple):
     """The form of one of the record's tensors."""
 
-    per_token: bool  # True for [n, s], like ``tokens``; False for [n]
+    per_token: bool  # True for [n, s], like ``tokens``; False for [n], or for a list of any length
     dtypes: tuple[torch.dtype, ...]  # the accepted ones
     words: str  # the dtypes in an error message
     more: int = 0  # number of further dimensions
     is_optional: bool = False
+    is_list: bool = False  # [ids]: of any length
 
 
 _LOG_PROBS = "float32 or float64, as half precision shifts the ratios by percents"
@@ -38,6 +40,8 @@ FIELDS = {
     "rewards": Field(False, _FLOATS, "float32 or float64"),
     "finish_reasons": Field(False, _INTEGERS, "integers, for example int64"),
     "routed_experts": Field(True, _SIGNED, "signed integers, for example int32", more=2, is_optional=True),
+    "support_ids": Field(False, _SIGNED, "signed integers, for example int32", is_optional=True, is_list=True),
+    "support_counts": Field(True, _SIGNED, "signed integers, for example int32", is_optional=True),
     "old_log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
     "log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
 }
@@ -56,15 +60,33 @@ def check_structure(batch: Any) -> None:
         tokens, shape = batch.tokens, tuple(value.shape)
         if name == "tokens" and len(shape) != 2:
             raise ValueError(f"tokens has shape {shape}: expected [sequences, length]")
-        shared = tuple(tokens.shape if field.per_token else tokens.shape[:1])
-        if shape[: len(shared)] != shared or len(shape) != len(shared) + field.more:
-            expected = f"{shared} + (layers, top_k)" if field.more else f"{shared}"
-            ending = "as tokens" if field.per_token else "one for each row of tokens"
-            raise ValueError(f"{name} has shape {shape}: expected {expected}, {ending}")
+        _check_shape(name, field, shape, tuple(tokens.shape))
         if value.dtype not in field.dtypes:
             raise ValueError(f"{name} is {value.dtype}: expected {field.words}")
         if value.device != tokens.device:
             raise ValueError(f"{name} is on {value.device}, tokens on {tokens.device}: move the batch with to(device)")
+    _check_support(batch)
+
+
+def _check_shape(name: str, field: Field, shape: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+    if field.is_list:
+        if len(shape) != 1:
+            raise ValueError(f"{name} has shape {shape}: expected a list")
+        return
+    shared = tokens if field.per_token else tokens[:1]
+    if shape[: len(shared)] != shared or len(shape) != len(shared) + field.more:
+        expected = f"{shared} + (layers, top_k)" if field.more else f"{shared}"
+        ending = "as tokens" if field.per_token else "one for each row of tokens"
+        raise ValueError(f"{name} has shape {shape}: expected {expected}, {ending}")
+
+
+def _check_support(batch: Any) -> None:
+    """Check that ids and counts of the supports belong together."""
+    ids, counts = batch.support_ids, batch.support_counts
+    if (ids is None) != (counts is None):
+        raise ValueError(f"support_{'ids' if ids is None else 'counts'} is None: give support_ids and support_counts")
+    if counts is not None and ((counts < 0).any() or int(counts.sum()) != len(ids)):
+        raise ValueError(f"support_ids has {len(ids)} ids, support_counts {int(counts.sum())}: give one record's")
 
 
 def check_values(
@@ -94,7 +116,24 @@ def check_values(
             bad = mask & ((scored > POSITIVE_LIMIT) | scored.isinf())
             _refuse(ids, bad, name + " of {} is {}" + expected, scored)
     _refuse(ids, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
+    _check_kept(columns, vocab_size)
     _check_fillers(columns, top_k)
+
+
+def _check_kept(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
+    """Check that every sampled token is among the tokens that the engine kept, and that these are token ids."""
+    kept, counts = columns.get("support_ids"), columns.get("support_counts")
+    if kept is None or counts is None:
+        return
+    ids, tokens, mask = columns["sample_ids"], columns["tokens"], columns["response_mask"]
+    owner = owners_of(counts)
+    has_wrong, has_own = (torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device) for _ in range(2))
+    has_wrong[owner[kept < 0 if vocab_size is None else (kept < 0) | (kept >= vocab_size)]] = True
+    has_own[owner[kept == tokens.flatten()[owner]]] = True
+    has_wrong, has_own = has_wrong.view_as(mask), has_own.view_as(mask)
+    _refuse(ids, mask & has_wrong, "the support of {} has ids that are no tokens of the vocabulary", tokens)
+    missing = mask & (counts > 0) & ~has_own
+    _refuse(ids, missing, "the support of {} lacks the sampled token {}: it is another token's, or cut short", tokens)
 
 
 def _check_ids(columns: Mapping[str, Tensor]) -> None:
@@ -118,6 +157,8 @@ def _check_fillers(columns: Mapping[str, Tensor], top_k: int) -> None:
     if top_k == 1:
         return  # the only token that can be sampled has probability 1
     mask = columns["response_mask"]
+    if "support_counts" in columns:
+        mask = mask & (columns["support_counts"] != 1)  # the only token that was kept has probability 1
     count = mask.sum(dim=1)
     empty = ~(mask & (columns["rollout_log_probs"] != 0)).any(dim=1) & (count > 0)
     # In a short response all log-probs may be 0; in more sampled tokens than the limit they may not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_rc.records.checks import (
 )
 from megatron_rc.records.sampling import SamplingParams
 from megatron_rc.records.storage import read_file, write_file
+from megatron_rc.records.support import take_support
 
 __all__ = ["FINISH_REASONS", "SCHEMA_VERSION", "RolloutBatch", "SamplingParams", "load_rollouts", "save_rollouts"]
 
@@ -46,6 +47,10 @@ class RolloutBatch:
         sampling: the sampling parameters.
         routed_experts: [n, s, layers, top_k] int32, for models with experts; None otherwise. Position t has the experts
             that read token t and so predict token t + 1; -1 if they are not known.
+        support_ids: [ids] int32, the tokens that the engine kept by top-p, top-k or min-p at each position, one
+            position after the other, row after row; None: not recorded, or the engine samples from all tokens.
+        support_counts: [n, s] int32, the number of these tokens that belong to the token sampled at each position; 0:
+            the whole vocabulary. None like ``support_ids``.
         old_log_probs: [n, s] float32, log π_old of the sampled tokens, by the trainer before the first optimizer step
             on the batch; NaN at tokens that it did not score; any value at tokens that were not sampled. None: not
             recorded.
@@ -63,6 +68,8 @@ class RolloutBatch:
     finish_reasons: Tensor
     sampling: SamplingParams
     routed_experts: Tensor | None = None
+    support_ids: Tensor | None = None
+    support_counts: Tensor | None = None
     old_log_probs: Tensor | None = None
     log_probs: Tensor | None = None
 
@@ -81,8 +88,8 @@ class RolloutBatch:
         """Check everything that one host can check, before the records are sent to other ranks.
 
         Args:
-            allow_truncated_sampling: accept top_p < 1 or top_k > 0, which sample from another distribution than the
-                policy.
+            allow_truncated_sampling: accept top_p < 1, top_k > 0 or min_p > 0, which sample from another distribution
+                than the policy, although the tokens that the engine kept are not recorded.
             vocab_size: token ids must be below it; None: not checked.
             allow_bad_log_probs: accept NaN, infinite and positive log-probs, which a correction with ``bad_log_probs``
                 rejects and counts.
@@ -92,7 +99,7 @@ class RolloutBatch:
             ValueError: names the field, the sample and the position.
         """
         check_structure(self)
-        self.sampling.check(allow_truncated_sampling)
+        self.sampling.check(allow_truncated_sampling or self.support_ids is not None)
         check_values(self.tensors(), self.sampling.top_k, vocab_size, allow_bad_log_probs=allow_bad_log_probs)
 
     def label_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +114,19 @@ class RolloutBatch:
         """``policy_versions`` at label positions, [n, s] int64."""
         return _to_labels(self.policy_versions).long()
 
+    def label_support(self) -> tuple[Tensor, Tensor] | None:
+        """(ids, counts [n, s]) of the supports at label positions of sampled tokens; None if there are none."""
+        if self.support_ids is None or self.support_counts is None:
+            return None
+        labels = torch.where(_to_labels(self.response_mask), self._places + 1, -1)
+        return take_support(self.support_ids, self.support_counts, labels)
+
+    def support_of_row(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """(ids, counts [end − first]) of the supports in some columns of a row; None if there are none."""
+        if self.support_ids is None or self.support_counts is None:
+            return None
+        return take_support(self.support_ids, self.support_counts, self._places[row, first:end])
+
     def tensors(self) -> dict[str, Tensor]:
         """The record's tensors by field name, without absent fields."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
@@ -115,7 +135,20 @@ class RolloutBatch:
         """A part of the sequences, by a slice, indices in any order, or a mask [n] bool."""
         if not isinstance(index, (slice, Tensor)):
             index = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
-        return self._each(lambda value: value[index])
+        per_row = {name: value[index] for name, value in self.tensors().items() if not FIELDS[name].is_list}
+        return replace(self, **(per_row | self._support_at(self._places[index])))
+
+    @property
+    def _places(self) -> Tensor:
+        """[n, s], the position of each token in the flattened batch."""
+        return torch.arange(self.tokens.numel(), device=self.tokens.device).view_as(self.tokens)
+
+    def _support_at(self, place: Tensor) -> dict[str, Any]:
+        """The fields of the supports for the positions ``place`` of the flattened batch, −1 for padding."""
+        if self.support_ids is None or self.support_counts is None:
+            return {}
+        ids, counts = take_support(self.support_ids, self.support_counts, place)
+        return {"support_ids": ids, "support_counts": counts}
 
     def at_length(self, length: int, pad_token_id: int = 0) -> RolloutBatch:
         """The sequences in ``length`` columns, with padding added or cut off.
@@ -133,27 +166,25 @@ class RolloutBatch:
             for name, value in self.tensors().items()
             if FIELDS[name].per_token
         }
-        return replace(self, **changed)
+        return replace(self, **(changed | self._support_at(_pad(self._places[:, :length], length, -1))))
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """The batch on another device."""
-        return self._each(lambda value: value.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> RolloutBatch:
-        changed: dict[str, Any] = {name: change(value) for name, value in self.tensors().items()}
-        return replace(self, **changed)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
+        return replace(self, **moved)
 
     @classmethod
     def concatenate(cls, batches: Sequence[RolloutBatch], pad_token_id: int = 0) -> RolloutBatch:
         """The sequences of several batches, padded to the longest.
 
         Args:
-            batches: at least one; all with the same sampling parameters, and all or none with routed experts. If only
-                some have the trainer's log-probs, the others get NaN.
+            batches: at least one; all with the same sampling parameters, and all or none with routed experts and with
+                supports. If only some have the trainer's log-probs, the others get NaN.
             pad_token_id: fills the shorter sequences.
 
         Raises:
-            ValueError: no batch, or batches that differ in sampling parameters, routed experts, dtypes or devices.
+            ValueError: no batch, or batches that differ in sampling parameters, routed experts, supports, dtypes or
+                devices.
         """
         if not batches:
             raise ValueError("batches is empty: expected at least one rollout batch")
@@ -243,6 +274,8 @@ def _check_alike(first: RolloutBatch, other: RolloutBatch) -> None:
     if shapes[0] != shapes[1]:
         words = ["none" if shape is None else f"[.., {shape[0]}, {shape[1]}]" for shape in shapes]
         raise ValueError(f"batches have different routed_experts, {words[0]} and {words[1]}: keep them apart")
+    if (first.support_ids is None) != (other.support_ids is None):
+        raise ValueError("only some batches have support_ids: keep them apart")
     for name, value in other.tensors().items():
         mine = getattr(first, name)
         if (value.dtype, value.device) != (mine.dtype, mine.device):

@@ -106,8 +106,8 @@ def test_wrong_sampling_is_refused(name, value):
     ("change", "message"),
     [
         ({"log_probs_mode": "raw", "temperature": 0.6}, r"raw \(before temperature\) at temperature 0.6"),
-        ({"top_p": 0.9}, "top_p=0.9, top_k=0 "),
-        ({"top_k": 5}, "top_p=1.0, top_k=5 "),
+        ({"top_p": 0.9}, "top_p=0.9, top_k=0, min_p=0"),
+        ({"top_k": 5}, "top_p=1.0, top_k=5, min_p=0"),
     ],
 )
 def test_sampling_from_another_distribution_is_refused(change, message):

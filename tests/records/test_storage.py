@@ -59,7 +59,13 @@ def test_the_header_is_json_that_others_can_read(tmp_path):
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     own = json.loads(header["__metadata__"]["megatron_rc"])
     assert own["schema_version"] == 1
-    assert own["sampling"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed"}
+    assert own["sampling"] == {
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": 0,
+        "log_probs_mode": "processed",
+        "min_p": 0.0,
+    }
     assert own["shapes"]["tokens"] == [3, 8]
     assert "routed_experts" not in own["shapes"]
 

@@ -146,10 +146,11 @@ def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.
 
 
 @functools.cache
-def make_data(experts: int = 0, replayed: str = "") -> Data:
+def make_data(experts: int = 0, replayed: str = "", kept: str = "") -> Data:
     """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; no decision near its bound.
 
-    Up to four sequences are rejected together. ``replayed``: see :func:`make_routes`; empty: no replay.
+    Up to four sequences are rejected together. ``replayed``: see :func:`make_routes`; empty: no replay. ``kept``: the
+    log-probs are over some tokens, see :func:`make_kept`; ``entropy``: the entropies too; empty: over all.
     """
     # Seed 34: no router decides narrowly.
     generator = torch.Generator().manual_seed(34 if experts else 12)
@@ -157,7 +158,8 @@ def make_data(experts: int = 0, replayed: str = "") -> Data:
     tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
     exact = [{name: weight.double() for name, weight in each.items()} for each in weights(experts)]
     routes = make_routes(replayed, exact[0], tokens, experts) if replayed else None
-    old, new = (training_oracle.score(each, tokens, routes)[0] for each in exact)
+    among = make_kept(tokens) if kept else None
+    old, new = (training_oracle.score(each, tokens, routes, among)[0] for each in exact)
     rewards = torch.rand(SEQUENCES, generator=generator)
     ids = torch.arange(SEQUENCES)
     data = Data(
@@ -168,6 +170,8 @@ def make_data(experts: int = 0, replayed: str = "") -> Data:
         ids // 4,
         ids // PER_MINI_BATCH,
         routes=routes,
+        kept=among,
+        entropy_over_kept=kept == "entropy",
     )
     for row in range(SEQUENCES):
         if row not in EMPTY_ROWS:
@@ -191,6 +195,14 @@ def make_routes(replayed: str, old: training_oracle.Weights, tokens: torch.Tenso
     return torch.where(unknown.view(*tokens.shape, 1, 1), -1, routes)
 
 
+def make_kept(tokens: torch.Tensor) -> torch.Tensor:
+    """[n, s, vocabulary] bool: half of all tokens, with the next token; every fourth position has all tokens."""
+    generator = torch.Generator().manual_seed(5)
+    kept = torch.rand(*tokens.shape, training_oracle.VOCABULARY, generator=generator) < 0.5
+    kept.scatter_(2, tokens.roll(-1, dims=1).unsqueeze(2), True)
+    return kept | (torch.rand(*tokens.shape, 1, generator=generator) < 0.25)
+
+
 def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator: torch.Generator) -> None:
     """Draw one sequence until no objective decides narrowly."""
     objectives = [objective for some in OBJECTIVES.values() for objective in some]
@@ -210,9 +222,9 @@ def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator:
 
 
 @functools.cache
-def expected(objective: Objective, experts: int = 0, replayed: str = "") -> training_oracle.Expected:
+def expected(objective: Objective, experts: int = 0, replayed: str = "", kept: str = "") -> training_oracle.Expected:
     """The reference's update."""
-    return training_oracle.update(objective, make_data(experts, replayed), *weights(experts))
+    return training_oracle.update(objective, make_data(experts, replayed, kept), *weights(experts))
 
 
 def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, torch.Tensor]:
@@ -276,7 +288,7 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         with trainer.reference.in_place_of(trainer.chunks):
             load(trainer.chunks, old)
     batch, rows = batch_of(data, group_rank(groups.dp), group_size(groups.dp))
-    batch = with_routes(trainer, on_device(batch, trainer.device), data.routes)
+    batch = with_replayed(trainer, on_device(batch, trainer.device), data)
     with recorded(of_library=True) as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
@@ -308,16 +320,32 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     )
 
 
-def with_routes(trainer: Any, batch: RolloutBatch, routes: torch.Tensor | None) -> RolloutBatch:
-    """The batch with this rank's part of the experts to replay, sent from the first rank of the replica."""
+def with_replayed(trainer: Any, batch: RolloutBatch, data: Data) -> RolloutBatch:
+    """The batch with this rank's part of the experts and of the kept tokens, sent from the replica's first rank."""
     from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 
     groups, config = trainer.groups, trainer.config
-    if not config.replays_rollouts:
+    if not (config.replays_rollouts or config.rollouts.replays_sampling):
         return batch
-    is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-    given = dataclasses.replace(batch, routed_experts=routes[batch.sample_ids]) if is_first else None
+    given = None
+    if group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0:
+        rows = batch.sample_ids.cpu()
+        routes = data.routes[rows] if config.replays_rollouts else None
+        support = {} if data.kept is None else support_fields(data.kept[rows])
+        given = dataclasses.replace(batch, routed_experts=routes, **support)
     return ReplicaBroadcast(config, groups, batch.sampling).batch(given, *batch.tokens.shape)
+
+
+def support_fields(kept: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The record's fields of kept tokens [n, s, vocabulary], aligned to labels; all tokens: a position without ids."""
+    ids, counts = [], torch.zeros(kept.shape[:2], dtype=torch.int32)
+    for row in range(len(kept)):
+        for column in range(1, kept.shape[1]):
+            own = kept[row, column - 1]
+            if not own.all():
+                ids.append(own.nonzero().flatten().int())
+                counts[row, column] = len(ids[-1])
+    return {"support_ids": torch.cat(ids), "support_counts": counts}
 
 
 def watch(trainer: Any) -> list[Any] | None:

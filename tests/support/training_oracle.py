@@ -181,18 +181,27 @@ def rotate(heads: torch.Tensor) -> torch.Tensor:
 
 
 def score(
-    weights: Weights, tokens: torch.Tensor, routes: torch.Tensor | None = None
+    weights: Weights,
+    tokens: torch.Tensor,
+    routes: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+    entropy_over_kept: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, s] log-probs of the next tokens and entropies, in float64; 0 in the last column, which has no next token.
 
-    ``routes``: [n, s, layers, top_k], see :func:`logits`.
+    ``routes``: [n, s, layers, top_k], see :func:`logits`. ``kept``: [n, s, vocabulary] bool, tokens that the log-probs
+    are over; the entropies are over the whole vocabulary, or over these too.
     """
     columns = []
     for number, row in enumerate(tokens):
         forced = None if routes is None else routes[number]
-        log_p = logits(weights, row, routes=forced).log_softmax(-1)[:-1]
-        taken = log_p[torch.arange(len(row) - 1), row[1:]]
-        columns.append(torch.stack([taken, -(log_p.exp() * log_p).sum(-1)]))
+        found = logits(weights, row, routes=forced)[:-1]
+        log_p = found.log_softmax(-1)
+        among = log_p if kept is None else found.masked_fill(~kept[number, :-1], -math.inf).log_softmax(-1)
+        taken = among[torch.arange(len(row) - 1), row[1:]]
+        over = among if entropy_over_kept else log_p
+        entropy = -(over.exp() * over.masked_fill(over == -math.inf, 0.0)).sum(-1)
+        columns.append(torch.stack([taken, entropy]))
     both = torch.nn.functional.pad(torch.stack(columns, 1), (0, 1))
     return both[0], both[1]
 
@@ -235,6 +244,8 @@ class Data:
     mini_batch_ids: torch.Tensor
     ages: torch.Tensor | None = None  # versions between the sampling policy and the old one
     routes: torch.Tensor | None = None  # [n, s, layers, top_k] experts that are forced, see ``logits``
+    kept: torch.Tensor | None = None  # [n, s, vocabulary] bool, tokens that the engine kept, see ``score``
+    entropy_over_kept: bool = False
 
 
 @dataclass
@@ -294,14 +305,14 @@ def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
 def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expected:
     """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``.
 
-    Forced experts are π_θ's and π_old's; the routers of π_ref choose.
+    Forced experts are π_θ's and π_old's; the routers of π_ref choose. All log-probs are over the kept tokens.
     """
     parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
-    log_probs, entropy = score(parameters, data.tokens, data.routes)
+    log_probs, entropy = score(parameters, data.tokens, data.routes, data.kept, data.entropy_over_kept)
     with torch.no_grad():
         exact = {name: weight.double() for name, weight in old.items()}
-        before = score(exact, data.tokens, data.routes)[0]
-        ref = before if data.routes is None else score(exact, data.tokens)[0]
+        before = score(exact, data.tokens, data.routes, data.kept)[0]
+        ref = before if data.routes is None else score(exact, data.tokens, kept=data.kept)[0]
     if objective.interpolation:
         behind = proximal(data, log_probs.detach())
     else:

@@ -55,7 +55,7 @@ def check_correction(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig, samples: bool) -> None:
-    """Check the engine's package, the flags that it needs, its servers' addresses, and that it reports experts."""
+    """Check the engine's package, the flags that it needs, its servers' addresses, and that it reports what is used."""
     name = config.engine.rollout_engine
     engine, urls = ENGINES[name], (config.engine.rollout_url or "").split(",")
     if engine.package:
@@ -65,7 +65,21 @@ def check_engine(config: RunConfig, samples: bool) -> None:
         "{moe_enable_routing_replay} needs the experts that the engine chose, which {rollout_engine} does not report: "
         "use --moe-routing-replay-source old, or another engine"
     )
-    refuse(config, needs | {reports: samples and config.replays_rollouts and not engine.reports_experts})
+    kept = (
+        "--rollout-top-p, --rollout-top-k and --rollout-min-p need the tokens that the engine kept, which "
+        "{rollout_engine} does not report: use another engine, or sample from all tokens"
+    )
+    greedy = "{rollout_top_k} samples the likeliest token alone, from which nothing is learned: give 0, or 2 and more"
+    replays_sampling = config.rollouts.replays_sampling
+    wrong = {
+        reports: samples and config.replays_rollouts and not engine.reports_experts,
+        kept: samples and replays_sampling and not engine.reports_support,
+        greedy: config.rollouts.rollout_top_k == 1,
+        "{entropy_over_support} does nothing without --rollout-top-p, --rollout-top-k or --rollout-min-p: drop it": (
+            config.rollouts.entropy_over_support and not replays_sampling
+        ),
+    }
+    refuse(config, needs | wrong)
     if "rollout_url" not in engine.needs:
         return
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch
+from megatron_rc.records.support import offsets_of, take_support
 from megatron_rc.training.micro_batch import MicroBatch
 
 _PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
@@ -41,6 +42,9 @@ class LocalTokens(MicroBatch):
     labels: Tensor  # the next token of each token
     # [..., layers with experts of this stage, top_k] int16, -1 if unknown, -2 if not needed; None without replay.
     routed_experts: Tensor | None = None
+    # The tokens that the engine kept at each label, see megatron_rc.records.support; None: log-probs are over all.
+    support_ids: Tensor | None = None
+    support_counts: Tensor | None = None
     values: Tensor | None = None  # the critic's values before its steps on the rollout batch
     returns: Tensor | None = None  # targets of the values
 
@@ -49,21 +53,21 @@ class LocalTokens(MicroBatch):
         present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         advantages_are_per_token = self.advantages.shape == self.layout.shape
         of_sequences = _PER_SEQUENCE if advantages_are_per_token else (*_PER_SEQUENCE, "advantages")
+        slices = dict.fromkeys(of_sequences, cut.sequences) | {"support_ids": slice(*cut.support)}
         pieces: dict[str, Any] = {
-            name: value[cut.sequences if name in of_sequences else cut.tokens]
-            for name, value in present.items()
-            if isinstance(value, Tensor)
+            name: value[slices.get(name, cut.tokens)] for name, value in present.items() if isinstance(value, Tensor)
         }
-        return dataclasses.replace(self, layout=cut.layout, **pieces)
+        return replace(self, layout=cut.layout, **pieces)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Slices of one micro-batch's tokens and sequences in the first dimension of the local batch, and its layout."""
+    """Slices of one micro-batch in the local batch, and its layout."""
 
-    tokens: slice
+    tokens: slice  # in the first dimension of the tokens
     sequences: slice
     layout: SequenceLayout
+    support: tuple[int, int] = (0, 0)  # begin and end in support_ids
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class LocalBatch:
 
     def with_advantages(self, advantages: Tensor) -> LocalBatch:
         """This batch with advantages, [n] or like the tokens."""
-        return dataclasses.replace(self, local=dataclasses.replace(self.local, advantages=advantages))
+        return replace(self, local=replace(self.local, advantages=advantages))
 
 
 def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
@@ -92,9 +96,21 @@ def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) ->
 
     Collectives: with packed sequences one SUM of [data-parallel ranks, rows] over ``dp``.
     """
-    if config.training.rl_use_sequence_packing:
-        return _packed(batch, config, groups)
-    return _padded(batch, config, groups)
+    cut = _packed if config.training.rl_use_sequence_packing else _padded
+    return _with_support_cuts(cut(batch, config, groups))
+
+
+def _with_support_cuts(batch: LocalBatch) -> LocalBatch:
+    """The batch with the part of the supports in each cut. One host synchronisation, if there are supports."""
+    counts = batch.local.support_counts
+    if counts is None:
+        return batch
+    ends = offsets_of(counts.flatten(1).sum(1) if counts.dim() > 1 else counts).tolist()
+    cuts = tuple(
+        tuple(replace(cut, support=(ends[cut.tokens.start], ends[cut.tokens.stop])) for cut in mini_batch)
+        for mini_batch in batch.cuts
+    )
+    return replace(batch, cuts=cuts)
 
 
 def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
@@ -126,7 +142,11 @@ def _local_tokens(
     filler for padding) and returns their local part.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
-    experts = batch.routed_experts
+    experts, support = batch.routed_experts, batch.label_support()
+    support_ids, support_counts = None, None
+    if support is not None:
+        place = torch.arange(labels.numel(), device=labels.device).view_as(labels)
+        support_ids, support_counts = take_support(*support, take(place, -1))
     return LocalTokens(
         train_log_probs=None,
         layout=layout,
@@ -138,6 +158,8 @@ def _local_tokens(
         policy_versions=take(batch.label_versions(), 0),
         # The experts that read a token also predict its label, so they are not shifted.
         routed_experts=None if experts is None else take(experts, NOT_NEEDED),
+        support_ids=support_ids,
+        support_counts=support_counts,
         advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )

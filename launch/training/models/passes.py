@@ -24,6 +24,7 @@ from megatron_rc.parallel import (
     linear_log_probs_and_entropy,
     vocab_parallel_log_probs_and_entropy,
 )
+from megatron_rc.records.support import offsets_of, take_support
 
 Chunks = Sequence[torch.nn.Module]
 # Called on the last stage with (chunk, micro-batch, output).
@@ -126,21 +127,31 @@ class ModelPasses:
         labels, mask = _rows(local.labels), _rows(local.response_mask)
         temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
         if self.config.training.fused_linear_log_probs:
-            found = self._from_hidden(unwrap(chunk), output, labels, mask, temperature, squares)
+            found = self._from_hidden(unwrap(chunk), output, labels, mask, self._options(local, temperature, squares))
         else:
             found = vocab_parallel_log_probs_and_entropy(
                 output,
                 labels,
                 self.groups.tp,
                 mask=mask,
-                vocab_size=self.config.model.vocab_size,
-                temperature=temperature,
-                sum_squares=squares,
+                **self._options(local, temperature, squares),
             )
         return tuple(values.reshape(local.layout.shape) for values in found)
 
+    def _options(self, local: LocalTokens, temperature: float, squares: bool) -> dict[str, Any]:
+        """Arguments of both functions that compute log-probs, for labels in the order of the local tokens."""
+        options = {"vocab_size": self.config.model.vocab_size, "temperature": temperature, "sum_squares": squares}
+        if local.support_ids is None or local.support_counts is None:
+            return options
+        ids, counts = local.support_ids, local.support_counts
+        if self.config.training.fused_linear_log_probs and counts.dim() > 1:  # its labels are [s/cp, b]
+            place = torch.arange(counts.numel(), device=counts.device).view_as(counts)
+            ids, counts = take_support(ids, counts, place.t())
+        support = {"support_ids": ids, "support_offsets": offsets_of(counts)}
+        return options | support | {"entropy_over_support": self.config.rollouts.entropy_over_support}
+
     def _from_hidden(
-        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float, squares: bool
+        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         """As :meth:`log_probs_and_entropy`, [b, s/cp] each, from hidden states, without making the logits."""
         tied = chunk.share_embeddings_and_output_weights
@@ -153,9 +164,7 @@ class ModelPasses:
             sequence_parallel=self.config.parallel.sequence_parallel,
             gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
             mask=mask.t(),
-            vocab_size=self.config.model.vocab_size,
-            temperature=temperature,
-            sum_squares=squares,
+            **options,
         )
         return tuple(values.t() for values in found)
 

@@ -23,6 +23,7 @@ from megatron_rc.records.rollout import (
     check_schema_version,
 )
 from megatron_rc.records.storage import existing, replacing
+from megatron_rc.records.support import support_of
 
 _REQUIRED = set(
     "schema_version sample_id group_id reward finish_reason sampling tokens response_mask rollout_log_probs "
@@ -87,7 +88,7 @@ def from_json_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBa
     Args:
         lines: one record each.
         batch_size: sequences of a batch. A batch ends early with the last line, and if the sampling parameters or the
-            routed experts' shape change.
+            routed experts' shape change, or supports begin or end.
 
     Raises:
         ValueError: a line is no record; the line is named.
@@ -122,10 +123,10 @@ def _checked(batch_size: int) -> int:
     return batch_size
 
 
-def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any]:
+def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any, bool]:
     """The values that all sequences of a batch share."""
     experts = sequence.routed_experts
-    return sequence.sampling, None if experts is None else experts.shape[2:]
+    return sequence.sampling, None if experts is None else experts.shape[2:], sequence.support_ids is None
 
 
 def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
@@ -148,6 +149,10 @@ def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
     }
     if batch.routed_experts is not None:
         record["routed_experts"] = batch.routed_experts[row, :end].tolist()
+    support = batch.support_of_row(row, 0, end)
+    if support is not None:
+        ids, counts = support
+        record["support"] = [own.tolist() for own in ids.split(counts.tolist())]
     for name in TRAINER_LOG_PROBS:
         values = getattr(batch, name)
         if values is not None:
@@ -163,7 +168,7 @@ def _parse(line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}: expected an object")
     check_schema_version(record)
-    odd = (_REQUIRED ^ set(record)) - OPTIONAL
+    odd = (_REQUIRED ^ set(record)) - (OPTIONAL - {"support_ids", "support_counts"} | {"support"})
     if odd:
         raise ValueError(f"fields unknown or missing: {', '.join(sorted(odd))}")
     return record
@@ -194,8 +199,19 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         finish_reason=FINISH_REASONS.index(reason),
         sampling=SamplingParams.from_dict(record["sampling"]),
         routed_experts=experts_of(record, "routed_experts", (length,)),
+        support=_support(record, length),
         **{name: _at_sampled(record, name, mask, float, may_lack=True) for name in scored},
     )
+
+
+def _support(record: Mapping[str, Any], length: int) -> tuple[Tensor, Tensor] | None:
+    """(ids, counts [length]) of the tokens that the engine kept."""
+    if record.get("support") is None:
+        return None
+    ids, counts = support_of(record["support"])
+    if len(counts) != length:
+        raise ValueError(f"support has {len(counts)} lists: expected {length}, one for each token")
+    return ids, counts
 
 
 def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int], kind: type, *, may_lack: bool = False) -> Tensor:

@@ -26,12 +26,14 @@ def one_sequence(
     finish_reason: int,
     sampling: SamplingParams,
     routed_experts: Tensor | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
     old_log_probs: Tensor | None = None,
     log_probs: Tensor | None = None,
 ) -> RolloutBatch:
     """A batch of one sequence without padding, from the values of its fields in :class:`RolloutBatch`.
 
-    Tensors are [l] in token positions, ``routed_experts`` [l, layers, top_k]. ``response_mask`` may have any dtype, 0
+    Tensors are [l] in token positions, ``routed_experts`` [l, layers, top_k], ``support`` the kept tokens and their
+    number at each position. ``response_mask`` may have any dtype, 0
     for tokens that were not sampled; ``policy_versions`` may be one number for all tokens.
     """
     if not isinstance(policy_versions, Tensor):
@@ -47,6 +49,8 @@ def one_sequence(
         finish_reasons=tokens.new_tensor([finish_reason], dtype=torch.int64),
         sampling=sampling,
         routed_experts=None if routed_experts is None else as_int32("routed_experts", routed_experts).unsqueeze(0),
+        support_ids=None if support is None else support[0],
+        support_counts=None if support is None else support[1].unsqueeze(0),
         old_log_probs=None if old_log_probs is None else old_log_probs.unsqueeze(0),
         log_probs=None if log_probs is None else log_probs.unsqueeze(0),
     )

@@ -21,6 +21,7 @@ from megatron_rc.records.formats.rows import (
     versions_of,
 )
 from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
+from megatron_rc.records.support import offsets_of, support_of
 
 _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
 _OWN_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -39,7 +40,9 @@ def from_slime(
 
     Args:
         samples: tokens, response_length, rollout_log_probs, reward, status, index, group_index; optionally loss_mask,
-            remove_sample, weight_versions, rollout_routed_experts and the trainer's log_probs. Other keys are ignored.
+            remove_sample, weight_versions, rollout_routed_experts, rollout_top_p_token_ids with
+            rollout_top_p_token_offsets (in miles rollout_sampling_mask_ids and ..._offsets) and the trainer's
+            log_probs. Other keys are ignored.
         sampling: the sampling parameters, which a sample does not have.
         policy_version: version of the weights that sampled; needed if ``weight_versions`` are not numbers. Default:
             the oldest of ``weight_versions``, or 0 without any, as in a synchronous run.
@@ -119,6 +122,7 @@ def _sequence(
         finish_reason=FINISH_REASONS.index(_finish_reason(sample)),
         sampling=sampling,
         routed_experts=_experts(sample, length),
+        support=_support(sample, length),
         old_log_probs=old,
     )
 
@@ -135,7 +139,16 @@ def _sample(batch: RolloutBatch, row: int, first: int, end: int) -> dict[str, An
         "reward": float(batch.rewards[row]),
         "status": _OWN_STATUS[FINISH_REASONS[int(batch.finish_reasons[row])]],
         "rollout_routed_experts": experts,
+        **_own_support(batch.support_of_row(row, first, end)),
     }
+
+
+def _own_support(support: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    """The fields of the kept tokens of one response."""
+    if support is None:
+        return {}
+    ids, counts = support
+    return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets_of(counts).int()}
 
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
@@ -144,6 +157,18 @@ def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
     if experts is None:
         return None
     return torch.cat([experts, experts.new_full((1, *experts.shape[1:]), NO_EXPERT)])
+
+
+def _support(sample: Mapping[str, Any], length: int) -> tuple[Tensor, Tensor] | None:
+    """(ids, counts [length]) of the tokens that SGLang kept; slime has offsets for the response alone."""
+    for name in ("rollout_top_p_token", "rollout_sampling_mask"):
+        if sample.get(f"{name}_ids") is not None:
+            ids, counts = support_of(sample[f"{name}_ids"], offsets=sample[f"{name}_offsets"])
+            response = sample["response_length"]
+            if len(counts) != response:
+                raise ValueError(f"{name}_offsets has {len(counts) + 1} numbers: expected {response + 1}")
+            return ids, torch.nn.functional.pad(counts, (length - response, 0))
+    return None
 
 
 def _finish_reason(sample: Mapping[str, Any]) -> str:

@@ -318,9 +318,9 @@ def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path)
     sample(engine, temperature=0.5)
     sample(engine, temperature=0.5)
     assert len(server.seen) == 4, "two more requests, once"
-    with pytest.raises(EngineError, match=r"before top_p=0.9 and top_k=0: sample with top_p=1"):
+    with pytest.raises(EngineError, match=r"before top_p=0\.9, top_k=0 and min_p=0\.0: sample with top_p=1"):
         sample(engine, top_p=0.9)
-    with pytest.raises(EngineError, match=r"before top_p=1.0 and top_k=2: sample with top_p=1"):
+    with pytest.raises(EngineError, match=r"before top_p=1\.0, top_k=2 and min_p=0\.0: sample"):
         sample(engine, top_k=2)
     assert sample(engine, top_k=1), "the likeliest tokens, which evaluations ask for"
     assert server.seen[-1][-1]["sampling_params"]["top_k"] == 1

@@ -1,5 +1,7 @@
 """The transformers engine: the weights it gets, the tokens it samples, the log-probs it reports."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -15,10 +17,14 @@ from tests.support.recorded_training import GPT2, LLAMA, VOCABULARY, flags, run_
 PAD, EOS = 0, 1
 
 
-def engine_of(words):
+PROMPTS = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11]] * 4
+
+
+def engine_of(words, **options):
     config = run_config(words)
     torch.manual_seed(0)
-    return TransformersEngine(find_family(config).hugging_face_config(config), "fp32", EOS, PAD, torch.device("cpu"))
+    model = find_family(config).hugging_face_config(config)
+    return TransformersEngine(model, "fp32", EOS, PAD, torch.device("cpu"), **options)
 
 
 @pytest.fixture
@@ -29,10 +35,9 @@ def engine(tmp_path):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_the_sampled_distribution(engine, temperature):
     """Prompts of different lengths in one batch, each response scored again by itself, without cache or padding."""
-    prompts = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11]] * 4
-    samples = engine.sample(prompts, SamplingParams(temperature=temperature), 6, seed=5)
+    samples = engine.sample(PROMPTS, SamplingParams(temperature=temperature), 6, seed=5)
     reasons = set()
-    for prompt, sample in zip(prompts, samples, strict=True):
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
         logits = engine.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
         want = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(sample.token_ids).unsqueeze(1))
         torch.testing.assert_close(torch.tensor(sample.log_probs), want.squeeze(1), rtol=1e-4, atol=1e-4)
@@ -118,8 +123,55 @@ def test_greedy_and_truncated_sampling(tmp_path):
     want = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
     found = {sample.token_ids[0]: sample.log_probs[0] for sample in two}
     assert found == pytest.approx(want, rel=1e-5)
-    with pytest.raises(ValueError, match=r"top_p is 0\.9: the transformers engine samples with 1"):
-        engine.sample(prompts, SamplingParams(top_p=0.9), 6, seed=0)
+    assert all(sample.support is None for sample in (*one, *two)), "the engine was not asked for kept tokens"
+
+
+def kept_by_hand(logits, params):
+    """Ids that top-k, then top-p, then min-p keep of a row of logits, and their log-probs."""
+    order = (logits / params.temperature).double().sort(descending=True)
+    ids, probabilities = order.indices.tolist(), order.values.softmax(0).tolist()
+    if params.top_k:
+        ids, probabilities = ids[: params.top_k], probabilities[: params.top_k]
+    total, kept, sum_before = sum(probabilities), [], 0.0
+    for one, probability in zip(ids, probabilities, strict=True):
+        if sum_before / total < params.top_p:
+            kept.append((one, probability))
+        sum_before += probability
+    kept = [(one, probability) for one, probability in kept if probability >= params.min_p * kept[0][1]]
+    total = sum(probability for _, probability in kept)
+    return {one: math.log(probability / total) for one, probability in kept}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.7),
+        SamplingParams(top_k=4),
+        SamplingParams(min_p=0.4),
+        SamplingParams(0.8, top_p=0.8, top_k=7, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_kept_tokens_and_log_probs_over_them_are_reported(tmp_path, params):
+    engine = engine_of(flags(tmp_path), reports_support=True)
+    torch.manual_seed(0)
+    engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
+    sizes = set()
+    for prompt, sample in zip(PROMPTS, engine.sample(PROMPTS, params, 6, seed=5), strict=True):
+        assert len(sample.support) == len(sample.token_ids)
+        logits = engine.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        for place, (token, log_prob, ids) in enumerate(
+            zip(sample.token_ids, sample.log_probs, sample.support, strict=True)
+        ):
+            wanted = kept_by_hand(logits[place], params)
+            assert ids.dtype == torch.int32
+            assert set(ids.tolist()) == set(wanted)
+            assert log_prob == pytest.approx(wanted[token], abs=1e-4)
+            sizes.add(len(ids))
+    assert min(sizes) < VOCABULARY
+    assert len(sizes) > 1 or params.top_k == 4
+    (one,) = engine.sample([[3]], SamplingParams(), 2, seed=0)
+    assert one.support is None, "all tokens were kept"
 
 
 def test_a_prompt_of_several_responses_is_read_once(engine):

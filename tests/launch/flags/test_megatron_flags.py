@@ -97,7 +97,8 @@ moe-routing-replay-source moe-routing-replay-check-interval
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda gpg-f-norm advantage-scope kl-in-reward
 kl-in-reward-estimator advantage-baseline advantage-baseline-weights advantage-baseline-bound
 reward-scaling reward-clip critic-lr critic-min-lr critic-lr-decay-style critic-lr-warmup-iters num-critic-only-steps
-value-clip critic-load-hf critic-offload optimizer-offload correct-values dynamic-sampling ref-load ref-load-hf
+value-clip critic-load-hf critic-offload optimizer-offload correct-values dynamic-sampling rollout-top-p rollout-top-k
+rollout-min-p entropy-over-support ref-load ref-load-hf
 ref-update-interval""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 

@@ -106,6 +106,11 @@ TABLES = {
         --metric-prefix=step :: --metric-prefix 'step'
         --metric-prefix= :: --metric-prefix ''
         --rollout-engine=vllm-server :: --rollout-engine vllm-server needs --rollout-url
+        --rollout-top-p=1.5 :: --rollout-top-p 1.5 must be at most 1
+        --rollout-top-k=1 :: --rollout-top-k 1 | 2 and more
+        --rollout-min-p=1 :: --rollout-min-p 1.0 must be below 1
+        --entropy-over-support :: --entropy-over-support | --rollout-min-p
+        @2 SERVERS=vllm-server --rollout-top-p=0.9 :: --rollout-top-p | --rollout-engine vllm-server | kept
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load=/nowhere
         --ref-load-hf=nowhere

@@ -28,7 +28,7 @@ def test_lines_are_plain_json():
         "group_id": 3,
         "reward": 0.5,
         "finish_reason": "stop",
-        "sampling": {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed"},
+        "sampling": {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed", "min_p": 0.0},
         "tokens": [11, 12, 13, 14, 15, 16],
         "response_mask": [0, 0, 1, 0, 0, 1],
         "rollout_log_probs": [None, None, -0.125, None, None, -0.3125],

@@ -156,7 +156,7 @@ def score_once(words, data, weights):
     trainer = make_trainer(words)
     training_cases.load(trainer.chunks, weights)
     batch, _ = training_cases.batch_of(data, 0, 1)
-    cut = cut_batch(training_cases.with_routes(trainer, batch, data.routes), trainer.config, trainer.groups)
+    cut = cut_batch(training_cases.with_replayed(trainer, batch, data), trainer.config, trainer.groups)
     return trainer.score(cut)
 
 
