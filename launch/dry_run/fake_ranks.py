@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.many_experts import even_experts
-from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.flags.checks.megatron import MODULES_OF_ENGINE
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.train_ppo import cpu_backend
@@ -55,7 +54,7 @@ def on_this_machine(config: RunConfig) -> RunConfig:
     parallel, experts = config.parallel, config.experts
     stage = math.lcm(
         parallel.tensor_model_parallel_size * parallel.context_parallel_size,
-        expert_tp(config) * parallel.expert_model_parallel_size,
+        config.expert_tensor_parallel_size * parallel.expert_model_parallel_size,
     )
     local = config.changed(
         launch={"on_cpu": True, "world_size": stage * parallel.pipeline_model_parallel_size},

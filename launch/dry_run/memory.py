@@ -25,7 +25,6 @@ from megatron_rc.launch.dry_run.fake_ranks import (
 )
 from megatron_rc.launch.dry_run.live_bytes import LiveBytes
 from megatron_rc.launch.dry_run.many_experts import number_of
-from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.models.build import build_chunks
@@ -343,7 +342,7 @@ def _optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk]) -> int:
         parallel = config.parallel
         stage = config.launch.world_size // parallel.pipeline_model_parallel_size
         dense = -(-dense * parallel.tensor_model_parallel_size // stage)
-        experts = -(-experts * expert_tp(config) * parallel.expert_model_parallel_size // stage)
+        experts = -(-experts * config.expert_tensor_parallel_size * parallel.expert_model_parallel_size // stage)
     return round(_state_bytes(config) * (dense + experts))
 
 

@@ -37,15 +37,10 @@ def places(config: RunConfig) -> list[Place]:
     for rank in range(config.launch.world_size):
         pp, inside = divmod(rank, stage)
         dp, of_replica = divmod(inside, tp * cp)
-        ep = inside // expert_tp(config) % parallel.expert_model_parallel_size
+        ep = inside // config.expert_tensor_parallel_size % parallel.expert_model_parallel_size
         own = engine if of_replica == 0 and pp == 0 else ""
         found.append(Place(rank, pp, dp, of_replica // tp, of_replica % tp, ep, own))
     return found
-
-
-def expert_tp(config: RunConfig) -> int:
-    """Number of ranks that split the matrices of one expert."""
-    return config.megatron.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
 
 
 def places_in_words(ranks: Sequence[Place]) -> list[str]:

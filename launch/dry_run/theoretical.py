@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
-from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.options import values_of
@@ -58,5 +57,5 @@ def _megatrons_arguments(config: RunConfig) -> SimpleNamespace:
     experts["moe_layer_freq"] = [int(kind) for kind in config.layers_with_experts] if config.experts else 1
     own = (config.parallel, transformer, config.compute, config.optimizer, config.model, config.training)
     values = {name: value for section in own for name, value in values_of(section).items()}
-    split = {"expert_tensor_parallel_size": expert_tp(config)}
+    split = {"expert_tensor_parallel_size": config.expert_tensor_parallel_size}
     return SimpleNamespace(**(absent | others | values | experts | config.megatron.given | split))

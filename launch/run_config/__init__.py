@@ -98,6 +98,11 @@ class RunConfig:
         return [even if layers is None else layers for layers in given]
 
     @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Number of ranks that split the matrices of one expert."""
+        return self.megatron.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
+
+    @property
     def layers_with_experts(self) -> list[bool]:
         """For each layer, whether it has experts; a given list may not have ``num_layers`` entries."""
         if self.experts is None:

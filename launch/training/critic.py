@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from megatron_rc.launch.training.models.offload import Offload, tensors_of_model
 from megatron_rc.launch.training.models.passes import ModelPasses
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.launch.weights.load import load_weights
+from megatron_rc.launch.weights.units import ExpertGroups
 from megatron_rc.loss.aggregation import denominator, loss_sum
 from megatron_rc.loss.values import SUMS, derive_value_metrics, value_loss
 from megatron_rc.parallel import ParallelGroups
@@ -92,9 +92,8 @@ class Critic(TrainedModel):
                 body.load_state_dict(_without_head(chunk).state_dict())
         else:
             tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
-            experts = parallel_state.get_expert_model_parallel_group()
             with failing_together(self.config, (ValueError,), lambda problem: f"--critic-load-hf: {problem}"):
-                load_weights(own, tied, self.groups, folder, experts)
+                load_weights(own, tied, self.groups, folder, ExpertGroups.of_megatron())
         self.optimizer.reload_model_params()
 
     def score(self, batch: LocalBatch) -> Tensor | None:

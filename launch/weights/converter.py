@@ -17,7 +17,7 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empt
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import load_weights, open_weights
-from megatron_rc.launch.weights.units import units_of
+from megatron_rc.launch.weights.units import ExpertGroups, units_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 MBRIDGE = "mbridge"
@@ -27,23 +27,19 @@ def export_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
-    from megatron.core import parallel_state
-
     if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
-    return export_weights(chunks, config, groups, parallel_state.get_expert_model_parallel_group())
+    return export_weights(chunks, config, groups, ExpertGroups.of_megatron())
 
 
 def load_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, folder: str | Path
 ) -> None:
     """Load this rank's weights from a Hugging Face directory. See :func:`load_weights`."""
-    from megatron.core import parallel_state
-
     if config.checkpoints.weights_bridge == MBRIDGE:
         bridge_load(chunks, config, folder)
         return
-    load_weights(chunks, config, groups, folder, parallel_state.get_expert_model_parallel_group())
+    load_weights(chunks, config, groups, folder, ExpertGroups.of_megatron())
 
 
 def bridge_export(

@@ -1,9 +1,9 @@
 """Stream the weights of a sharded GPTModel to the rollout engine of its data-parallel replica.
 
 For each parameter, the owner stage gathers the TP shards on its first TP rank. This rank makes the Hugging Face
-tensors one after the other, and sends each to the engine's rank on the first stage. Tensors of an expert are first
-broadcast over its expert-parallel group. Beside its own weights, no rank holds more than about one layer, one expert or
-the embeddings.
+tensors one after the other, and sends each to the engine's rank on the first stage. Shards of an expert are gathered
+over the experts' own tensor-parallel group, and its tensors are broadcast over its expert-parallel group. Beside its
+own weights, no rank holds more than about one layer, one expert or the embeddings.
 """
 
 from __future__ import annotations
@@ -16,34 +16,43 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
-from megatron_rc.launch.weights.units import Unit, check_complete, find_parameter, own_weights, units_of
+from megatron_rc.launch.weights.units import (
+    ExpertGroups,
+    Unit,
+    check_complete,
+    find_parameter,
+    own_weights,
+    units_of,
+)
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
 
 def export_weights(
-    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, ep_group: Group | None = None
+    chunks: Sequence[torch.nn.Module],
+    config: RunConfig,
+    groups: ParallelGroups,
+    experts: ExpertGroups,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
 
     Every rank must exhaust the iterator, because it makes the collectives. The tensors share no memory with the model,
-    and the iterator releases each before it makes the next. ``chunks`` are this rank's GPTModels, unwrapped;
-    ``ep_group`` has the ranks with the other experts of the same layers.
+    and the iterator releases each before it makes the next. ``chunks`` are this rank's GPTModels, unwrapped.
 
-    Collectives: a gather over ``tp`` for each parameter; a broadcast over ``ep_group`` for each tensor of an expert;
-    for each tensor of a later stage, a send to the first stage over ``pp``.
+    Collectives: a gather over ``tp``, or the experts' ``tp``, for each parameter; a broadcast over ``ep`` for each
+    tensor of an expert; for each tensor of a later stage, a send to the first stage over ``pp``.
 
     Raises RuntimeError on every rank, before the first tensor, if no rule names a parameter of the model.
     """
     units = units_of(config)
-    parameters = own_weights(chunks, [unit for unit in units if unit.is_here(groups.pp, ep_group)], config, ep_group)
-    return _stream(parameters, units, config, groups, ep_group)
+    parameters = own_weights(chunks, [unit for unit in units if unit.is_here(groups, experts)])
+    return _stream(parameters, units, config, groups, experts)
 
 
 def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed."""
     units = units_of(config)
     check_complete([parameters], units)
-    return _stream([parameters], units, config, ParallelGroups(), None)
+    return _stream([parameters], units, config, ParallelGroups(), ExpertGroups())
 
 
 def _stream(
@@ -51,7 +60,7 @@ def _stream(
     units: Sequence[Unit],
     config: RunConfig,
     groups: ParallelGroups,
-    ep_group: Group | None,
+    experts: ExpertGroups,
 ) -> Iterator[tuple[str, Tensor]]:
     tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
     # CP ranks hold equal weights, experts excepted, so one of them sends for the replica.
@@ -61,7 +70,8 @@ def _stream(
         for rule in unit.rules:
             tensors: Iterator[Tensor] = iter(())
             if unit.stage == pp_rank and takes_part:
-                tensors = _whole_tensors(parameters[unit.chunk], unit, rule, config, groups.tp, ep_group)
+                tp_group = unit.tp_group(groups, experts)
+                tensors = _whole_tensors(parameters[unit.chunk], unit, rule, config, tp_group, experts.ep)
             if groups.pp is not None and speaks and unit.stage != 0 and pp_rank in (0, unit.stage):
                 tensors = _to_first_stage(tensors, rule, unit.stage, config, groups.pp)
             names = iter(unit.names(rule))
@@ -82,7 +92,7 @@ def _whole_tensors(
     """Tensors of a rule on the first TP ranks of its stage; the other TP ranks only join the gather."""
     owner = unit.expert_rank
     # Another rank's expert has the same shapes as this rank's expert at the same place.
-    shard = find_parameter(parameters, unit.prefix, rule)
+    shard = find_parameter(parameters, unit, rule)
     here = owner in (None, group_rank(ep_group))
     shards = _gather(shard, tp_group) if here else shard.new_empty(group_size(tp_group), *shard.shape, device="meta")
     if group_rank(tp_group) > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -69,11 +69,18 @@ class Family:
 
     @property
     def expert(self) -> tuple[Rule, ...]:
-        """Rules of every expert."""
+        """Rules of every expert; ``{local}`` in Megatron's names is its number among the experts of a rank.
+
+        Transformer Engine's grouped products keep a parameter for each expert in one module.
+        """
         names = self.expert_names
         if names is None:
             return ()
-        return gated_mlp("", f"model.layers.{{layer}}.{names.block}.experts.{{expert}}.", names)
+        alone = gated_mlp("local_experts.{local}.", f"model.layers.{{layer}}.{names.block}.experts.{{expert}}.", names)
+        grouped = ("linear_fc1.weight{local}", "linear_fc2.weight{local}")
+        return tuple(
+            replace(rule, megatron=(*rule.megatron, other)) for rule, other in zip(alone, grouped, strict=True)
+        )
 
     def read(self, file: File) -> Flags:
         """Flags of the model that a ``config.json`` describes; errors as in :meth:`Row.read`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
 from megatron_rc.launch.weights.safetensors_files import INDEX, SINGLE
-from megatron_rc.launch.weights.units import Unit, find_parameter, own_weights, units_of
+from megatron_rc.launch.weights.units import ExpertGroups, Unit, find_parameter, own_weights, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
 
@@ -69,7 +69,7 @@ def load_weights(
     config: RunConfig,
     groups: ParallelGroups,
     folder: str | Path,
-    ep_group: Group | None = None,
+    experts: ExpertGroups,
 ) -> None:
     """Load this rank's weights from a Hugging Face directory; arguments as in :func:`export_weights`. No collectives.
 
@@ -77,25 +77,26 @@ def load_weights(
     going on), and RuntimeError if no rule names a parameter of the model.
     """
     units = units_of(config)
-    own = [unit for unit in units if unit.is_here(groups.pp, ep_group)]
-    parameters = own_weights(chunks, own, config, ep_group)
+    own = [unit for unit in units if unit.is_here(groups, experts)]
+    parameters = own_weights(chunks, own)
     with open_weights(folder) as files:
         for unit in own:
             for rule in unit.rules:
-                _copy(files, unit, rule, find_parameter(parameters[unit.chunk], unit.prefix, rule), config, groups)
+                parameter = find_parameter(parameters[unit.chunk], unit, rule)
+                _copy(files, unit, rule, parameter, config, unit.tp_group(groups, experts))
         copy = parameters[-1].get("output_layer.weight")
         if copy is not None and not config.model.untie_embeddings_and_output_weights:
             # With tied embeddings the last stage holds a copy of the embeddings.
-            _copy(files, units[0], units[0].rules[0], copy, config, groups)
+            _copy(files, units[0], units[0].rules[0], copy, config, groups.tp)
 
 
 def _copy(
-    files: WeightFiles, unit: Unit, rule: Rule, parameter: Tensor, config: RunConfig, groups: ParallelGroups
+    files: WeightFiles, unit: Unit, rule: Rule, parameter: Tensor, config: RunConfig, tp_group: Group | None
 ) -> None:
     names = unit.names(rule)
     tensors = [files.read(name) for name in names]
     try:
-        shard = rule.conversion.cut(tensors, config, group_rank(groups.tp), group_size(groups.tp))
+        shard = rule.conversion.cut(tensors, config, group_rank(tp_group), group_size(tp_group))
     except (RuntimeError, IndexError):
         shard = tensors[0].new_empty(0)  # the tensors' shapes cannot be cut
     if shard.shape != parameter.shape:

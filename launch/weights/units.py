@@ -12,7 +12,22 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.family import Family, Rule, experts_of
 from megatron_rc.launch.weights.named_weights import named_weights
-from megatron_rc.parallel.groups import Group, group_rank, group_size
+from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Process groups of the experts of a stage; None: one rank."""
+
+    ep: Group | None = None  # ranks with the other experts of the same layers
+    tp: Group | None = None  # ranks with the other shards of the same experts
+
+    @classmethod
+    def of_megatron(cls) -> ExpertGroups:
+        """Megatron's groups of this rank."""
+        from megatron.core import parallel_state
+
+        return cls(parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
 
 
 @dataclass(frozen=True)
@@ -21,19 +36,28 @@ class Unit:
 
     stage: int  # pipeline rank of the owner
     chunk: int  # model chunk on that rank
-    prefix: str  # prefix of the Megatron names
+    prefix: str  # prefix of the Megatron names; ``{local}`` in a rule's names is ``local``
     layer: int  # global layer number, for the Hugging Face names
     rules: tuple[Rule, ...]  # rules of the parameters
     expert: int = 0  # global number of the expert, for the Hugging Face names; 0 if there is none
     expert_rank: int | None = None  # expert-parallel rank of the owner; None: every rank holds a copy
+    local: int = 0  # number of the expert on its owner
 
     def names(self, rule: Rule) -> list[str]:
         """Hugging Face names of a rule."""
         return [name.format(layer=self.layer, expert=self.expert) for name in rule.hugging_face]
 
-    def is_here(self, pp_group: Group | None, ep_group: Group | None) -> bool:
+    def parameters(self, rule: Rule) -> list[str]:
+        """Megatron names of a rule, one of which its parameter has."""
+        return [self.prefix + name.format(local=self.local) for name in rule.megatron]
+
+    def is_here(self, groups: ParallelGroups, experts: ExpertGroups) -> bool:
         """Whether this rank holds the unit's parameters."""
-        return self.stage == group_rank(pp_group) and self.expert_rank in (None, group_rank(ep_group))
+        return self.stage == group_rank(groups.pp) and self.expert_rank in (None, group_rank(experts.ep))
+
+    def tp_group(self, groups: ParallelGroups, experts: ExpertGroups) -> Group | None:
+        """Ranks with the shards of the unit's parameters."""
+        return groups.tp if self.expert_rank is None else experts.tp
 
 
 def units_of(config: RunConfig) -> list[Unit]:
@@ -64,23 +88,14 @@ def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Uni
     share, rules = number // config.parallel.expert_model_parallel_size, family.expert
     for expert in range(number):
         owner, local = divmod(expert, share)
-        prefix = f"{layer.prefix}mlp.experts.local_experts.{local}."
-        yield Unit(layer.stage, layer.chunk, prefix, layer.layer, rules, expert, owner)
+        yield Unit(layer.stage, layer.chunk, f"{layer.prefix}mlp.experts.", layer.layer, rules, expert, owner, local)
 
 
-def own_weights(
-    chunks: Sequence[torch.nn.Module], units: Sequence[Unit], config: RunConfig, ep_group: Group | None
-) -> list[dict[str, Tensor]]:
+def own_weights(chunks: Sequence[torch.nn.Module], units: Sequence[Unit]) -> list[dict[str, Tensor]]:
     """Weights of this rank's model chunks by name; ``units`` are the units that lie on this rank.
 
-    Raises ValueError unless ``ep_group`` has ``--expert-model-parallel-size`` ranks, and RuntimeError if no rule names
-    a parameter.
+    Raises RuntimeError if no rule names a parameter.
     """
-    size = config.parallel.expert_model_parallel_size
-    if group_size(ep_group) != size:
-        raise ValueError(
-            f"ep_group has {group_size(ep_group)} ranks, expected the {size} of --expert-model-parallel-size"
-        )
     parameters = [named_weights(chunk) for chunk in chunks]
     check_complete(parameters, units)
     return parameters
@@ -88,7 +103,7 @@ def own_weights(
 
 def check_complete(parameters: Sequence[Mapping[str, Tensor]], units: Sequence[Unit]) -> None:
     """Raise RuntimeError if no rule names a parameter of this rank."""
-    covered = {(unit.chunk, unit.prefix + name) for unit in units for rule in unit.rules for name in rule.megatron}
+    covered = {(unit.chunk, name) for unit in units for rule in unit.rules for name in unit.parameters(rule)}
     # With tied embeddings the last stage holds a copy of the embeddings, which Megatron keeps equal.
     covered |= {(chunk, "output_layer.weight") for chunk in range(len(parameters))}
     left = [name for chunk, named in enumerate(parameters) for name in named if (chunk, name) not in covered]
@@ -96,9 +111,10 @@ def check_complete(parameters: Sequence[Mapping[str, Tensor]], units: Sequence[U
         raise RuntimeError(f"the model's parameter {left[0]} has no Hugging Face name: add a rule to its family")
 
 
-def find_parameter(parameters: Mapping[str, Tensor], prefix: str, rule: Rule) -> Tensor:
+def find_parameter(parameters: Mapping[str, Tensor], unit: Unit, rule: Rule) -> Tensor:
     """Find the parameter of a rule under any of its names; RuntimeError if it is missing."""
-    for name in rule.megatron:
-        if prefix + name in parameters:
-            return parameters[prefix + name]
-    raise RuntimeError(f"the model has no parameter {prefix + rule.megatron[0]}")
+    names = unit.parameters(rule)
+    for name in names:
+        if name in parameters:
+            return parameters[name]
+    raise RuntimeError(f"the model has no parameter {names[0]}")

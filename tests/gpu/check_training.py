@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.gpu import measure
 from tests.gpu.packages import require
@@ -194,3 +195,30 @@ def test_collectives_of_one_rank(device):
     assert dist.get_backend() == ("nccl" if device.type == "cuda" else "gloo")
     assert torch.equal(gathered, values)
     assert torch.equal(scattered, values)
+
+
+def exported(trainer):
+    from megatron_rc.launch.weights.converter import export_model
+
+    return dict(export_model(trainer.chunks, trainer.config, trainer.groups))
+
+
+def test_grouped_experts(words, figures, tmp_path):
+    """Grouped products take the weights of single experts, give them back, and score alike."""
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
+    from megatron_rc.launch.weights.converter import load_model
+
+    require("transformer_engine.pytorch")
+    more = [*BF16, "--transformer-impl=transformer_engine", "--num-experts=4", "--moe-ffn-hidden-size=32"]
+    alone, grouped = (make_trainer(words(*more, *own)) for own in ((), ("--moe-grouped-gemm",)))
+    weights = exported(alone)
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    load_model(grouped.chunks, grouped.config, grouped.groups, tmp_path)
+    again = exported(grouped)
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    batch = on_device(recorded_batch(0), alone.device)
+    one, other = (trainer.score(cut_batch(batch, trainer.config, trainer.groups)) for trainer in (alone, grouped))
+    difference = float((one - other).abs().max())
+    figures(largest_difference=difference)
+    assert difference < 0.1

@@ -30,20 +30,29 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     if not _converts(config, samples):
         return
     check_transformers()
-    etp, tp = config.megatron.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
-    # The tables of weights do not know these layouts of experts.
+    etp, parallel = config.expert_tensor_parallel_size, config.parallel
+    # The first rank of each replica, which has the engine, must be the first of its expert tensor-parallel group.
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     wrong = {
         f"{{found[0]}} is in no Hugging Face architecture here, so no engine can have this model: {_FOREIGN}": unknown,
-        "{expert_tensor_parallel_size} other than {tensor_model_parallel_size} cannot go to engines or Hugging Face's "
-        f"files: {_FOREIGN}": config.experts and etp not in (None, tp),
-        "{moe_grouped_gemm} keeps all experts in one parameter, which cannot go to engines or Hugging Face's files: "
-        f"{_FOREIGN}": config.experts and config.megatron.given.get("moe_grouped_gemm"),
+        "{expert_tensor_parallel_size} must divide the {ranks} tensor · context parallel ranks of a replica, which an "
+        "engine or Hugging Face's files are made by: give such a size": (
+            config.experts and config.data_parallel_size > 1 and ranks % etp
+        ),
+        "{moe_grouped_gemm} needs --transformer-impl transformer_engine, whose experts have a parameter each: use it, "
+        "or drop the grouped products": config.experts and _has_legacy_experts(config),
         "no Hugging Face architecture has this combination of --normalization, --swiglu, --position-embedding-type, "
         "--rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
         "--multi-latent-attention, --num-experts and the experts' router: use the flags of Llama (RMSNorm, --swiglu, "
         "rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of docs/models.md": family is None,
     }
-    refuse(config, wrong)
+    refuse(config, wrong, ranks=ranks)
+
+
+def _has_legacy_experts(config: RunConfig) -> bool:
+    """Whether Megatron keeps all experts of a rank in one parameter, which the tables of weights do not know."""
+    grouped = config.megatron.given.get("moe_grouped_gemm")
+    return bool(grouped) and config.model.transformer_impl != "transformer_engine"
 
 
 def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:

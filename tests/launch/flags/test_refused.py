@@ -110,6 +110,8 @@ TABLES = {
         --rollout-top-k=1 :: --rollout-top-k 1 | 2 and more
         --rollout-min-p=1 :: --rollout-min-p 1.0 must be below 1
         --entropy-over-support :: --entropy-over-support | --rollout-min-p
+        @2 --num-experts=4 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 must divide the 1 tensor
+        --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
         @2 SERVERS=vllm-server --rollout-top-p=0.9 :: --rollout-top-p | --rollout-engine vllm-server | kept
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load=/nowhere

@@ -97,6 +97,7 @@ def test_wrong_experts_are_refused(engine, tmp_path, change, message):
         (Layout(dp=2, ep=2), "qwen3_moe"),
         (Layout(tp=2, sp=True, cp=2, ep=2), "mixtral"),
         (Layout(pp=2, dp=2, ep=2), "qwen3_moe"),
+        (Layout(tp=2, sp=True, ep=2, etp=1), "qwen3_moe"),
     ],
     ids=str,
 )

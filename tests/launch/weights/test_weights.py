@@ -42,6 +42,13 @@ CASES += [
     ("glm4_moe-air", Layout(pp=2, dp=2, ep=2)),
     ("glm4_moe_lite", Layout(pp=2)),
 ]
+# Experts whose matrices are split over other ranks than the others.
+CASES += [
+    ("qwen3_moe", Layout(tp=2, sp=True, ep=2, etp=1)),
+    ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=4, etp=1)),
+    ("deepseek_v3", Layout(tp=2, sp=True, pp=2, ep=2, etp=1)),
+    ("mixtral", Layout(cp=2, dp=2, ep=2, etp=2)),
+]
 # One layout after the other: each has its process groups made once.
 CASES.sort(key=lambda case: str(case[1]))
 CASES = [(*case, ()) for case in CASES]
@@ -207,29 +214,45 @@ def test_weights_that_do_not_fit_are_one_error_on_all_ranks(ranks, folders, tmp_
     assert message in said
 
 
-def without_a_group(words):
-    """The errors of an export and an import that are not told who has the other experts."""
-    from megatron_rc.launch.weights.export import export_weights
-    from megatron_rc.launch.weights.load import load_weights
+def regrouped(words, folder):
+    """The exported weights, and again with the names of Transformer Engine's grouped experts, and after a load."""
+    from megatron_rc.launch.weights.converter import export_model, load_model
 
     trainer = make_trainer(words)
     model = (trainer.chunks, trainer.config, trainer.groups)
-    messages = []
-    for attempt in (
-        lambda: list(export_weights(*model)),
-        lambda: load_weights(*model, trainer.config.checkpoints.load_hf),
-    ):
-        try:
-            attempt()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    found = [dict(export_model(*model))]
+    for chunk in trainer.chunks:
+        for layer in chunk.decoder.layers:
+            layer.mlp.experts = as_grouped(layer.mlp.experts)
+    found.append(dict(export_model(*model)))
+    for chunk in trainer.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.zero_()
+    load_model(*model, folder)
+    return [*found, dict(export_model(*model))]
 
 
-def test_spread_experts_need_their_group(ranks, folders):
-    layout = Layout(dp=2, ep=2)
-    for messages in ranks.run(without_a_group, layout, words_of(folders["qwen3_moe"], layout)):
-        assert messages == ["ep_group has 1 ranks, expected the 2 of --expert-model-parallel-size"] * 2
+def as_grouped(experts):
+    """A module with the names of Transformer Engine's grouped linear layers, and the experts' parameters."""
+    grouped = torch.nn.Module()
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = torch.nn.Module()
+        for number, expert in enumerate(experts.local_experts):
+            linear.register_parameter(f"weight{number}", getattr(expert, name).weight)
+        setattr(grouped, name, linear)
+    return grouped
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=2, sp=True, ep=2, etp=1)], ids=str)
+def test_grouped_experts_have_the_same_weights_in_files(ranks, folders, layout):
+    """A CPU has no grouped products, so the layers' parameters are put under the names that these have."""
+    everywhere = ranks.run(regrouped, layout, words_of(folders["qwen3_moe"], layout), folders["qwen3_moe"])
+    for alone, grouped, loaded in everywhere:
+        assert alone.keys() == grouped.keys() == loaded.keys()
+        for name, tensor in alone.items():
+            assert torch.equal(tensor, grouped[name])
+            assert torch.equal(tensor, loaded[name])
+    assert any(alone for alone, _, _ in everywhere)
 
 
 def test_files_that_cannot_be_read_are_named(ranks, folders, tmp_path):
