@@ -23,6 +23,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.weights.named_weights import kept_buffers
+from megatron_rc.parallel.collectives import broadcast
 
 
 def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[GPTModel]:
@@ -64,7 +65,18 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
     if not config.launch.on_cpu:
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
+    draws_apart = config.expert_tensor_parallel_size != config.parallel.tensor_model_parallel_size
+    for chunk in chunks if draws_apart and transformer.perform_initialization else ():
+        _share_over_tp(chunk)
     return chunks
+
+
+@torch.no_grad()
+def _share_over_tp(chunk: GPTModel) -> None:
+    """Give all TP ranks the first one's router and other whole weights: each drew with the seed of its experts."""
+    for parameter in chunk.parameters():
+        if not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "allreduce", True):
+            parameter.copy_(broadcast(parameter, 0, parallel_state.get_tensor_model_parallel_group()))
 
 
 def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
