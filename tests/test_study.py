@@ -382,9 +382,6 @@ def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monk
     model.mkdir()
     docs.mkdir()
     (model / "config.json").touch()
-    run = settings.HARD.runs[0]
-    typed = results.Outcome(*run.key, " ".join(run.flags), "6b7f31a, typed", 1.0, None, [(0, 0.5)], {"kl": [0.5]})
-    results.write([typed], docs / "study_hard.json")
     begins = (document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD))
     (docs / "study.md").write_text("".join(f"{begin}\n{document.END}\n" for begin in begins))
     started = []

@@ -20,12 +20,12 @@ class StudyError(RuntimeError):
 
 
 def missing(runs: Sequence[Run], data: Path) -> list[Run]:
-    """The runs that a data file does not have, or has typed by hand.
+    """The runs that a data file does not have.
 
     Raises:
         StudyError: it has one that was made with other flags.
     """
-    made = {outcome.key: outcome.flags for outcome in read(data) if not outcome.is_typed}
+    made = {outcome.key: outcome.flags for outcome in read(data)}
     for run in runs:
         if made.get(run.key, " ".join(run.flags)) != " ".join(run.flags):
             raise StudyError(f"{data} has {run.name} with other flags than the study now: remove it, or give --data")

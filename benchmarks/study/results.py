@@ -37,10 +37,10 @@ class Outcome:
         correction: name of the trainer's correction.
         seed: the run's seed.
         flags: the launcher's flags.
-        commit: the commit whose code made it; with "typed" for numbers that were typed by hand.
+        commit: the commit whose code made it.
         seconds: processor time, user's and system's, of the run and all its processes.
         error: the error that ended it before its last step, or None.
-        policy: (step, reward of the trainer's policy), at least ``WINDOW`` steps apart, and of the last weights.
+        policy: (step, reward of the trainer's policy), and of the last weights.
         curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value. Runs of
             the first edition lack some measures.
         largest_kl: the largest KL of a step, or None without a finite value.
@@ -62,11 +62,6 @@ class Outcome:
     def key(self) -> tuple[str, str, str, int]:
         """The key of its run."""
         return self.setting, self.mismatch, self.correction, self.seed
-
-    @property
-    def is_typed(self) -> bool:
-        """Whether its numbers were typed by hand, from a run that had no data file."""
-        return self.commit.endswith("typed")
 
     @property
     def final(self) -> float:
@@ -145,11 +140,10 @@ def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | N
 
 
 def _policy(folder: Path, rows: Iterable[Row]) -> list[tuple[int, float]]:
-    """The study engine's measurements of the policy; for another engine its evaluations."""
-    if (folder / POLICY_FILE).is_file():
-        found = [(int(row["step"]), _short(row["reward"])) for row in _rows(folder / POLICY_FILE)]
-    else:
-        found = [(int(row["step"]), _short(row["eval/reward"])) for row in rows if "eval/reward" in row]
+    """The study engine's measurements of the policy, one a window; for another engine all its evaluations."""
+    if not (folder / POLICY_FILE).is_file():
+        return [(int(row["step"]), _short(row["eval/reward"])) for row in rows if "eval/reward" in row]
+    found = [(int(row["step"]), _short(row["reward"])) for row in _rows(folder / POLICY_FILE)]
     kept: list[tuple[int, float]] = []
     for step, reward in found:
         if kept and step == kept[-1][0]:

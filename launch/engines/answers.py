@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.requests import MOST_BYTES
 from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.records.rollout import SamplingParams
+from megatron_rc.records.support import support_of
 
 LOWEST = -9000.0  # vLLM's server writes -9999 for minus infinity
 
@@ -26,11 +29,15 @@ class Ask:
     max_new_tokens: int
     eos_token_id: int
     seed: int  # of this request alone
+    kilobytes: int = 1  # largest answer, for each token
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of the size of an answer: no engine writes a kilobyte about one token."""
-        return MOST_BYTES + 1024 * (len(self.prompt) + self.max_new_tokens)
+        """Upper bound of the size of an answer: no engine writes more about one token than a kilobyte.
+
+        Experts and kept tokens are more: up to 16 KiB for each token.
+        """
+        return MOST_BYTES + (self.kilobytes << 10) * (len(self.prompt) + self.max_new_tokens)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -70,11 +77,21 @@ def derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 33
 
 
-def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: str) -> Sample:
+def make_sample(
+    ask: Ask,
+    token_ids: Any,
+    log_probs: Any,
+    reason: Any,
+    source: str,
+    *,
+    experts: Tensor | None = None,
+    kept: Any = None,
+) -> Sample:
     """Make a sample of an answer's token ids, log-probs and finish reason; ``source`` names the engine in errors.
 
-    An unusable log-prob becomes NaN and is described in ``Sample.fault``, because it concerns one response. The errors
-    below concern every answer of the engine.
+    ``experts`` and ``kept``: those of the answer, if the engine was asked for them; ``kept`` is a list of ids for each
+    token. An unusable log-prob becomes NaN and is described in ``Sample.fault``, because it concerns one response. The
+    errors below concern every answer of the engine.
 
     Raises:
         EngineError: a field is absent or has a wrong type or length, or the response ended too early.
@@ -98,7 +115,19 @@ def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: s
     numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
     # Engines write "length" if end-of-text comes exactly at the length limit.
     finish_reason = "stop" if token_ids[-1] == ask.eos_token_id else "length"
-    return Sample(token_ids, numbers, finish_reason, fault_in_log_probs(log_probs, where))
+    fault, support = fault_in_log_probs(log_probs, where), None if kept is None else _support(kept, token_ids, where)
+    return Sample(token_ids, numbers, finish_reason, fault, experts, support)
+
+
+def _support(kept: Any, token_ids: list[int], where: str) -> list[Tensor]:
+    """The kept tokens of each token of an answer."""
+    try:
+        ids, counts = support_of(kept)
+    except ValueError as problem:
+        raise EngineError(f"{where} {problem}") from None
+    if len(counts) != len(token_ids):
+        raise EngineError(f"{where} kept tokens of {len(counts)} positions came for {len(token_ids)} tokens")
+    return list(ids.split(counts.tolist()))
 
 
 def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:

@@ -113,7 +113,16 @@ def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
         "eos_token_id": inputs.eos_token_id,
         "concurrency": engine.rollout_concurrency,
         "start_timeout": engine.rollout_timeout,
+        "experts_shape": _experts_shape(inputs.config),
+        "reports_support": inputs.config.rollouts.replays_sampling,
     }
+
+
+def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
+    """(layers, experts of a token) of the model, if its engine must report experts."""
+    if config.experts is None or not config.replays_rollouts:
+        return None
+    return config.transformer.num_layers, config.experts.moe_router_topk
 
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
@@ -121,8 +130,10 @@ _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
 ENGINES = {
     "transformers": EngineKind(_transformers, reports_experts=True, reports_support=True),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm"),
-    "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
-    "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),
+    "vllm-server": EngineKind(
+        _vllm_server, _TO_SERVERS, (*_OF_SERVERS, "rollout_model"), reports_experts=True, reports_support=True
+    ),
+    "sglang-server": EngineKind(_sglang_server, _TO_SERVERS, _OF_SERVERS, reports_experts=True, reports_support=True),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,8 @@ class ServerEngine(ABC):
         eos_token_id: token that ends a response.
         concurrency: largest number of requests at a time.
         start_timeout: seconds to wait for the server's first answer.
+        experts_shape: (layers, top_k) of the model, if samples must have the experts of their tokens.
+        reports_support: whether truncated samples must have the tokens that were kept.
 
     Attributes:
         restarts: number of times that the server lost its weights, or was away during an update of weights.
@@ -50,9 +53,13 @@ class ServerEngine(ABC):
         eos_token_id: int,
         concurrency: int = 64,
         start_timeout: float = 600.0,
+        *,
+        experts_shape: tuple[int, int] | None = None,
+        reports_support: bool = False,
     ) -> None:
         self.client, self.directory, self.eos = client, directory, eos_token_id
         self.concurrency, self.start_timeout = concurrency, start_timeout
+        self.experts_shape, self.reports_support = experts_shape, reports_support
         self.version, self.restarts = -1, 0
         # Whether the server knows the version of its weights, and forgets it at a restart.
         self._keeps_version = False
@@ -90,6 +97,8 @@ class ServerEngine(ABC):
         if self.version < 0:
             raise EngineError(f"{self.client.url} holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
+        if self.experts_shape or self.reports_support:
+            asks = [replace(ask, kilobytes=16) for ask in asks]
         requests = [self._request(ask) for ask in asks]
         self._check_params(asks)
         for left in reversed(range(TRIES)):
@@ -111,6 +120,10 @@ class ServerEngine(ABC):
                 self._check_server()
                 self._update(str(self.directory.path), self.version)
         raise AssertionError("the last try returns or raises")
+
+    def wants_support(self, ask: Ask) -> bool:
+        """Whether a response must have its kept tokens; a greedy one, for an evaluation, need not."""
+        return self.reports_support and ask.params.is_truncated and ask.params.top_k != 1
 
     def _update(self, path: str, version: int) -> None:
         """Let the server read the weights; again from the beginning if the server was away meanwhile."""

@@ -6,9 +6,13 @@ that flag the server ignores seeds.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
@@ -42,6 +46,8 @@ class SglangServerEngine(ServerEngine):
         params = asks[0].params if asks else SamplingParams()
         if params == replace(params, top_p=1.0, top_k=1):
             return  # greedy sampling for evaluations, whose log-probs nobody trains on
+        if params.is_truncated and self.reports_support:
+            return  # the log-probs beside the kept tokens are over these, after the temperature
         if params.is_truncated:
             raise EngineError(
                 f"SGLang reports log-probs before top_p={params.top_p}, top_k={params.top_k} and min_p={params.min_p}: "
@@ -63,7 +69,7 @@ class SglangServerEngine(ServerEngine):
 
     def _likeliest(self, ask: Ask, temperature: float) -> float:
         """Log-prob of the likeliest first token, in nats; the token is the same at every temperature."""
-        body = _body(ask) | {"top_logprobs_num": 1}
+        body = self._body(ask) | {"top_logprobs_num": 1}
         body["sampling_params"] |= {"temperature": temperature, "max_new_tokens": 1}
         answer = self.client.json("POST", "/generate", body)
         return float(self._field(answer, "meta_info", "output_top_logprobs", 0, 0, 0))
@@ -72,7 +78,7 @@ class SglangServerEngine(ServerEngine):
         """Nothing to do: :meth:`_read` checks the version in each answer."""
 
     def _request(self, ask: Ask) -> Request:
-        return Request("POST", "/generate", _body(ask), ask.most_bytes)
+        return Request("POST", "/generate", self._body(ask), ask.most_bytes)
 
     def _read(self, ask: Ask, answer: Any) -> Sample:
         where = f"{self.client.url}, prompt {ask.index}:"
@@ -93,19 +99,38 @@ class SglangServerEngine(ServerEngine):
         token_ids = [pair[1] for pair in pairs]
         if answer.get("output_ids", token_ids) != token_ids:
             raise EngineError(f"{where} log-probs of other tokens than output_ids: the answer cannot be used")
-        reason = self._field(meta, "finish_reason", "type")
-        return make_sample(ask, token_ids, [pair[0] for pair in pairs], reason, self.client.url)
+        reason, log_probs = self._field(meta, "finish_reason", "type"), [pair[0] for pair in pairs]
+        experts, kept = None, None
+        if self.experts_shape:
+            experts = self._experts(meta, len(ask.prompt) + len(token_ids) - 1, where)
+        if self.wants_support(ask):
+            kept = self._field(meta, "output_token_sampling_mask")
+            log_probs = self._field(meta, "output_token_sampling_logprobs")
+        return make_sample(ask, token_ids, log_probs, reason, self.client.url, experts=experts, kept=kept)
 
+    def _experts(self, meta: Any, tokens: int, where: str) -> Tensor:
+        """[tokens, layers, top_k] from base64 of int32 numbers."""
+        encoded = self._field(meta, "routed_experts")
+        try:
+            numbers = torch.frombuffer(bytearray(base64.b64decode(encoded, validate=True)), dtype=torch.int32)
+            return numbers.view(tokens, *self.experts_shape or ())
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise EngineError(
+                f"{where} routed_experts is no base64 of {tokens} tokens' experts ({problem}): start the server with "
+                "--enable-return-routed-experts"
+            ) from None
 
-def _body(ask: Ask) -> dict[str, Any]:
-    # No ignore_eos: with it SGLang would ignore stop_token_ids too.
-    own = {"top_k": ask.params.top_k or -1, "max_new_tokens": ask.max_new_tokens, "sampling_seed": ask.seed}
-    return {
-        "input_ids": ask.prompt,
-        "sampling_params": ask.sampling | own,
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "return_text_in_logprobs": False,
-        "stream": False,
-    }
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        # No ignore_eos: with it SGLang would ignore stop_token_ids too.
+        own = {"top_k": ask.params.top_k or -1, "max_new_tokens": ask.max_new_tokens, "sampling_seed": ask.seed}
+        return {
+            "input_ids": ask.prompt,
+            "sampling_params": ask.sampling | own,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "return_text_in_logprobs": False,
+            "stream": False,
+            **({"return_routed_experts": True} if self.experts_shape else {}),
+            **({"return_sampling_mask": True} if self.wants_support(ask) else {}),
+        }

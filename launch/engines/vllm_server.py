@@ -1,13 +1,20 @@
-"""vLLM's OpenAI-compatible server as the rollout engine: token ids and log-probs over HTTP; weights in place.
+"""vLLM's server as the rollout engine: token ids in and out over HTTP, with their log-probs; weights in place.
 
-Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve <directory> --logprobs-mode processed_logprobs``.
+Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve <directory> --logprobs-mode processed_logprobs``, for routing replay
+with ``--enable-return-routed-experts``, for truncated rollouts with ``--return-sampling-mask``.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
@@ -15,11 +22,12 @@ from megatron_rc.launch.engines.requests import HttpStatusError, Request
 from megatron_rc.launch.engines.server import ServerEngine
 
 PROCESSED = "processed_logprobs"
+ROUTE = "/inference/v1/generate"
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --logprobs-mode processed_logprobs"
 
 
 class VllmServerEngine(ServerEngine):
-    """Samples from ``/v1/completions``; see :class:`ServerEngine`.
+    """Samples from ``/inference/v1/generate``; see :class:`ServerEngine`.
 
     ``model`` is the server's name of the model; None: the name of its only model.
     """
@@ -40,12 +48,24 @@ class VllmServerEngine(ServerEngine):
             )
         with _development_mode():
             info = self.client.json("GET", "/server_info?config_format=json")
+        self._check_route()
         mode = self._field(info, "vllm_config", "model_config", "logprobs_mode")
         if mode != PROCESSED:
             raise EngineError(
                 f"{self.client.url} reports {mode}, expected {PROCESSED}, the log-probs of the sampled distribution: "
                 f"start it as {START}"
             )
+
+    def _check_route(self) -> None:
+        """Check that the server takes token ids: a GET of the route is refused with 405, of an unknown one with 404."""
+        try:
+            self.client.call("GET", ROUTE)
+        except HttpStatusError as error:
+            if error.status == 404:
+                version = self._field(self.client.json("GET", "/version"), "version")
+                raise EngineError(
+                    f"{self.client.url} is vLLM {version} without {ROUTE}: use vLLM 0.32 or newer"
+                ) from error
 
     def _swap(self, path: str, version: int) -> None:
         """Pause, reload, reset, resume; after a failure the server stays paused, so that nobody samples a mixture."""
@@ -76,22 +96,16 @@ class VllmServerEngine(ServerEngine):
         """Nothing to do: vLLM's processed log-probs follow all parameters."""
 
     def _request(self, ask: Ask) -> Request:
+        own = {"n": 1, "max_tokens": ask.max_new_tokens, "top_k": ask.params.top_k, "seed": ask.seed, "logprobs": 0}
+        own |= {"detokenize": False, "ignore_eos": True}  # stop at the trainer's end-of-text token, not at the server's
         body = {
             "model": self.model,
-            "prompt": ask.prompt,
-            **ask.sampling,
-            "n": 1,
-            "max_tokens": ask.max_new_tokens,
-            "top_k": ask.params.top_k,
-            "seed": ask.seed,
-            "logprobs": 0,
+            "token_ids": ask.prompt,
+            "sampling_params": ask.sampling | own,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "add_special_tokens": False,
-            "ignore_eos": True,  # stop at the trainer's end-of-text token, not at the server's
             "stream": False,
         }
-        return Request("POST", "/v1/completions", body, ask.most_bytes)
+        return Request("POST", ROUTE, body, ask.most_bytes)
 
     def _read(self, ask: Ask, answer: Any) -> Sample:
         where = f"{self.client.url}, prompt {ask.index}:"
@@ -101,15 +115,41 @@ class VllmServerEngine(ServerEngine):
         if not isinstance(choices, list) or len(choices) != 1:
             raise EngineError(f"{where} the answer has {_length(choices)} choices, expected 1")
         choice = choices[0]
-        prompt = self._field(choice, "prompt_token_ids")
+        prompt = self._field(answer, "prompt_token_ids")
         if prompt != ask.prompt:
             raise EngineError(
                 f"{where} the server read {_length(prompt)} prompt tokens, not the {len(ask.prompt)} that were sent: "
                 "it must neither cut nor extend prompts"
             )
-        log_probs = self._field(choice, "logprobs", "token_logprobs")
-        reason = choice.get("finish_reason")
-        return make_sample(ask, self._field(choice, "token_ids"), log_probs, reason, self.client.url)
+        token_ids, entries = self._field(choice, "token_ids"), self._field(choice, "logprobs", "content")
+        log_probs: Any = entries
+        if isinstance(entries, list):
+            log_probs = [self._field(entry, "logprob") for entry in entries]
+        experts, kept = None, None
+        if self.experts_shape:
+            experts = self._experts(choice, where)
+        if self.wants_support(ask):
+            kept = self._reported(choice, "sampling_mask", "--return-sampling-mask", where)
+        sample = make_sample(
+            ask, token_ids, log_probs, choice.get("finish_reason"), self.client.url, experts=experts, kept=kept
+        )
+        if sample.token_ids and [self._field(entry, "token_id") for entry in entries] != sample.token_ids:
+            raise EngineError(f"{where} log-probs of other tokens than token_ids: the answer cannot be used")
+        return sample
+
+    def _experts(self, choice: Any, where: str) -> Tensor:
+        """[tokens of prompt and response − 1, layers, top_k] from base64 of a NumPy file."""
+        encoded = self._reported(choice, "routed_experts", "--enable-return-routed-experts", where)
+        try:
+            array = numpy.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+            return torch.from_numpy(array.astype(numpy.int32))
+        except (TypeError, ValueError, EOFError, OSError) as problem:
+            raise EngineError(f"{where} routed_experts is no NumPy array in base64 ({problem})") from None
+
+    def _reported(self, choice: Any, name: str, flag: str, where: str) -> Any:
+        if choice.get(name) is None:
+            raise EngineError(f"{where} the answer has no {name}: start the server with {flag}")
+        return choice[name]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
 from megatron_rc.records.rollout import SamplingParams
 
 EOS, TOKENS = 1, 4
@@ -32,7 +32,7 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True,
 )
 
-GENERATE = {VllmServerEngine: "/v1/completions", SglangServerEngine: "/generate"}
+GENERATE = {VllmServerEngine: ROUTE, SglangServerEngine: "/generate"}
 
 
 class Server(ThreadingHTTPServer):
@@ -47,6 +47,7 @@ class Server(ThreadingHTTPServer):
         hold: seconds that a response takes.
         together: a barrier that every response waits for, or None.
         breaks: True: connections end without an answer.
+        lacks_route: True: an older vLLM, without the route of token ids.
     """
 
     daemon_threads = True
@@ -58,6 +59,7 @@ class Server(ThreadingHTTPServer):
         self.seen, self.faults, self.always = [], {}, {}
         self.most = self.now = self.connections = 0
         self.hold, self.together, self.version, self.breaks = 0.0, None, "default", False
+        self.lacks_route = False
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def paths(self):
@@ -81,6 +83,8 @@ class Server(ThreadingHTTPServer):
             time.sleep(self.hold)
         with self.lock:
             self.now -= 1
+        if self.lacks_route and path == ROUTE:
+            return 404, {"detail": "Not Found"}
         if isinstance(fault, float):
             time.sleep(fault)
         if isinstance(fault, tuple):
@@ -92,6 +96,8 @@ class Server(ThreadingHTTPServer):
 
     def answer(self, path, body):
         match path:
+            case "/version":
+                return {"version": "0.9.2"}
             case "/v1/models":
                 return {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
             case "/server_info":
@@ -107,8 +113,8 @@ class Server(ThreadingHTTPServer):
             case "/update_weights_from_disk":
                 self.version = body["weight_version"]
                 return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-            case "/v1/completions":
-                return completion(body)
+            case "/inference/v1/generate":
+                return token_answer(body)
             case "/generate":
                 return generation(body, self.version)
         return {}
@@ -123,7 +129,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.connections += 1
 
     def do_GET(self):
-        self.do_POST()
+        if self.path == ROUTE and not self.server.lacks_route:
+            self.send_error(405)
+        else:
+            self.do_POST()
 
     def do_POST(self):
         length = int(self.headers.get("Content-Length") or 0)
@@ -145,12 +154,18 @@ def draw(prompt, seed, count):
     return tokens, [-0.25 - 0.001 * token for token in tokens]
 
 
-def completion(body):
-    tokens, values = draw(body["prompt"], body["seed"], body["max_tokens"])
-    logprobs = {"text_offset": [], "token_logprobs": values, "tokens": [f"token_id:{t}" for t in tokens]}
-    choice = {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
-    choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
-    return {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice]}
+def content_of(tokens, values):
+    """vLLM's log-probs of some tokens."""
+    pairs = zip(tokens, values, strict=True)
+    return {"content": [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]}
+
+
+def token_answer(body):
+    sampling = body["sampling_params"]
+    tokens, values = draw(body["token_ids"], sampling["seed"], sampling["max_tokens"])
+    choice = {"index": 0, "logprobs": content_of(tokens, values), "finish_reason": "length", "stop_reason": None}
+    choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": None}
+    return {"request_id": "0", "model": body["model"], "choices": [choice], "prompt_token_ids": body["token_ids"]}
 
 
 def generation(body, version):

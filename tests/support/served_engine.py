@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.records.rollout import SamplingParams
-from tests.support.rollout_servers import Server
+from tests.support.rollout_servers import ROUTE, Server, content_of
 
 
 class EngineServer(Server):
@@ -31,16 +31,20 @@ class EngineServer(Server):
             if path == "/collective_rpc":
                 files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
                 self.engine.load_weights([item for file in files for item in load_file(file).items()], 0)
-            if path == "/v1/completions":
-                return self.completion(body)
+            if path == ROUTE:
+                return self.tokens(body)
             return super().answer(path, body)
 
-    def completion(self, body):
-        params = SamplingParams(temperature=body["temperature"], top_p=body["top_p"], top_k=body["top_k"])
-        (got,) = self.engine.sample([body["prompt"]], params, body["max_tokens"], body["seed"])
-        choice = {"logprobs": {"token_logprobs": got.log_probs}, "finish_reason": got.finish_reason}
-        choice |= {"token_ids": got.token_ids, "prompt_token_ids": body["prompt"]}
-        return {"model": body["model"], "choices": [choice]}
+    def tokens(self, body):
+        sampling, prompt = body["sampling_params"], body["token_ids"]
+        params = SamplingParams(temperature=sampling["temperature"], top_p=sampling["top_p"], top_k=sampling["top_k"])
+        (got,) = self.engine.sample([prompt], params, sampling["max_tokens"], sampling["seed"])
+        choice = {"logprobs": content_of(got.token_ids, got.log_probs), "finish_reason": got.finish_reason}
+        return {
+            "model": body["model"],
+            "choices": [choice | {"token_ids": got.token_ids}],
+            "prompt_token_ids": prompt,
+        }
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ def test_retries_are_bounded_and_refusals_are_not_retried(engine, server):
 
 def test_the_first_error_ends_the_batch_and_what_is_under_way(server, loaded):
     engine = loaded(concurrency=2)
-    server.faults["/v1/completions"] = [(400, b"no")]
+    server.faults["/inference/v1/generate"] = [(400, b"no")]
     server.hold = 0.01
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 200)
-    assert server.paths().count("/v1/completions") < 100
+    assert server.paths().count("/inference/v1/generate") < 100
     engine, begun = loaded(), time.monotonic()
-    server.faults["/v1/completions"] = [9.0, 9.0, (400, b"no")]
+    server.faults["/inference/v1/generate"] = [9.0, 9.0, (400, b"no")]
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 3)
     assert time.monotonic() - begun < 8
@@ -89,18 +89,20 @@ def test_waits_double_are_bounded_and_heed_the_server():
     assert retries.wait(1, 500) == 8
 
 
-LATE = r"/v1/completions gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
+LATE = (
+    r"/inference/v1/generate gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
+)
 
 
 def test_a_silent_server_is_an_error_in_time(server, loaded):
     engine = loaded()
     engine.client.timeout = 0.3
-    server.faults["/v1/completions"] = [9.0]
+    server.faults["/inference/v1/generate"] = [9.0]
     start = time.monotonic()
     with pytest.raises(EngineError, match=LATE):
         sample(engine)
     assert time.monotonic() - start < 8
-    assert server.paths().count("/v1/completions") == 1
+    assert server.paths().count("/inference/v1/generate") == 1
 
 
 @contextmanager
@@ -138,7 +140,7 @@ def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
     with raw_server(begin, b"1", 0.02) as (client.url, _):
         start = time.monotonic()
         with pytest.raises(EngineError, match=LATE):
-            client.call("POST", "/v1/completions", {})
+            client.call("POST", "/inference/v1/generate", {})
         assert time.monotonic() - start < 8
     answer = raw_server(b"HTTP/1.1 403 No\r\n\r\n", b"no " * 10000, 0)
     with answer as (client.url, _), pytest.raises(EngineError, match="refused the request with status 403: no no no"):
@@ -153,10 +155,10 @@ def test_an_answer_has_a_limit_of_size(server, loaded):
             sample(engine, tokens=102)
         assert sent[0] < 8 << 20, "sockets hold some of what was sent"
     engine.client.url = server.url
-    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 1_155_000}]
+    server.faults["/inference/v1/generate"] = [lambda answer: answer | {"id": "-" * 1_155_000}]
     with pytest.raises(EngineError, match="more than 1155072 bytes"):
         sample(engine, tokens=102)
-    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
+    server.faults["/inference/v1/generate"] = [lambda answer: answer | {"id": "-" * 900_000}]
     assert sample(engine), "a large answer that may be one is read"
 
 

@@ -1,10 +1,14 @@
 """Rollout servers over HTTP: what is sent, and which answers and weights are refused."""
 
+import base64
+import io
 import os
 import threading
 import time
 
+import numpy
 import pytest
+import torch
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed
@@ -17,7 +21,9 @@ from tests.support.recorded_training import flags, run_config
 from tests.support.rollout_servers import (
     EOS,
     GENERATE,
+    ROUTE,
     TOKENS,
+    content_of,
     draw,
     generate_path,
     given,
@@ -53,7 +59,9 @@ def test_every_sampling_parameter_is_named(engine, server):
     fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "top_p": 1.0}
     assert sampling.items() >= (fixed | {"temperature": 0.6, "stop_token_ids": [EOS]}).items()
     assert sampling["top_k"] == (0 if type(engine) is VllmServerEngine else -1)
-    assert body.get("prompt", body.get("input_ids")) == [5, 6]
+    assert body.get("token_ids", body.get("input_ids")) == [5, 6]
+    asked = {"return_routed_experts", "return_sampling_mask"}
+    assert not asked & body.keys()
 
 
 @pytest.mark.parametrize("kind", GENERATE)
@@ -93,16 +101,26 @@ def in_choice(**fields):
 
 def with_log_probs(change):
     def apply(answer):
-        values = answer["choices"][0]["logprobs"]["token_logprobs"]
-        return in_choice(logprobs={"token_logprobs": change(list(values))})(answer)
+        choice = answer["choices"][0]
+        values = change([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        tokens = choice["token_ids"][: len(values)]
+        return in_choice(token_ids=tokens, logprobs=content_of(tokens, values))(answer)
 
     return apply
 
 
 def shorter(answer):
     choice = answer["choices"][0]
-    values = {"token_logprobs": choice["logprobs"]["token_logprobs"][:2]}
+    values = {"content": choice["logprobs"]["content"][:2]}
     return in_choice(token_ids=choice["token_ids"][:2], logprobs=values)(answer)
+
+
+def with_prompt(prompt):
+    return lambda answer: answer | {"prompt_token_ids": prompt}
+
+
+def ended(tokens):
+    return {"token_ids": tokens, "logprobs": content_of(tokens, [-1.0] * len(tokens))}
 
 
 NO_LOG_PROB = "expected a finite number of at most 0"
@@ -118,20 +136,29 @@ WRONG_COMPLETIONS = {
     "null-token-ids": (in_choice(token_ids=None), "token ids are None, expected a list of integers"),
     "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
     "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
-    "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.token_logprobs"),
-    "null-log-probs": (in_choice(logprobs={"token_logprobs": None}), "log-probs are None, expected a list"),
-    "fewer-log-probs": (with_log_probs(lambda values: values[1:]), "3 log-probs for 4 tokens"),
+    "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.content"),
+    "null-log-probs": (in_choice(logprobs={"content": None}), "log-probs are None, expected a list"),
+    "other-log-probs": (
+        in_choice(logprobs=content_of([9] * TOKENS, [-1.0] * TOKENS)),
+        "log-probs of other tokens than",
+    ),
     "null": (with_log_probs(lambda values: [None, *values[1:]]), f"token 0 is None, {NO_LOG_PROB}"),
     "digits": (with_log_probs(lambda values: [-(10**400), *values[1:]]), f"token 0 is -10{{38}}, {NO_LOG_PROB}"),
-    "prompt-cut": (in_choice(prompt_token_ids=[6]), "read 1 prompt tokens, not the 2 that were sent"),
-    "prompt-completed": (in_choice(prompt_token_ids=[0, 5, 6]), "read 3 prompt tokens, not the 2 that were sent"),
-    "prompt-absent": (in_choice(prompt_token_ids=None), "read None prompt tokens"),
+    "prompt-cut": (
+        (lambda answer: answer | {"prompt_token_ids": [6]}),
+        "read 1 prompt tokens, not the 2 that were sent",
+    ),
+    "prompt-completed": (
+        (lambda answer: answer | {"prompt_token_ids": [0, 5, 6]}),
+        "read 3 prompt tokens, not the 2 that were sent",
+    ),
+    "prompt-absent": (with_prompt(None), "read None prompt tokens"),
     "cut": (shorter, "cut after 2 of 4 tokens: raise the engine's longest sequence"),
     "other-stop": (lambda answer: in_choice(finish_reason="stop")(shorter(answer)), "which is not end-of-text token 1"),
     "aborted": (in_choice(finish_reason="abort"), "ended with 'abort'"),
     "verbose": (in_choice(finish_reason="-" * 1000), "ended with '-{79}, expected"),
     "unfinished": (in_choice(finish_reason=None), "ended with None"),
-    "past-the-end": (in_choice(token_ids=[3, EOS, 3, 3]), "goes on after end-of-text token 1"),
+    "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end-of-text token 1"),
 }
 
 
@@ -189,13 +216,86 @@ def test_answers_that_cannot_be_trained_on(server, tmp_path, kind, fault, messag
     assert "\n" not in str(caught.value)
 
 
+EXPERTS = torch.arange(5 * 3 * 2, dtype=torch.int32).view(5, 3, 2)  # of two prompt tokens and four others but the last
+KEPT = [[7, 8], [3], [8, 9, 10], [4, 11]]
+
+
+def numpy_file(array):
+    file = io.BytesIO()
+    numpy.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def reporting(kind, experts, kept):
+    """A change of an answer: with experts and kept tokens, as this server writes them."""
+    if kind is VllmServerEngine:
+        array = numpy_file(experts.numpy().astype(numpy.uint8))
+        return in_choice(routed_experts=array, sampling_mask=kept)
+    numbers = base64.b64encode(experts.numpy().tobytes()).decode()
+    log_probs = [-0.5] * TOKENS
+    return in_meta(routed_experts=numbers, output_token_sampling_mask=kept, output_token_sampling_logprobs=log_probs)
+
+
+@pytest.mark.parametrize("kind", GENERATE, ids=["vllm", "sglang"])
+def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
+    engine = given(kind, server, tmp_path, experts_shape=(3, 2), reports_support=True)
+    server.always[GENERATE[kind]] = reporting(kind, EXPERTS, KEPT)
+    (got,) = sample(engine, top_p=0.9)
+    assert torch.equal(got.routed_experts, EXPERTS)
+    assert [ids.tolist() for ids in got.support] == KEPT
+    if kind is SglangServerEngine:
+        assert got.log_probs == [-0.5] * TOKENS, "over the kept tokens"
+        body = dict(server.seen)["/generate"]
+        assert body["return_routed_experts"]
+        assert body["return_sampling_mask"]
+    for params in ({"top_k": 1}, {}):
+        (other,) = sample(engine, **params)
+        assert other.support is None, "a greedy answer is not trained on; else no token was left out"
+
+
+REPORTS = [
+    (VllmServerEngine, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
+    (VllmServerEngine, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
+    (VllmServerEngine, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
+    (VllmServerEngine, {"routed_experts": 7}, "routed_experts is no NumPy array in base64"),
+    (VllmServerEngine, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
+    (VllmServerEngine, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
+    (SglangServerEngine, {"routed_experts": "absent"}, "answered without routed_experts"),
+    (SglangServerEngine, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
+    (SglangServerEngine, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
+    (SglangServerEngine, {"output_token_sampling_logprobs": [-1.0]}, "1 log-probs for 4 tokens"),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "message"), REPORTS)
+def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
+    engine = given(kind, server, tmp_path, experts_shape=(3, 2), reports_support=True)
+    put = in_choice if kind is VllmServerEngine else in_meta
+    server.always[GENERATE[kind]] = lambda answer: put(**wrong)(reporting(kind, EXPERTS, KEPT)(answer))
+    with pytest.raises(EngineError, match=message):
+        sample(engine, top_p=0.9)
+
+
+def test_a_pickle_in_an_answer_is_not_read(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, experts_shape=(3, 2))
+    server.always[ROUTE] = in_choice(routed_experts=numpy_file(numpy.array([print], dtype=object)))
+    with pytest.raises(EngineError, match="routed_experts is no NumPy array"):
+        sample(engine)
+
+
+def test_an_older_vllm_is_named(server, tmp_path):
+    server.lacks_route = True
+    with pytest.raises(EngineError, match=r"is vLLM 0\.9\.2 without /inference/v1/generate: use vLLM 0\.32 or newer"):
+        given(VllmServerEngine, server, tmp_path)
+
+
 def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
     """Servers call it ``length``."""
     ends = [5, 5, 5, EOS]
     values = [-1.0] * TOKENS
     change = pairs(*zip(values, ends, strict=True))
     if type(engine) is VllmServerEngine:
-        change = in_choice(token_ids=ends, logprobs={"token_logprobs": values})
+        change = in_choice(token_ids=ends, logprobs=content_of(ends, values))
     server.faults[generate_path(engine)] = [change]
     assert sample(engine) == [Sample(ends, values, "stop")]
 
@@ -217,7 +317,7 @@ def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
     server.faults["/update_weight_version"] = [(404, b"")]
     server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
     sample(given(VllmServerEngine, server, tmp_path, 5, model="b"))
-    assert server.paths()[-2:] == ["/resume", "/v1/completions"]
+    assert server.paths()[-2:] == ["/resume", ROUTE]
     assert server.seen[-1][-1]["model"] == "b"
 
 
@@ -281,13 +381,13 @@ def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, 
     engine = make_engine(VllmServerEngine, server, tmp_path)
     server.faults["/update_weight_version"] = [(404, b"")] * 3
     engine.load_weights(weights().items(), 5)
-    server.faults["/v1/completions"] = [(503, b"")]
+    server.faults[ROUTE] = [(503, b"")]
     server.seen.clear()
     assert sample(engine)
     assert server.paths().count("/collective_rpc") == 1
     server.seen.clear()
     assert sample(engine)
-    assert server.paths() == ["/v1/completions"]
+    assert server.paths() == [ROUTE]
 
 
 def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):
