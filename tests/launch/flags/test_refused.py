@@ -6,6 +6,7 @@ import time
 import pytest
 
 from megatron_rc.launch.errors import flag
+from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.run_config import flag_options
@@ -112,7 +113,6 @@ TABLES = {
         --entropy-over-support :: --entropy-over-support | --rollout-min-p
         @2 --num-experts=4 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 must divide the 1 tensor
         --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
-        @2 SERVERS=vllm-server --rollout-top-p=0.9 :: --rollout-top-p | --rollout-engine vllm-server | kept
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load=/nowhere
         --ref-load-hf=nowhere
@@ -447,3 +447,15 @@ PASSED = [
 @pytest.mark.parametrize("words", PASSED)
 def test_what_does_nothing_in_megatron_passes(tmp_path, words):
     assert configure(flags(tmp_path, *words.split()), 1)
+
+
+REPORTS = ["--rollout-top-p=0.9", "--num-experts=4 --moe-ffn-hidden-size=24 --moe-enable-routing-replay"]
+
+
+@pytest.mark.parametrize("words", REPORTS)
+def test_an_engine_that_does_not_report_is_refused(tmp_path, monkeypatch, words):
+    """vLLM in this process, which need not be installed here."""
+    monkeypatch.setattr(rollouts, "require", lambda *_: None)
+    name = words.split()[-1].replace("=0.9", "")
+    with refused(f"{name} | --rollout-engine vllm | does not report"):
+        configure(flags(tmp_path, "--rollout-engine=vllm", *words.split()), 1)
