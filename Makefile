@@ -36,7 +36,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
-	bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-hard study-smollm2 format clean
+	bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-experts study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -65,7 +65,7 @@ study-all: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study all $(if $(DATA),--data $(DATA))
 
 # One block of them.
-study-baselines study-long study-realistic study-bonus: $(INSTALLED)
+study-baselines study-long study-realistic study-bonus study-experts: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study $(@:study-%=%) $(if $(DATA),--data $(DATA))
 
 # SmolLM2 with rollouts of weights up to eight steps old: three runs, written to docs/study_hard.json.

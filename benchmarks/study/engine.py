@@ -34,14 +34,16 @@ class StudyEngine:
         levels: rounds weights of linear layers to this number of values on each side of 0, with one scale an output
             row; 0: exact weights.
         warming: relative growth of the sampling temperature with each optimizer step; the trainer does not know of it.
+        dtype: number format that the sampler's weights are rounded to.
     """
 
     is_elsewhere = False
 
-    def __init__(self, inputs: EngineInputs, levels: int = 0, warming: float = 0.0) -> None:
+    def __init__(self, inputs: EngineInputs, levels: int = 0, warming: float = 0.0, dtype: str = "fp32") -> None:
         launch = inputs.config.launch
-        made = (inputs.model, "fp32", inputs.eos_token_id, inputs.pad_token_id, launch.device)
-        self.exact, self.sampler = TransformersEngine(*made), TransformersEngine(*made)
+        rest = (inputs.eos_token_id, inputs.pad_token_id, launch.device)
+        self.exact = TransformersEngine(inputs.model, "fp32", *rest)
+        self.sampler = TransformersEngine(inputs.model, dtype, *rest, reports_experts=inputs.config.replays_rollouts)
         self.levels, self.warming = levels, warming
         self._rounded = _linear_weights(self.sampler.model) if levels else set()
         self._is_long = inputs.config.task.task == CountOn.NAME
@@ -122,4 +124,4 @@ def _linear_weights(model: Any) -> set[str]:
 
 def register(name: str, **mismatch: Any) -> None:
     """Make ``--rollout-engine NAME`` known to this process."""
-    ENGINES[name] = EngineKind(partial(StudyEngine, **mismatch))
+    ENGINES[name] = EngineKind(partial(StudyEngine, **mismatch), reports_experts=True)

@@ -45,6 +45,7 @@ class Mismatch:
         title: title in pictures and tables.
         levels: levels of the engine's weights, see ``StudyEngine``; 0: exact weights.
         warming: growth of the engine's temperature, see ``StudyEngine``.
+        dtype: number format of the engine's weights.
         flags: flags of the launcher, besides the engine.
     """
 
@@ -52,6 +53,7 @@ class Mismatch:
     title: str
     levels: int = 0
     warming: float = 0.0
+    dtype: str = "fp32"
     flags: tuple[str, ...] = ()
 
 
@@ -119,19 +121,35 @@ class Block:
         return [Run(self.setting, *kind, seed) for seed in self.seeds for kind in self.kinds]
 
 
-def _engine(name: str, title: str, levels: int = 0, warming: float = 0.0, staleness: int = 0) -> Mismatch:
+def _engine(
+    name: str, title: str, levels: int = 0, warming: float = 0.0, staleness: int = 0, dtype: str = "fp32"
+) -> Mismatch:
     """A mismatch that ``StudyEngine`` makes, or the launcher's flag for old weights."""
     # Evaluations, every 50 steps by the launch file, need an interval that the staleness divides.
     old = (f"--rollout-staleness={staleness}",) if staleness else ()
     if staleness and 50 % staleness:
         old = (*old, "--eval-interval=100")
-    return Mismatch(name, title, levels, warming, (f"--rollout-engine=study-{name}", *old))
+    return Mismatch(name, title, levels, warming, dtype, (f"--rollout-engine=study-{name}", *old))
 
 
 COUNT_UP = Setting("count_up", ("--config=configs/study/count_up.yaml", "--grpo-entropy-term-weight=0"))
 # With the entropy bonus of the default task.
 BONUS = Setting("bonus", ("--config=configs/study/count_up.yaml",))
 COUNT_ON = Setting("count_on", ("--config=configs/study/count_on.yaml",))
+# A mixture of eight experts of a quarter of the dense model's width, two for each token.
+EXPERTS = Setting(
+    "experts",
+    (
+        *COUNT_UP.flags,
+        *(
+            "--num-experts=8",
+            "--moe-ffn-hidden-size=32",
+            "--moe-router-topk=2",
+            "--moe-router-load-balancing-type=none",
+        ),
+        *("--qk-layernorm", "--kv-channels=16", "--untie-embeddings-and-output-weights"),
+    ),
+)
 SMOLLM2 = Setting("smollm2", ("--config=configs/study/smollm2.yaml",))
 
 NONE = _engine("none", "no mismatch")
@@ -146,7 +164,9 @@ REALISTIC = (
     _engine("temperature_mild", "temperature 0.4 % higher every step", warming=0.004),
 )
 LONG = _engine("rounding_long", "weights rounded to 4 values on each side of 0", levels=4)
-ENGINES = (NONE, *STRONG, *REALISTIC, LONG)
+FP8 = _engine("fp8", "weights in fp8", dtype="fp8-e4m3")
+FP8_OLD = _engine("fp8_old", "weights in fp8, up to 10 steps old", staleness=10, dtype="fp8-e4m3")
+ENGINES = (NONE, *STRONG, *REALISTIC, LONG, FP8, FP8_OLD)
 OLD = Mismatch("old", "weights up to 8 steps old")
 
 
@@ -250,8 +270,23 @@ _OF_2026 = (
 PUBLISHED = Block(
     "published", COUNT_UP, (*_REFERENCE, *((STRONG[-1], how) for how in (UNCORRECTED, *_OF_2026))), SEEDS[:1]
 )
+_REPLAY = ("--moe-enable-routing-replay",)
+REPLAY = Correction("replay", "routing replay", (*UNCORRECTED.flags, *_REPLAY))
+TOKEN_TIS_REPLAY = Correction(
+    "token_tis_replay", "token TIS, routing replay", (*TOKEN_TIS.flags, *_REPLAY), against="token_tis"
+)
+MIXTURE = Block(
+    "experts",
+    EXPERTS,
+    (
+        *_REFERENCE,
+        *itertools.product((FP8, FP8_OLD), (UNCORRECTED, REPLAY, TOKEN_TIS, TOKEN_TIS_REPLAY)),
+    ),
+)
 # In the order in which they are made.
-BLOCKS = {block.name: block for block in (MAIN, BASELINES, LONG_RESPONSES, REALISTIC_STRENGTH, WITH_BONUS, PUBLISHED)}
+BLOCKS = {
+    block.name: block for block in (MAIN, BASELINES, LONG_RESPONSES, REALISTIC_STRENGTH, WITH_BONUS, PUBLISHED, MIXTURE)
+}
 HARD = Block("hard", SMOLLM2, tuple((OLD, how) for how in (UNCORRECTED, TOKEN_TIS, BYPASS)), SEEDS[:1])
 
 
