@@ -33,10 +33,11 @@ OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval
 
 
 def test_the_runs():
-    """240 in five blocks, of which some are shared, and 11 more; `count_up` trains the default task."""
+    """240 in five blocks, of which some are shared, and 38 more; `count_up` trains the default task."""
     sizes = {name: len(block.runs) for name, block in settings.BLOCKS.items()}
-    assert sizes == {"main": 102, "baselines": 51, "long": 18, "realistic": 39, "bonus": 48, "published": 13}
-    assert len(RUNS) == len({run.name for run in RUNS}) == 240 + 11
+    more = {"published": 13, "experts": 27}
+    assert sizes == {"main": 102, "baselines": 51, "long": 18, "realistic": 39, "bonus": 48} | more
+    assert len(RUNS) == len({run.name for run in RUNS}) == 240 + 11 + 27
     assert RUNS[:102] == MAIN
     assert [run.seed for run in MAIN] == [1] * 34 + [2] * 34 + [3] * 34, "a part of a block is complete for its seeds"
     for block in settings.BLOCKS.values():
@@ -65,11 +66,12 @@ def test_every_run_can_start(monkeypatch, tmp_path):
         assert (config.training.seed, config.engine.rollout_engine) == (run.seed, f"study-{run.mismatch.name}")
         found[run.mismatch.name] = found[run.setting.name, run.correction.name] = config
     stale = {kind.name for kind in settings.ENGINES if found[kind.name].rollouts.rollout_staleness}
-    assert stale == {"staleness", "staleness_mild"}
+    assert stale == {"staleness", "staleness_mild", "fp8_old"}
     for block in settings.BLOCKS.values():
         names = {how.name for _, how in block.kinds}
         own = [found[block.setting.name, name] for name in names]
-        assert len({(config.correction, config.advantages) for config in own}) == len(names), "no two are the same"
+        chosen = {(config.correction, config.advantages, config.routing) for config in own}
+        assert len(chosen) == len(names), "no two are the same"
         assert {bool(config.loss.entropy_coef) for config in own} == {block.name == "bonus"}
 
 
@@ -86,7 +88,7 @@ def made(tmp_path):
     launch = SimpleNamespace(runs_dir=str(tmp_path), run_name="", device=torch.device("cpu"))
 
     def make(task_name="", **mismatch):
-        config = SimpleNamespace(launch=launch, task=SimpleNamespace(task=task_name))
+        config = SimpleNamespace(launch=launch, replays_rollouts=False, task=SimpleNamespace(task=task_name))
         inputs = EngineInputs(config, model, task.text.eos, task.text.pad, 0)
         found = engine.StudyEngine(inputs, **mismatch)
         torch.manual_seed(0)
@@ -419,7 +421,7 @@ def test_the_data_are_of_the_designs_runs():
     for name in ("study", "study_hard"):
         assert all(flags[one.key] == one.flags for one in committed(name))
         assert len({one.key for one in committed(name)}) == len(committed(name))
-    last = {"count_up": 200, "bonus": 200, "count_on": 100}
+    last = {"count_up": 200, "bonus": 200, "count_on": 100, "experts": 200}
     assert all(one.policy[-1][0] == last[one.setting] for one in committed() if one.error is None)
 
 

@@ -1,7 +1,7 @@
 """vLLM's server as the rollout engine: token ids in and out over HTTP, with their log-probs; weights in place.
 
-Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve <directory> --logprobs-mode processed_logprobs``, for routing replay
-with ``--enable-return-routed-experts``, for truncated rollouts with ``--return-sampling-mask``.
+Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve <directory> --enable-scale-out --logprobs-mode processed_logprobs``;
+for routing replay add ``--enable-return-routed-experts``, for truncated rollouts ``--return-sampling-mask``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rc.launch.engines.server import ServerEngine
 
 PROCESSED = "processed_logprobs"
 ROUTE = "/inference/v1/generate"
-START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --logprobs-mode processed_logprobs"
+START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --enable-scale-out --logprobs-mode processed_logprobs"
 
 
 class VllmServerEngine(ServerEngine):
@@ -57,10 +57,15 @@ class VllmServerEngine(ServerEngine):
             )
 
     def _check_route(self) -> None:
-        """Check that the server takes token ids: a GET of the route is refused with 405, of an unknown one with 404."""
+        """Check that the server takes token ids: an empty request of them is refused with 400 or 422.
+
+        A server that was started without its routes answers 403, an older one 404.
+        """
         try:
-            self.client.call("GET", ROUTE)
+            self.client.call("POST", ROUTE, {})
         except HttpStatusError as error:
+            if error.status == 403:
+                raise EngineError(f"{self.client.url} takes no token ids at {ROUTE}: start it as {START}") from error
             if error.status == 404:
                 version = self._field(self.client.json("GET", "/version"), "version")
                 raise EngineError(

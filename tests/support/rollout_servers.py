@@ -47,7 +47,7 @@ class Server(ThreadingHTTPServer):
         hold: seconds that a response takes.
         together: a barrier that every response waits for, or None.
         breaks: True: connections end without an answer.
-        lacks_route: True: an older vLLM, without the route of token ids.
+        route_status: answer to an empty request for tokens; 403: vLLM without its routes, 404: an older one.
     """
 
     daemon_threads = True
@@ -59,7 +59,7 @@ class Server(ThreadingHTTPServer):
         self.seen, self.faults, self.always = [], {}, {}
         self.most = self.now = self.connections = 0
         self.hold, self.together, self.version, self.breaks = 0.0, None, "default", False
-        self.lacks_route = False
+        self.route_status = 422
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def paths(self):
@@ -72,6 +72,8 @@ class Server(ThreadingHTTPServer):
         """(status, answer) of one request."""
         if self.breaks:
             raise ConnectionResetError
+        if path == ROUTE and not body:  # without its fields
+            return self.route_status, {"detail": "refused"}
         with self.lock:
             self.seen.append((path, body))
             fault = self.faults[path].pop(0) if self.faults.get(path) else None
@@ -83,8 +85,6 @@ class Server(ThreadingHTTPServer):
             time.sleep(self.hold)
         with self.lock:
             self.now -= 1
-        if self.lacks_route and path == ROUTE:
-            return 404, {"detail": "Not Found"}
         if isinstance(fault, float):
             time.sleep(fault)
         if isinstance(fault, tuple):
@@ -129,10 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.connections += 1
 
     def do_GET(self):
-        if self.path == ROUTE and not self.server.lacks_route:
-            self.send_error(405)
-        else:
-            self.do_POST()
+        self.do_POST()
 
     def do_POST(self):
         length = int(self.headers.get("Content-Length") or 0)

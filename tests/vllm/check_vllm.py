@@ -116,7 +116,7 @@ def served(folder, config):
 def start_server(path, port, log):
     words = f"""--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len {LONGEST}
         --skip-tokenizer-init --no-enable-chunked-prefill
-        --logprobs-mode processed_logprobs --served-model-name tiny""".split()
+        --enable-scale-out --logprobs-mode processed_logprobs --served-model-name tiny""".split()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
     return subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words],

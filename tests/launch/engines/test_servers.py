@@ -283,8 +283,11 @@ def test_a_pickle_in_an_answer_is_not_read(server, tmp_path):
         sample(engine)
 
 
-def test_an_older_vllm_is_named(server, tmp_path):
-    server.lacks_route = True
+def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path):
+    server.route_status = 403
+    with pytest.raises(EngineError, match="start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --enable-scale-out"):
+        given(VllmServerEngine, server, tmp_path)
+    server.route_status = 404
     with pytest.raises(EngineError, match=r"is vLLM 0\.9\.2 without /inference/v1/generate: use vLLM 0\.32 or newer"):
         given(VllmServerEngine, server, tmp_path)
 
