@@ -70,7 +70,9 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
     """Run the correction over all batches together; ValueError if the record lacks a field, or cannot be right."""
     if config.proximal_interpolation:
         raise ValueError(f"{name}: proximal_interpolation computes π_old during training, a record has none: remove it")
-    greedy = data.parts[0].records.sampling.top_k == 1
+    records = data.parts[0].records
+    # A token that was sampled from itself alone has log-prob 0.
+    has_zeros = records.sampling.top_k == 1 or records.support_ids is not None
     result = correct_rollouts(
         [part.theta if config.bypass_mode else part.old for part in data.parts],
         [part.rollout for part in data.parts],
@@ -83,7 +85,7 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
         policy_versions=[part.versions for part in data.parts],
         current_version=0,
         max_staleness=int(data.ages.max()),
-        allow_zero_log_probs=greedy,
+        allow_zero_log_probs=has_zeros,
     )
     result.check()
     masks, weights = _listed(result.mask), _listed(result.weights) if config.applies_weights else None
