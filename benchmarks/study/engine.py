@@ -124,4 +124,4 @@ def _linear_weights(model: Any) -> set[str]:
 
 def register(name: str, **mismatch: Any) -> None:
     """Make ``--rollout-engine NAME`` known to this process."""
-    ENGINES[name] = EngineKind(partial(StudyEngine, **mismatch), reports_experts=True)
+    ENGINES[name] = EngineKind(partial(StudyEngine, **mismatch))

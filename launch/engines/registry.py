@@ -45,8 +45,7 @@ class EngineKind:
     needs: tuple[str, ...] = ()  # required settings of the engine section
     takes: tuple[str, ...] = ()  # optional settings of that section
     package: str = ""  # required package, which the extra of the same name installs; empty: none
-    reports_experts: bool = False  # whether samples have the experts of each token, for --moe-enable-routing-replay
-    reports_support: bool = False  # whether samples have the kept tokens, for --rollout-top-p and the like
+    reports_on_cpu: bool = True  # whether samples have the experts and the kept tokens on a CPU too, for their replay
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -85,7 +84,11 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
     if dtype not in DTYPES:
         # vLLM would round other layers, and differently at each start; so the files hold rounded weights.
         dtype, rounded = "fp32" if inputs.config.launch.on_cpu else "bf16", dtype
-    return VllmEngine(_directory(inputs, rounded), dtype, inputs.eos_token_id, inputs.config.training.seq_length)
+    return VllmEngine(
+        *(_directory(inputs, rounded), dtype, inputs.eos_token_id, inputs.config.training.seq_length),
+        reports_experts=inputs.config.replays_rollouts,
+        reports_support=inputs.config.rollouts.replays_sampling,
+    )
 
 
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
@@ -128,12 +131,10 @@ def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
 ENGINES = {
-    "transformers": EngineKind(_transformers, reports_experts=True, reports_support=True),
-    "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm"),
-    "vllm-server": EngineKind(
-        _vllm_server, _TO_SERVERS, (*_OF_SERVERS, "rollout_model"), reports_experts=True, reports_support=True
-    ),
-    "sglang-server": EngineKind(_sglang_server, _TO_SERVERS, _OF_SERVERS, reports_experts=True, reports_support=True),
+    "transformers": EngineKind(_transformers),
+    "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_on_cpu=False),
+    "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
+    "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),
 }
 
 

@@ -38,12 +38,23 @@ class VllmEngine:
         dtype: ``fp32`` or ``bf16``.
         eos_token_id: token that ends a response.
         max_model_len: largest number of tokens of a prompt with its response.
+        reports_experts: whether samples have the experts of their tokens; on a GPU alone.
+        reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
 
     Raises:
         EngineError: vLLM cannot run in this trainer's surroundings.
     """
 
-    def __init__(self, directory: ModelDirectory, dtype: str, eos_token_id: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        dtype: str,
+        eos_token_id: int,
+        max_model_len: int,
+        *,
+        reports_experts: bool = False,
+        reports_support: bool = False,
+    ) -> None:
         _check_surroundings()
         self.directory, self.eos, self.version = directory, eos_token_id, -1
         self._options = {
@@ -57,6 +68,8 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            **({"enable_return_routed_experts": True} if reports_experts else {}),
+            **({"return_sampling_mask": True} if reports_support else {}),
         }
         self._llm: Any = None
 
@@ -155,4 +168,9 @@ def _to_sample(ask: Ask, output: Any) -> Sample:
     (answer,) = output.outputs
     token_ids = list(answer.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(token_ids, answer.logprobs or [], strict=True)]
-    return make_sample(ask, token_ids, log_probs, answer.finish_reason, "vLLM")
+    experts, kept = getattr(answer, "routed_experts", None), getattr(answer, "sampling_mask", None)
+    return make_sample(
+        *(ask, token_ids, log_probs, answer.finish_reason, "vLLM"),
+        experts=None if experts is None else torch.from_numpy(experts.astype("int32")),
+        kept=None if kept is None else kept.token_ids,
+    )

@@ -5,15 +5,16 @@ import io
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from megatron_rc.launch.engines import EngineError, Sample
-from megatron_rc.launch.engines.answers import derive_seed
+from megatron_rc.launch.engines.answers import derive_seed, make_asks
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_engine import TORCHRUN, without_torchrun
+from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _to_sample, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.records.rollout import SamplingParams
@@ -436,3 +437,23 @@ def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
     with without_torchrun({}):
         assert not [name for name in os.environ if name.startswith(TORCHRUN)]
     assert {name: os.environ[name] for name in given} == given
+
+
+def test_vllm_in_this_process_reports_experts_and_kept_tokens():
+    """From vLLM's output, by its documented fields: it has them on a GPU alone."""
+    (ask,) = make_asks([[5, 6]], SamplingParams(top_p=0.9), TOKENS, seed=9, eos_token_id=EOS)
+    tokens = [7, 3, 8, 4]
+    answer = SimpleNamespace(
+        token_ids=tokens,
+        logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in tokens],
+        finish_reason="length",
+        routed_experts=EXPERTS.numpy().astype(numpy.uint8),
+        sampling_mask=SimpleNamespace(token_ids=KEPT),
+    )
+    got = _to_sample(ask, SimpleNamespace(prompt_token_ids=[5, 6], outputs=[answer]))
+    assert torch.equal(got.routed_experts, EXPERTS)
+    assert [ids.tolist() for ids in got.support] == KEPT
+    answer.routed_experts = answer.sampling_mask = None
+    got = _to_sample(ask, SimpleNamespace(prompt_token_ids=[5, 6], outputs=[answer]))
+    assert got.routed_experts is None
+    assert got.support is None

@@ -457,5 +457,5 @@ def test_an_engine_that_does_not_report_is_refused(tmp_path, monkeypatch, words)
     """vLLM in this process, which need not be installed here."""
     monkeypatch.setattr(rollouts, "require", lambda *_: None)
     name = words.split()[-1].replace("=0.9", "")
-    with refused(f"{name} | --rollout-engine vllm | does not report"):
+    with refused(f"{name} | --rollout-engine vllm | on a GPU alone"):
         configure(flags(tmp_path, "--rollout-engine=vllm", *words.split()), 1)
