@@ -641,3 +641,30 @@ def test_readme_has_the_mean_rewards():
     kinds += [("none", "uncorrected"), ("temperature", "seq_tis"), ("temperature", "seq_tis_weighted")]
     shown = [f"{mean_of(*kind):.2f}" for kind in kinds]
     assert re.search(".*".join(map(re.escape, shown)), prose("README.md")), shown
+
+
+def test_what_the_page_says_of_the_mixture():
+    page = of_section("A mixture of experts")
+    found = {}
+    for one in committed():
+        if one.setting == "experts":
+            found.setdefault((one.mismatch, one.correction), []).append(one)
+    assert sum(map(len, found.values())) == 27
+    assert "All 27 runs end at 0.99 to 1.00, and every comparison is undecided" in page
+    assert {f"{one.final:.2f}" for own in found.values() for one in own} == {"0.99", "1.00"}
+    for mismatch in ("fp8", "fp8_old"):
+        for how, other in (
+            ("replay", "uncorrected"),
+            ("token_tis", "uncorrected"),
+            ("token_tis_replay", "token_tis"),
+        ):
+            assert against(mismatch, how, other, "experts") == 0
+    k3 = {key: [one.mean("k3") for one in own] for key, own in found.items()}
+    without = [*k3["fp8", "uncorrected"], *k3["fp8", "token_tis"]]
+    replayed = [*k3["fp8", "replay"], *k3["fp8", "token_tis_replay"]]
+    assert f"is {min(without):.4f} to {max(without):.4f} without it, and {min(replayed):.4f} with it" in page
+    assert f"{min(replayed):.4f}" == f"{max(replayed):.4f}"
+    without = [*k3["fp8_old", "uncorrected"], *k3["fp8_old", "token_tis"]]
+    replayed = [*k3["fp8_old", "replay"], *k3["fp8_old", "token_tis_replay"]]
+    said = f"{min(without):.2f} to {max(without):.2f} without and {min(replayed):.2f} to {max(replayed):.2f} with it"
+    assert said in page
