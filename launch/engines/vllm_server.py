@@ -126,6 +126,8 @@ class VllmServerEngine(ServerEngine):
                 f"{where} the server read {_length(prompt)} prompt tokens, not the {len(ask.prompt)} that were sent: "
                 "it must neither cut nor extend prompts"
             )
+        for span in choice.get("weight_versions") or () if self._keeps_version else ():
+            self._check_held(self._field(span, "version"))
         token_ids, entries = self._field(choice, "token_ids"), self._field(choice, "logprobs", "content")
         log_probs: Any = entries
         if isinstance(entries, list):

@@ -277,6 +277,20 @@ def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
         sample(engine, top_p=0.9)
 
 
+def test_tokens_of_other_weights_are_found_within_a_response(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, 4)
+
+    def spans(*versions):
+        own = [{"version": version, "start": place, "end": place + 1} for place, version in enumerate(versions)]
+        return in_choice(weight_versions=own)
+
+    server.always[ROUTE] = spans("4", "4")
+    assert len(sample(engine)) == 1
+    server.always[ROUTE] = spans("4", "5")
+    with pytest.raises(EngineError, match="holds weights 5, expected 4: does another program update them"):
+        sample(engine)
+
+
 def test_a_pickle_in_an_answer_is_not_read(server, tmp_path):
     engine = given(VllmServerEngine, server, tmp_path, experts_shape=(3, 2))
     server.always[ROUTE] = in_choice(routed_experts=numpy_file(numpy.array([print], dtype=object)))
