@@ -113,7 +113,8 @@ NOT_NEGATIVE = set(
     """adam_beta1 adam_beta2 clip_grad critic_lr_warmup_iters critic_min_lr dynamic_sampling end_weight_decay
     eval_answers gae_lambda gamma kl_in_reward lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples
     min_lr moe_aux_loss_coeff moe_router_bias_update_rate moe_z_loss_coeff mscale mscale_all_dim num_critic_only_steps
-    profile_step_start rollout_staleness seed sgd_momentum start_weight_decay timing_log_level weight_decay""".split()
+    profile_step_start rollout_min_p rollout_staleness rollout_top_k seed sgd_momentum start_weight_decay
+    timing_log_level weight_decay""".split()
 )
 
 

@@ -43,6 +43,7 @@ def test_overlapping_takes_the_same_steps(ranks, tmp_path, layout):
         for step, want in zip(steps, expected, strict=True):
             assert step == pytest.approx(want, rel=1e-4, abs=1e-7)
         for weight, other in zip(weights, wanted, strict=True):
-            torch.testing.assert_close(weight, other, rtol=0, atol=1e-7)
+            # The gradient's norm is summed by buckets, so a weight may differ by two float32 steps of its size.
+            torch.testing.assert_close(weight, other, rtol=2.4e-7, atol=1e-7)
     _, weights = ranks.run(forgetful, layout, [*words, *OVERLAP])[0]
     assert max(float((one - other).abs().max()) for one, other in zip(weights, plain[0][1], strict=True)) > 1e-4
