@@ -259,6 +259,7 @@ _OF_2026 = (
     _preset("kpop", "KPop, token TIS", "decoupled_token_kpop"),
     _preset("prefix", "weights of prefixes", "decoupled_prefix_is"),
     _preset("min_prefix", "MinPRO weights", "decoupled_min_prefix_is"),
+    _preset("turn", "weights of turns", "decoupled_turn_is"),
     _preset("min_prefix_pg", "bypass, policy gradient, MinPRO weights", "bypass_pg_min_prefix_is"),
     _preset("seq_mask_tis", "MLPerf's reference", "seq_mask_tis"),
     _preset("ess_rate", "sequence TIS, learning rate by ESS", "decoupled_seq_is", "--lr-ess-scaling=sqrt"),
