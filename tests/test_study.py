@@ -628,7 +628,7 @@ def test_what_the_pages_say_of_the_methods_of_2026():
     trust_regions = choosing.partition("## Trust regions inside the loss")[2].partition("## ")[0]
     for name in ("sapo", "dppo_tv", "dppo_kl", "cppo", "gmpo"):
         assert re.search(rf"`{name}` (ended )?at {ends[f'bypass_{name}']:.2f}", trust_regions), name
-    for name in ("min_prefix", "min_prefix_pg", "kpop", "prefix", "ess_rate", "seq_mask_tis", "uncorrected"):
+    for name in ("min_prefix", "min_prefix_pg", "kpop", "prefix", "turn", "ess_rate", "seq_mask_tis", "uncorrected"):
         assert f"at {ends[name]:.2f}" in of_2026, name
     section = study.partition("### Published in 2026")[2].partition("## What it does not show")[0]
     assert f"Weights of prefixes ended at {ends['prefix']:.2f}" in section
