@@ -156,8 +156,8 @@ def _checked_index(index: Any) -> Metadata:
         numbers = getattr(entry, "offset", None), getattr(entry, "length", None)
         if not isinstance(name, str) or not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise UnsafeFileError("is no index of a checkpoint")
-        if not name or name in (".", "..") or set(name) & set("/\\\0"):
-            raise UnsafeFileError(f"names {name!r}, which is no file of the checkpoint's own folder")
+        if not name.endswith(".distcp") or set(name) & set("/\\\0"):
+            raise UnsafeFileError(f"names {name!r}, which is no file of tensors in the checkpoint's own folder")
         if getattr(entry, "transform_descriptors", None):
             raise UnsafeFileError("asks for transforms of its files, which are not known")
     return index
