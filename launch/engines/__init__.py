@@ -26,8 +26,8 @@ class Sample:
         fault: description of an unusable log-prob; None if all are usable.
         routed_experts: [tokens of prompt and response − 1, layers, top_k] integers, the experts that read each token
             but the last; -1 if they are not known. None: the engine was not asked for them.
-        support: for each token the ids, [k] int32, of the tokens that top-p, top-k or min-p kept; without ids: all.
-            None: the engine was not asked for them.
+        support: (ids, counts) int32: the tokens that top-p, top-k or min-p kept, one position after the other, and
+            their number at each sampled token; 0: all tokens. None: the engine was not asked for them.
     """
 
     token_ids: list[int]
@@ -35,7 +35,7 @@ class Sample:
     finish_reason: str
     fault: str | None = None
     routed_experts: Tensor | None = None
-    support: Sequence[Tensor] | None = None
+    support: tuple[Tensor, Tensor] | None = None
 
 
 class RolloutEngine(Protocol):

@@ -29,14 +29,11 @@ class Ask:
     max_new_tokens: int
     eos_token_id: int
     seed: int  # of this request alone
-    kilobytes: int = 1  # largest answer, for each token
+    kilobytes: int = 1  # largest answer for each token: no engine writes more, without experts and kept tokens
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of the size of an answer: no engine writes more about one token than a kilobyte.
-
-        Experts and kept tokens are more: up to 16 KiB for each token.
-        """
+        """Upper bound of the size of an answer."""
         return MOST_BYTES + (self.kilobytes << 10) * (len(self.prompt) + self.max_new_tokens)
 
     @property
@@ -119,15 +116,15 @@ def make_sample(
     return Sample(token_ids, numbers, finish_reason, fault, experts, support)
 
 
-def _support(kept: Any, token_ids: list[int], where: str) -> list[Tensor]:
-    """The kept tokens of each token of an answer."""
+def _support(kept: Any, token_ids: list[int], where: str) -> tuple[Tensor, Tensor]:
+    """(ids, counts) of the kept tokens of an answer."""
     try:
         ids, counts = support_of(kept)
     except ValueError as problem:
         raise EngineError(f"{where} {problem}") from None
     if len(counts) != len(token_ids):
         raise EngineError(f"{where} kept tokens of {len(counts)} positions came for {len(token_ids)} tokens")
-    return list(ids.split(counts.tolist()))
+    return ids, counts
 
 
 def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:

@@ -101,22 +101,22 @@ class SglangServerEngine(ServerEngine):
             raise EngineError(f"{where} log-probs of other tokens than output_ids: the answer cannot be used")
         reason, log_probs = self._field(meta, "finish_reason", "type"), [pair[0] for pair in pairs]
         experts, kept = None, None
-        if self.experts_shape:
-            experts = self._experts(meta, len(ask.prompt) + len(token_ids) - 1, where)
-        if self.wants_support(ask):
+        if self.experts_shape and token_ids:
+            experts = self._experts(meta, (len(ask.prompt) + len(token_ids) - 1, *self.experts_shape), where)
+        if self.wants_support(ask) and token_ids:
             kept = self._field(meta, "output_token_sampling_mask")
             log_probs = self._field(meta, "output_token_sampling_logprobs")
         return make_sample(ask, token_ids, log_probs, reason, self.client.url, experts=experts, kept=kept)
 
-    def _experts(self, meta: Any, tokens: int, where: str) -> Tensor:
+    def _experts(self, meta: Any, shape: tuple[int, ...], where: str) -> Tensor:
         """[tokens, layers, top_k] from base64 of int32 numbers."""
         encoded = self._field(meta, "routed_experts")
         try:
             numbers = torch.frombuffer(bytearray(base64.b64decode(encoded, validate=True)), dtype=torch.int32)
-            return numbers.view(tokens, *self.experts_shape or ())
+            return numbers.view(shape)
         except (TypeError, ValueError, RuntimeError) as problem:
             raise EngineError(
-                f"{where} routed_experts is no base64 of {tokens} tokens' experts ({problem}): start the server with "
+                f"{where} routed_experts is no base64 of {shape[0]} tokens' experts ({problem}): start the server with "
                 "--enable-return-routed-experts"
             ) from None
 

@@ -127,8 +127,8 @@ class TransformersEngine:
         samples = self._samples(torch.stack(chosen, dim=1), torch.stack(log_probs, dim=1))
         if not kept:
             return samples
-        supports = zip(*kept, strict=True)  # for each response the kept tokens of all steps
-        return [replace(one, support=own[: len(one.token_ids)]) for one, own in zip(samples, supports, strict=True)]
+        responses = zip(samples, zip(*kept, strict=True), strict=True)  # with the kept tokens of all steps
+        return [replace(one, support=_support(steps[: len(one.token_ids)])) for one, steps in responses]
 
     def _read_once(self, prompts: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], Tensor | None]:
         """(different prompts, position of each prompt among them); (all prompts, None) if they are not shared."""
@@ -183,3 +183,8 @@ def _warpers(params: SamplingParams) -> Any:
 def _kept(distribution: Tensor) -> list[Tensor]:
     """For each row of log-probs [b, v] the ids of its kept tokens, int32; none if the log-probs are NaN."""
     return [row.nonzero().flatten().int() for row in (distribution > -torch.inf).cpu()]
+
+
+def _support(kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(ids, counts) int32 of the kept tokens of each step of a response."""
+    return torch.cat(list(kept)), torch.tensor([len(ids) for ids in kept], dtype=torch.int32)

@@ -133,9 +133,9 @@ class VllmServerEngine(ServerEngine):
         if isinstance(entries, list):
             log_probs = [self._field(entry, "logprob") for entry in entries]
         experts, kept = None, None
-        if self.experts_shape:
+        if self.experts_shape and token_ids:
             experts = self._experts(choice, where)
-        if self.wants_support(ask):
+        if self.wants_support(ask) and token_ids:
             kept = self._reported(choice, "sampling_mask", "--return-sampling-mask", where)
         sample = make_sample(
             ask, token_ids, log_probs, choice.get("finish_reason"), self.client.url, experts=experts, kept=kept
@@ -148,9 +148,9 @@ class VllmServerEngine(ServerEngine):
         """[tokens of prompt and response − 1, layers, top_k] from base64 of a NumPy file."""
         encoded = self._reported(choice, "routed_experts", "--enable-return-routed-experts", where)
         try:
-            array = numpy.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-            return torch.from_numpy(array.astype(numpy.int32))
-        except (TypeError, ValueError, EOFError, OSError) as problem:
+            file = io.BytesIO(base64.b64decode(encoded, validate=True))
+            return torch.from_numpy(numpy.lib.format.read_array(file, allow_pickle=False).astype(numpy.int32))
+        except Exception as problem:  # NumPy's reader passes on many kinds of errors
             raise EngineError(f"{where} routed_experts is no NumPy array in base64 ({problem})") from None
 
     def _reported(self, choice: Any, name: str, flag: str, where: str) -> Any:

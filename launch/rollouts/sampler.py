@@ -215,16 +215,18 @@ class RolloutSampler:
     def _support(samples: Sequence[Sample], mask: Tensor) -> dict[str, Tensor]:
         """The records' fields of the tokens that the engine kept; ``mask`` has the sampled tokens."""
         for sample in samples:
-            given = None if sample.support is None else len(sample.support)
+            given = None if sample.support is None else len(sample.support[1])
             if given != len(sample.token_ids) and sample.token_ids:
                 raise EngineError(
                     f"the engine reported the kept tokens of {given} of {len(sample.token_ids)} sampled tokens: "
                     "--rollout-top-p, --rollout-top-k and --rollout-min-p need all of them"
                 )
-        kept = [ids for sample in samples for ids in sample.support or ()]
+        none = torch.zeros(0, dtype=torch.int32)
+        supports = [(none, none) if sample.support is None else sample.support for sample in samples]
+        ids, sizes = (torch.cat(parts) for parts in zip(*supports, strict=True))
         counts = torch.zeros(mask.shape, dtype=torch.int32)
-        counts[mask] = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
-        return {"support_ids": torch.cat(kept) if kept else counts.new_zeros(0), "support_counts": counts}
+        counts[mask] = sizes
+        return {"support_ids": ids, "support_counts": counts}
 
     def _routed_experts(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Tensor:
         """[responses, seq_length, layers, top_k] int16 experts of each token, −1 if they are not known."""

@@ -59,7 +59,7 @@ class RolloutSection:
         below=1,
     )
     entropy_over_support: bool = option(
-        "entropy over the tokens that the engine kept alone, with --rollout-top-p and the like; default: over all"
+        "entropy over the kept tokens only, with --rollout-top-p and the like; default: over the whole vocabulary"
     )
     always_score: bool = option(
         "score every rollout batch in a forward-only pass; default: only if the update needs log π_old before"

@@ -214,11 +214,13 @@ class Trainer(TrainedModel):
         every = None if settings is None else settings.moe_routing_replay_check_interval
         if every is None or batches % every:
             return {}
-        replayed = self.score(cut) if old is None else old
+        # ``old`` is None on stages before the last as well, so it cannot say whether a pass was made.
+        replayed = self.score(cut) if self.correction.corrects_in_loss else old
         own = self.passes.score(self.model, cut)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if replayed is not None and own is not None:
-            mask, rollout = cut.local.response_mask, cut.local.rollout_log_probs
+            rollout = cut.local.rollout_log_probs
+            mask = cut.local.response_mask & rollout.isfinite()  # the correction may reject bad log-probs
             divergences = [k3((train - rollout)[mask].double()).sum() for train in (replayed, own.log_probs)]
             sums = torch.stack([*divergences, mask.sum().double()])
         sums = all_reduce_sum(sums, self.groups.dp_cp)

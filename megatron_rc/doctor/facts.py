@@ -27,9 +27,10 @@ def of_tokens(row: Mapping[str, float]) -> dict[str, float]:
     mean = 1 + row["k3_kl"] - row["kl"]
     if not row.get("chi2_token", -1.0) > -1:
         return {"ratio_mean": mean}
-    # χ² - 2 E[ρ - 1] - E[ρ - 1]², so that a small variance is no difference of large numbers.
-    variance = row["chi2_token"] - 2 * (mean - 1) - (mean - 1) ** 2
-    size = mean**2 / (1 + row["chi2_token"])
+    # χ² - 2 E[ρ - 1] - E[ρ - 1]², so that a small variance is no difference of large numbers. Products,
+    # because ``**`` raises OverflowError where a product is infinite.
+    variance = row["chi2_token"] - 2 * (mean - 1) - (mean - 1) * (mean - 1)
+    size = mean * mean / (1 + row["chi2_token"])
     return {"ratio_mean": mean, "ratio_std": math.sqrt(max(variance, 0.0)), "token_eff_sample_size": min(size, 1.0)}
 
 

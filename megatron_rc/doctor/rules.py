@@ -53,7 +53,7 @@ RULES: tuple[Rule, ...] = (
         "trainer gives to these tokens",
         "the mean ratio is {ratio_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
         "give to the tokens that the engine kept; recorded: top_p {top_p:.3g}, top_k {top_k:.0f}",
-        "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",
+        "sample with top_p 1, top_k 0 and min_p 0, or let the trainer renormalise over the tokens that the engine kept",
         "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, 3.1",
         ("shift",),
         kind=REPAIR,

@@ -13,7 +13,8 @@ from megatron_rc.records.support import owners_of
 
 FINISH_REASONS = ("stop", "length", "abort")
 
-_SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+_TOKEN_IDS = (torch.int64, torch.int32)  # a vocabulary's size must fit the dtype
+_SIGNED = (*_TOKEN_IDS, torch.int16, torch.int8)
 _INTEGERS = (*_SIGNED, torch.uint8)
 _FLOATS = (torch.float32, torch.float64)
 
@@ -40,7 +41,7 @@ FIELDS = {
     "rewards": Field(False, _FLOATS, "float32 or float64"),
     "finish_reasons": Field(False, _INTEGERS, "integers, for example int64"),
     "routed_experts": Field(True, _SIGNED, "signed integers, for example int32", more=2, is_optional=True),
-    "support_ids": Field(False, _SIGNED, "signed integers, for example int32", is_optional=True, is_list=True),
+    "support_ids": Field(False, _TOKEN_IDS, "int32 or int64", is_optional=True, is_list=True),
     "support_counts": Field(True, _SIGNED, "signed integers, for example int32", is_optional=True),
     "old_log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
     "log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),

@@ -121,11 +121,12 @@ class RolloutBatch:
         labels = torch.where(_to_labels(self.response_mask), self._places + 1, -1)
         return take_support(self.support_ids, self.support_counts, labels)
 
-    def support_of_row(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """(ids, counts [end − first]) of the supports in some columns of a row; None if there are none."""
+    def support_of_rows(self) -> Sequence[tuple[Tensor, Tensor] | None]:
+        """(ids, counts [s]) of each row's supports; None for each row if there are none."""
         if self.support_ids is None or self.support_counts is None:
-            return None
-        return take_support(self.support_ids, self.support_counts, self._places[row, first:end])
+            return [None] * self.num_sequences
+        parts = self.support_ids.split(self.support_counts.sum(dim=1).tolist())
+        return list(zip(parts, self.support_counts, strict=True))
 
     def tensors(self) -> dict[str, Tensor]:
         """The record's tensors by field name, without absent fields."""

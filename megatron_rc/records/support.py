@@ -77,8 +77,12 @@ def _of_lists(lists: Any) -> tuple[Tensor, Tensor]:
 
 def _integers(name: str, values: Any) -> Tensor:
     """A list of integers as int32."""
-    found = torch.as_tensor(values)
+    expected = "expected a list of integers of 32 bits"
+    try:
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} are {values!r:.80}: {expected}") from None
     is_integer = not found.is_floating_point() or not found.numel()
     if found.dim() != 1 or not is_integer or (found.double().abs() >= 2**31).any():
-        raise ValueError(f"{name} are {found.dtype} {tuple(found.shape)}: expected a list of integers of 32 bits")
+        raise ValueError(f"{name} are {found.dtype} {tuple(found.shape)}: {expected}")
     return found.int()

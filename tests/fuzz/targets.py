@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import pickle
@@ -88,8 +89,9 @@ def file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], o
 
 
 def lines() -> list[Any]:
-    """Records as JSON lines."""
-    return [json.loads(line) for line in to_json_lines(example())]
+    """Records as JSON lines; each token is the only one that the engine kept."""
+    records = [json.loads(line) for line in to_json_lines(example())]
+    return [record | {"support": [[token] for token in record["tokens"]]} for record in records]
 
 
 def spoilt_lines(rng: random.Random) -> bytes:
@@ -115,17 +117,30 @@ CORRECTION = {
 }
 OTHERS = {"algorithm": {"rollout_correction": CORRECTION}, "use_tis": True, "tis_clip": 2.0, "loss_fn": {"x": 1}}
 LAUNCH = {"num-layers": 2, "swiglu": True, "lr": 1e-3, "task": "count_up", "rollout-is-threshold": "0.5_2"}
+KEPT = [[3], [4, 5]]
+
+
+def _experts(write: Callable[[io.BytesIO], object]) -> str:
+    """Experts of three tokens in a model of one layer, as a server writes them."""
+    content = io.BytesIO()
+    write(content)
+    return base64.b64encode(content.getvalue()).decode()
+
+
 VLLM = {
-    "model": "m",
+    **{"model": "m", "prompt_token_ids": [1, 2]},
     "choices": [
-        {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "finish_reason": "length"}
-        | {"logprobs": {"token_logprobs": [-1.0, -0.5]}}
+        {"token_ids": [3, 4], "finish_reason": "length", "sampling_mask": KEPT}
+        | {"logprobs": {"content": [{"token_id": 3, "logprob": -1.0}, {"token_id": 4, "logprob": -0.5}]}}
+        | {"routed_experts": _experts(lambda file: np.save(file, np.ones((3, 1, 1), dtype=np.uint8)))}
     ],
 }
 SGLANG = {
     "output_ids": [3, 4],
     "meta_info": {"output_token_logprobs": [[-1.0, 3, None], [-0.5, 4, None]], "finish_reason": {"type": "length"}}
-    | {"prompt_tokens": 2, "weight_version": "0"},
+    | {"prompt_tokens": 2, "weight_version": "0"}
+    | {"output_token_sampling_mask": KEPT, "output_token_sampling_logprobs": [0.0, -0.5]}
+    | {"routed_experts": _experts(lambda file: file.write(np.ones(3, dtype=np.int32).tobytes()))},
 }
 
 
@@ -182,11 +197,11 @@ class AnswerFrom(HttpClient):
 
 
 def asked(server: type[Any], content: bytes) -> object:
-    """One sample of a server with this answer."""
+    """One sample of a server with this answer, which is asked for experts and kept tokens."""
     client = AnswerFrom(content)
-    engine = server(client, None, 12)
+    engine = server(client, None, 12, experts_shape=(1, 1), reports_support=True)
     engine.model, engine.version = "m", 0
-    (ask,) = make_asks([[1, 2]], SamplingParams(), 2, 0, 12)
+    (ask,) = make_asks([[1, 2]], SamplingParams(top_p=0.9), 2, 0, 12)
     return engine._read(ask, client.json("POST", "/"))
 
 
@@ -251,7 +266,13 @@ def settings_of(content: bytes, folder: Path) -> object:
 
 
 def slime_samples(rng: random.Random) -> Any:
-    return [spoilt_value(sample, rng) for sample in to_slime(example(False))]
+    """Samples with one kept token at each position of the response."""
+    samples = to_slime(example(False))
+    for sample in samples:
+        length = sample["response_length"]
+        sample["rollout_top_p_token_ids"] = sample["tokens"][-length:] if length else []
+        sample["rollout_top_p_token_offsets"] = list(range(length + 1))
+    return [spoilt_value(sample, rng) for sample in samples]
 
 
 def _correction(dialect: str) -> Target:

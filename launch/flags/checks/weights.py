@@ -35,8 +35,8 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     wrong = {
         f"{{found[0]}} is in no Hugging Face architecture here, so no engine can have this model: {_FOREIGN}": unknown,
-        "{expert_tensor_parallel_size} must divide the {ranks} tensor · context parallel ranks of a replica, which an "
-        "engine or Hugging Face's files are made by: give such a size": (
+        "{expert_tensor_parallel_size} must divide the {ranks} tensor · context parallel ranks of a replica, because "
+        "its first rank gathers the experts for engines and Hugging Face's files: give such a size": (
             config.experts and config.data_parallel_size > 1 and ranks % etp
         ),
         "{moe_grouped_gemm} needs --transformer-impl transformer_engine, whose experts have a parameter each: use it, "

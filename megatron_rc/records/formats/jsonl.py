@@ -71,9 +71,9 @@ def to_json_lines(batch: RolloutBatch) -> Iterator[str]:
         ValueError: a sampled token's log-prob or a reward is not finite.
     """
     end = spans(batch)[1].tolist()
-    for row in range(batch.num_sequences):
+    for row, support in enumerate(batch.support_of_rows()):
         try:
-            yield json.dumps(_record(batch, row, end[row]), allow_nan=False)
+            yield json.dumps(_record(batch, row, end[row], support), allow_nan=False)
         except ValueError:
             sample = int(batch.sample_ids[row])
             raise ValueError(
@@ -129,7 +129,7 @@ def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any, bool]:
     return sequence.sampling, None if experts is None else experts.shape[2:], sequence.support_ids is None
 
 
-def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
+def _record(batch: RolloutBatch, row: int, end: int, support: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
     mask = batch.response_mask[row, :end].tolist()
 
     def sampled(values: Tensor, known: list[bool] = mask) -> list[Any]:
@@ -149,10 +149,9 @@ def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
     }
     if batch.routed_experts is not None:
         record["routed_experts"] = batch.routed_experts[row, :end].tolist()
-    support = batch.support_of_row(row, 0, end)
     if support is not None:
         ids, counts = support
-        record["support"] = [own.tolist() for own in ids.split(counts.tolist())]
+        record["support"] = [own.tolist() for own in ids.split(counts.tolist())[:end]]
     for name in TRAINER_LOG_PROBS:
         values = getattr(batch, name)
         if values is not None:

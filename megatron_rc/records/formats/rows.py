@@ -32,9 +32,9 @@ def one_sequence(
 ) -> RolloutBatch:
     """A batch of one sequence without padding, from the values of its fields in :class:`RolloutBatch`.
 
-    Tensors are [l] in token positions, ``routed_experts`` [l, layers, top_k], ``support`` the kept tokens and their
-    number at each position. ``response_mask`` may have any dtype, 0
-    for tokens that were not sampled; ``policy_versions`` may be one number for all tokens.
+    Tensors are [l] in token positions, ``routed_experts`` is [l, layers, top_k], ``support`` the kept tokens and their
+    number at each position. ``response_mask`` may have any dtype, 0 for tokens that were not sampled;
+    ``policy_versions`` may be one number for all tokens.
     """
     if not isinstance(policy_versions, Tensor):
         policy_versions = torch.full_like(tokens, policy_versions)

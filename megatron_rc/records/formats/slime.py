@@ -75,9 +75,11 @@ def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
     columns = {"rollout_log_probs": sampled_log_probs(batch), "log_probs": scored_log_probs(batch, "slime")}
     known = {name: values for name, values in columns.items() if values is not None}
     first, end = (values.tolist() for values in spans(batch))
+    supports = batch.support_of_rows()
     return [
         {
             **_sample(batch, row, first[row], end[row]),
+            **_own_support(supports[row], first[row], end[row]),
             **{name: values[row, first[row] : end[row]].tolist() for name, values in known.items()},
             "weight_versions": [str(version) for version in versions],
         }
@@ -139,16 +141,19 @@ def _sample(batch: RolloutBatch, row: int, first: int, end: int) -> dict[str, An
         "reward": float(batch.rewards[row]),
         "status": _OWN_STATUS[FINISH_REASONS[int(batch.finish_reasons[row])]],
         "rollout_routed_experts": experts,
-        **_own_support(batch.support_of_row(row, first, end)),
     }
 
 
-def _own_support(support: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
-    """The fields of the kept tokens of one response."""
+def _own_support(support: tuple[Tensor, Tensor] | None, first: int, end: int) -> dict[str, Any]:
+    """The fields of the kept tokens of one response, in columns ``first`` to ``end``."""
     if support is None:
         return {}
     ids, counts = support
-    return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets_of(counts).int()}
+    offsets = offsets_of(counts)
+    return {
+        "rollout_top_p_token_ids": ids[offsets[first] : offsets[end]].clone(),
+        "rollout_top_p_token_offsets": (offsets[first : end + 1] - offsets[first]).int(),
+    }
 
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:

@@ -139,20 +139,15 @@ WRONG_COMPLETIONS = {
     "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
     "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.content"),
     "null-log-probs": (in_choice(logprobs={"content": None}), "log-probs are None, expected a list"),
+    "fewer-log-probs": (in_choice(logprobs=content_of([3] * 3, [-1.0] * 3)), "3 log-probs for 4 tokens"),
     "other-log-probs": (
         in_choice(logprobs=content_of([9] * TOKENS, [-1.0] * TOKENS)),
         "log-probs of other tokens than",
     ),
     "null": (with_log_probs(lambda values: [None, *values[1:]]), f"token 0 is None, {NO_LOG_PROB}"),
     "digits": (with_log_probs(lambda values: [-(10**400), *values[1:]]), f"token 0 is -10{{38}}, {NO_LOG_PROB}"),
-    "prompt-cut": (
-        (lambda answer: answer | {"prompt_token_ids": [6]}),
-        "read 1 prompt tokens, not the 2 that were sent",
-    ),
-    "prompt-completed": (
-        (lambda answer: answer | {"prompt_token_ids": [0, 5, 6]}),
-        "read 3 prompt tokens, not the 2 that were sent",
-    ),
+    "prompt-cut": (with_prompt([6]), "read 1 prompt tokens, not the 2 that were sent"),
+    "prompt-completed": (with_prompt([0, 5, 6]), "read 3 prompt tokens, not the 2 that were sent"),
     "prompt-absent": (with_prompt(None), "read None prompt tokens"),
     "cut": (shorter, "cut after 2 of 4 tokens: raise the engine's longest sequence"),
     "other-stop": (lambda answer: in_choice(finish_reason="stop")(shorter(answer)), "which is not end-of-text token 1"),
@@ -221,6 +216,11 @@ EXPERTS = torch.arange(5 * 3 * 2, dtype=torch.int32).view(5, 3, 2)  # of two pro
 KEPT = [[7, 8], [3], [8, 9, 10], [4, 11]]
 
 
+def lists_of(support):
+    ids, counts = support
+    return [own.tolist() for own in ids.split(counts.tolist())]
+
+
 def numpy_file(array):
     file = io.BytesIO()
     numpy.save(file, array)
@@ -243,7 +243,7 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
     server.always[GENERATE[kind]] = reporting(kind, EXPERTS, KEPT)
     (got,) = sample(engine, top_p=0.9)
     assert torch.equal(got.routed_experts, EXPERTS)
-    assert [ids.tolist() for ids in got.support] == KEPT
+    assert lists_of(got.support) == KEPT
     if kind is SglangServerEngine:
         assert got.log_probs == [-0.5] * TOKENS, "over the kept tokens"
         body = dict(server.seen)["/generate"]
@@ -291,11 +291,31 @@ def test_tokens_of_other_weights_are_found_within_a_response(server, tmp_path):
         sample(engine)
 
 
-def test_a_pickle_in_an_answer_is_not_read(server, tmp_path):
+def numpy_archive(array):
+    file = io.BytesIO()
+    numpy.savez(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+PICKLE = numpy.array([print], dtype=object)
+
+
+@pytest.mark.parametrize("content", [numpy_file(PICKLE), numpy_archive(EXPERTS)], ids=["pickle", "archive"])
+def test_other_numpy_files_are_not_read(server, tmp_path, content):
     engine = given(VllmServerEngine, server, tmp_path, experts_shape=(3, 2))
-    server.always[ROUTE] = in_choice(routed_experts=numpy_file(numpy.array([print], dtype=object)))
+    server.always[ROUTE] = in_choice(routed_experts=content)
     with pytest.raises(EngineError, match="routed_experts is no NumPy array"):
         sample(engine)
+
+
+@pytest.mark.parametrize("kind", GENERATE, ids=["vllm", "sglang"])
+def test_an_empty_answer_needs_no_experts(server, tmp_path, kind):
+    """The trainer handles it as one bad response."""
+    engine = given(kind, server, tmp_path, experts_shape=(3, 2), reports_support=True)
+    empty = in_choice(**ended([])) if kind is VllmServerEngine else pairs()
+    server.always[GENERATE[kind]] = empty
+    (got,) = sample(engine, top_p=0.9)
+    assert got.token_ids == []
 
 
 def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path):
@@ -466,7 +486,7 @@ def test_vllm_in_this_process_reports_experts_and_kept_tokens():
     )
     got = _to_sample(ask, SimpleNamespace(prompt_token_ids=[5, 6], outputs=[answer]))
     assert torch.equal(got.routed_experts, EXPERTS)
-    assert [ids.tolist() for ids in got.support] == KEPT
+    assert lists_of(got.support) == KEPT
     answer.routed_experts = answer.sampling_mask = None
     got = _to_sample(ask, SimpleNamespace(prompt_token_ids=[5, 6], outputs=[answer]))
     assert got.routed_experts is None

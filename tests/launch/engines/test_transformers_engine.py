@@ -158,16 +158,15 @@ def test_kept_tokens_and_log_probs_over_them_are_reported(tmp_path, params):
     engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
     sizes = set()
     for prompt, sample in zip(PROMPTS, engine.sample(PROMPTS, params, 6, seed=5), strict=True):
-        assert len(sample.support) == len(sample.token_ids)
+        ids, counts = sample.support
+        assert ids.dtype == counts.dtype == torch.int32
         logits = engine.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
-        for place, (token, log_prob, ids) in enumerate(
-            zip(sample.token_ids, sample.log_probs, sample.support, strict=True)
-        ):
-            wanted = kept_by_hand(logits[place], params)
-            assert ids.dtype == torch.int32
-            assert set(ids.tolist()) == set(wanted)
+        kept = ids.split(counts.tolist())
+        for row, token, log_prob, own in zip(logits, sample.token_ids, sample.log_probs, kept, strict=True):
+            wanted = kept_by_hand(row, params)
+            assert set(own.tolist()) == set(wanted)
             assert log_prob == pytest.approx(wanted[token], abs=1e-4)
-            sizes.add(len(ids))
+            sizes.add(len(own))
     assert min(sizes) < VOCABULARY
     assert len(sizes) > 1 or params.top_k == 4
     (one,) = engine.sample([[3]], SamplingParams(), 2, seed=0)
