@@ -213,8 +213,7 @@ class GradientFactors:
     """The factors of the gradient at the rows of logits."""
 
     whole: RowGradients  # over the whole vocabulary
-    kept: RowGradients | None  # over the kept tokens, for the rows that have some; None without a support
-    both: bool  # rows with kept tokens have the first too, because of the entropy
+    kept: RowGradients | None  # in the kept columns, of rows that have some; None without a support
 
     def at(self, index: slice | Tensor) -> GradientFactors:
         """The factors of a part of the rows."""
@@ -233,7 +232,7 @@ def gradient_factors(
 ) -> GradientFactors:
     """The factors of all rows' gradients; the arguments are those of :func:`row_gradients`, with both offsets."""
     if support is None:
-        return GradientFactors(row_gradients(grads, target, chosen, offsets[0], entropy, squares, spec), None, False)
+        return GradientFactors(row_gradients(grads, target, chosen, offsets[0], entropy, squares, spec), None)
 
     def only(grad: Tensor | None, rows: Tensor) -> Tensor | None:
         return None if grad is None else torch.where(rows, grad, 0)
@@ -243,10 +242,24 @@ def gradient_factors(
     of_whole = [only(grad, ~supported) if own else grad for grad, own in zip(grads, over_kept, strict=False)]
     kept = row_gradients(of_kept, target, chosen, offsets[0], entropy, squares, spec)
     whole = row_gradients(of_whole, target, chosen, offsets[-1], entropy, squares, spec)
-    both = spec.entropy_apart and grads[1] is not None
-    if not both:
-        whole = replace(whole, here=whole.here & ~supported, counted=whole.counted & ~supported)
-    return GradientFactors(whole, kept, both)
+    if spec.entropy_apart and grads[1] is not None:
+        return GradientFactors(whole, _sum_in_kept_columns(kept, whole, spec))
+    return GradientFactors(replace(whole, here=whole.here & ~supported, counted=whole.counted & ~supported), kept)
+
+
+def _sum_in_kept_columns(kept: RowGradients, whole: RowGradients, spec: CallSpec) -> RowGradients:
+    """The factors of the sum of both gradients, by the probabilities π of the kept tokens.
+
+    Over the whole vocabulary a kept token has e^-d π, with the same d >= 0 for all of a row:
+    e^-d π (constant + log_pi (log π - d)) = π (e^-d (constant - log_pi d) + e^-d log_pi log π).
+    """
+    difference = (whole.offset - kept.offset) / spec.temperature
+    share = (-difference).exp()
+    constant, log_pi = whole.constant, kept.log_pi
+    if whole.log_pi is not None:
+        constant = constant - whole.log_pi * difference
+        log_pi = share * whole.log_pi if log_pi is None else log_pi + share * whole.log_pi
+    return replace(kept, constant=kept.constant + share * constant, log_pi=log_pi, target=kept.target + whole.target)
 
 
 def row_gradients(
@@ -293,7 +306,7 @@ def write_gradient(
     """The gradient at the logits [t, v/tp], written to ``out``: like the logits, or these."""
     options, kept = spec.softmax_options(rows.shape[1], holes), None
     if support is not None and factors.kept is not None:
-        kept = support.gradient(rows, factors.kept, factors.whole if factors.both else None, options)
+        kept = support.gradient(rows, factors.kept, options)
     if support is None or waits(rows) or bool(factors.whole.counted.any()):
         kernels_of(rows).write_gradient(rows, out, factors.whole, options)
     else:

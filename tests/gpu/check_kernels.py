@@ -28,6 +28,7 @@ WIDTHS = {
     "32003": Case(32003, 32128, used=(0, 2)),
     "151936": Case(151936, 151936, temperature=0.9, used=(0, 1)),
     "152064 with padding": Case(151669, 152064, gap=5),
+    "4099, 20 kept": Case(4099, 4111, temperature=0.7, kept=20),
 }
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 

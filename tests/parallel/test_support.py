@@ -411,7 +411,7 @@ MISTAKES = {
     "log-probs over all tokens have a gradient too": lambda right: (
         lambda *args: replace(right(*args), whole=right(*args[:6], None, args[7]).whole)
     ),
-    "none over kept tokens": lambda right: lambda *args: log_probs.GradientFactors(right(*args).whole, None, False),
+    "none over kept tokens": lambda right: lambda *args: log_probs.GradientFactors(right(*args).whole, None),
 }
 
 

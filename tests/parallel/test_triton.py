@@ -64,6 +64,8 @@ CASES = {
     "300 columns": Case(300, 305, temperature=0.7, gap=11),
     "140 columns, nothing of the entropy": Case(140, 144, used=(0, 2)),
     "300 columns, in place": Case(300, 320, temperature=0.7, gap=11, used=(0, 1), inplace=True),
+    "300 columns, 20 kept": Case(300, 305, temperature=0.7, gap=11, kept=20),
+    "300 columns, 20 kept, in place": Case(300, 320, temperature=0.7, kept=20, inplace=True),
     "33 columns of bfloat16": Case(33, 40, torch.bfloat16, temperature=0.7),
     "300 columns of bfloat16, in place": Case(300, 320, torch.bfloat16, gap=5, inplace=True),
     "129 columns of float16": Case(129, 136, torch.float16, used=(1,)),

@@ -24,6 +24,7 @@ class Case:
     inplace: bool = False
     entropy: bool = True
     large: bool = False  # with blocks of the size on GPUs
+    kept: int = 0  # number of kept tokens of all rows but the last, which counts the whole vocabulary; 0: no support
 
     def logits(self, device: str | torch.device = "cpu") -> Tensor:
         """[5, width]; NaN in columns that must not be read."""
@@ -45,6 +46,15 @@ class Case:
         mask = torch.tensor([True, True, True, False, True])
         return torch.stack([mask, ~mask], dim=1)[:, 0]
 
+    def supports(self) -> list[Tensor]:
+        """The kept tokens of each row, the label among them."""
+        order = [torch.randperm(self.columns, generator=self.generator()) for _ in range(4)]
+        rows = [
+            torch.cat([label[None], ids[ids != label][: self.kept - 1]])
+            for label, ids in zip(self.labels(), order, strict=False)
+        ]
+        return [*rows, order[0][:0]]
+
     def coefficients(self) -> Tensor:
         """[3, 5]: coefficients of the results in the loss."""
         return torch.randn(3, 5, generator=self.generator(), dtype=torch.float64)
@@ -59,6 +69,10 @@ def results(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
     logits, labels = case.logits(device), case.labels().to(device)
     options: dict[str, Any] = {"vocab_size": case.columns, "temperature": case.temperature}
     options |= {"mask": torch.stack([case.mask().to(device)] * 2, dim=1)[:, 0], "inplace_backward": case.inplace}
+    if case.kept:
+        rows = case.supports()
+        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        options |= {"support_ids": torch.cat(rows).to(device), "support_offsets": offsets.to(device)}
     if case.entropy:
         found = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True, **options)
     else:
@@ -72,12 +86,19 @@ def textbook(case: Case) -> list[Tensor]:
     """[log-probs, entropy, Σπ², gradient at the logits] in float64."""
     logits = case.logits().detach().double().requires_grad_()
     rows = case.mask().nonzero().squeeze(1)
-    log_pi = torch.log_softmax(logits[rows, : case.columns] / case.temperature, dim=1)
+    counted = logits[rows, : case.columns] / case.temperature
+    log_pi = torch.log_softmax(counted, dim=1)
     pi = log_pi.exp()
+    outside = torch.zeros_like(counted, dtype=torch.bool)
+    if case.kept:
+        for row, ids in zip(outside, (case.supports()[row] for row in rows), strict=True):
+            row[:] = len(ids) > 0
+            row[ids] = False
+    own = torch.log_softmax(counted.masked_fill(outside, -torch.inf), dim=1)
     values = torch.zeros(3, 5, dtype=torch.float64)
-    values[0, rows] = log_pi.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
+    values[0, rows] = own.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
     values[1, rows] = -(pi * log_pi.masked_fill(log_pi == -torch.inf, 0)).sum(1)
-    values[2, rows] = pi.square().sum(1)
+    values[2, rows] = own.exp().square().sum(1)
     sum((case.coefficients()[index] * values[index]).sum() for index in case.used).backward()
     return [*values.detach(), logits.grad]
 
