@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron_rc.launch.errors import has_module, refuse_or_note, require, require_multiple
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
@@ -128,7 +130,12 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def _check_replay(config: RunConfig) -> None:
-    """Check that Megatron's router uses the experts, and that the replayed pass is made."""
+    """Check that Megatron's router uses the experts, in the engine's dtype, and that the replayed pass is made."""
+    of_engine, of_trainer = _router_dtype_of_engine(config), config.dtype
+    if config.megatron.given.get("moe_router_dtype") == "fp32":
+        of_trainer = torch.float32
+    # Another dtype of the whole model differs in more than its routers: a float32 trainer is not asked.
+    differs = config.replays_rollouts and config.dtype is not torch.float32 and of_engine is not of_trainer
     mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
     wrong = {
         "{moe_enable_routing_replay} with {moe_router_fusion}: the fused router chooses by itself; drop one of them": (
@@ -137,11 +144,26 @@ def _check_replay(config: RunConfig) -> None:
         "{moe_enable_routing_replay} with {moe_router_dtype}: no engine's router has float64; drop one of them": (
             config.megatron.given.get("moe_router_dtype") == "fp64"
         ),
+        "{moe_enable_routing_replay} with {moe_router_dtype}: the engine's router computes in {of_engine}; drop "
+        "--moe-router-dtype, or use --rollout-dtype fp32": differs and of_trainer is torch.float32,
+        "{moe_enable_routing_replay}: the engine's router computes in {of_engine}, the trainer's in {of_trainer}; add "
+        "--moe-router-dtype fp32": differs and of_engine is torch.float32,
         "{moe_routing_replay_source} replays a forward-only pass, which {mode} does not make: use rollout": (
             not config.replays_rollouts and config.correction.corrects_in_loss
         ),
     }
-    refuse(config, wrong, mode=mode)
+    refuse(config, wrong, mode=mode, of_engine=of_engine, of_trainer=of_trainer)
+
+
+def _router_dtype_of_engine(config: RunConfig) -> torch.dtype:
+    """Dtype of the engine's router logits.
+
+    vLLM and transformers compute sigmoid routers (DeepSeek-V3, GLM-4.5) in float32, softmax routers (Qwen, Mixtral) in
+    the model's dtype. transformers computes in float32 on a CPU.
+    """
+    engine, scores = config.engine, config.experts and config.experts.moe_router_score_function
+    on_cpu = engine.rollout_engine == "transformers" and config.launch.on_cpu
+    return torch.float32 if scores == "sigmoid" or engine.rollout_dtype == "fp32" or on_cpu else torch.bfloat16
 
 
 def _has_uneven_ranks(config: RunConfig) -> bool:

@@ -222,6 +222,9 @@ TABLES = {
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
         @2 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing :: --calculate-per-token-loss
         --moe-enable-routing-replay --moe-router-dtype=fp64 :: --moe-enable-routing-replay | --moe-router-dtype fp64
+        --moe-enable-routing-replay --bf16 :: float32 | bfloat16 | --moe-router-dtype fp32
+        --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-score-function=sigmoid :: -dtype fp32
+        --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype fp32 | bf
         --moe-enable-routing-replay --moe-routing-replay-source=old --bypass-mode :: -source old | --bypass-mode
         --moe-routing-replay-source=old :: --moe-routing-replay-source old | --moe-enable-routing-replay
         --moe-routing-replay-check-interval=2 --moe-enable-routing-replay --moe-routing-replay-source=old :: -interval 2
