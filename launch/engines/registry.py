@@ -45,7 +45,7 @@ class EngineKind:
     needs: tuple[str, ...] = ()  # required settings of the engine section
     takes: tuple[str, ...] = ()  # optional settings of that section
     package: str = ""  # required package, which the extra of the same name installs; empty: none
-    reports_on_cpu: bool = True  # whether samples have the experts and the kept tokens on a CPU too, for their replay
+    reports_kept_on_cpu: bool = True  # whether truncated samples have their kept tokens on a CPU too
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
 ENGINES = {
     "transformers": EngineKind(_transformers),
-    "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_on_cpu=False),
+    "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_kept_on_cpu=False),
     "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
     "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks, make_sample
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.vllm_experts import RecordsExperts
 from megatron_rc.records.rollout import SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -38,7 +39,8 @@ class VllmEngine:
         dtype: ``fp32`` or ``bf16``.
         eos_token_id: token that ends a response.
         max_model_len: largest number of tokens of a prompt with its response.
-        reports_experts: whether samples have the experts of their tokens; on a GPU alone.
+        reports_experts: whether samples have the experts of their tokens. On a CPU this module's extension of vLLM's
+            worker records them, without vLLM's prefix cache: its tokens have no experts.
         reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
 
     Raises:
@@ -57,6 +59,7 @@ class VllmEngine:
     ) -> None:
         _check_surroundings()
         self.directory, self.eos, self.version = directory, eos_token_id, -1
+        self._records_experts = reports_experts and not torch.cuda.is_available()
         self._options = {
             "dtype": DTYPES[dtype],
             "max_model_len": max_model_len,
@@ -68,7 +71,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            **({"enable_return_routed_experts": True} if reports_experts else {}),
+            **(_option_of_experts(self._records_experts) if reports_experts else {}),
             **({"return_sampling_mask": True} if reports_support else {}),
         }
         self._llm: Any = None
@@ -85,6 +88,8 @@ class VllmEngine:
         try:
             if self._llm is None:
                 self._llm = self._start(path)
+                if self._records_experts:
+                    self._llm.collective_rpc("record_experts")
             else:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
                 is_clean = self._llm.reset_prefix_cache()
@@ -103,13 +108,24 @@ class VllmEngine:
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
         inputs = [{"prompt_token_ids": ask.prompt} for ask in asks]
         outputs = self._llm.generate(inputs, [_sampling_params(ask) for ask in asks], use_tqdm=False)
-        return [_to_sample(ask, output) for ask, output in zip(asks, outputs, strict=True)]
+        experts = self._recorded_experts(outputs)
+        return [_to_sample(ask, output, of_it) for ask, output, of_it in zip(asks, outputs, experts, strict=True)]
 
     def close(self) -> None:
         """End vLLM's process and free its memory."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm, self.version = None, -1
+
+    def _recorded_experts(self, outputs: Sequence[Any]) -> list[Tensor | None]:
+        """The experts of each output, by this project's record on a CPU, else by vLLM's own."""
+        if not self._records_experts:
+            found = [getattr(output.outputs[0], "routed_experts", None) for output in outputs]
+            return [None if experts is None else torch.from_numpy(experts.astype("int32")) for experts in found]
+        (tables,) = self._llm.collective_rpc("take_experts")
+        # The worker's name of a request is the output's with a random ending.
+        by_request = {name.rpartition("-")[0]: table for name, table in tables.items()}
+        return [torch.tensor(by_request[output.request_id], dtype=torch.int32) for output in outputs]
 
     def _start(self, path: str) -> Any:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would inherit the trainer's threads
@@ -150,6 +166,13 @@ def _check_surroundings() -> None:
         )
 
 
+def _option_of_experts(records: bool) -> dict[str, Any]:
+    if not records:
+        return {"enable_return_routed_experts": True}
+    name = f"{RecordsExperts.__module__}.{RecordsExperts.__qualname__}"
+    return {"worker_extension_cls": name, "enable_prefix_caching": False}
+
+
 def _sampling_params(ask: Ask) -> Any:
     return importlib.import_module("vllm").SamplingParams(
         **ask.sampling,
@@ -162,15 +185,15 @@ def _sampling_params(ask: Ask) -> Any:
     )
 
 
-def _to_sample(ask: Ask, output: Any) -> Sample:
+def _to_sample(ask: Ask, output: Any, experts: Tensor | None) -> Sample:
     if list(output.prompt_token_ids) != ask.prompt or len(output.outputs) != 1:
         raise EngineError(f"vLLM, prompt {ask.index}: {len(output.outputs)} responses to another prompt, expected 1")
     (answer,) = output.outputs
     token_ids = list(answer.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(token_ids, answer.logprobs or [], strict=True)]
-    experts, kept = getattr(answer, "routed_experts", None), getattr(answer, "sampling_mask", None)
+    kept = getattr(answer, "sampling_mask", None)
     return make_sample(
         *(ask, token_ids, log_probs, answer.finish_reason, "vLLM"),
-        experts=None if experts is None else torch.from_numpy(experts.astype("int32")),
+        experts=experts,
         kept=None if kept is None else kept.token_ids,
     )

@@ -14,11 +14,13 @@ from urllib.request import urlopen
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.router_record import RouterRecord
 from megatron_rc.launch.engines.vllm_engine import CPU_DEFAULTS, TORCHRUN, VllmEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.records.rollout import SamplingParams
@@ -198,6 +200,46 @@ def test_a_sequence_longer_than_the_engine_takes_is_an_error(rig):
     rig.sync(0)
     with pytest.raises((EngineError, ValueError), match=rf"{LONGEST}|raise the engine's longest sequence"):
         rig.engine.sample([[4] * (LONGEST - 2)], SamplingParams(), 8, seed=0)
+
+
+EXPERTS = Qwen3MoeConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    decoder_sparse_step=2,  # a dense layer before each layer with experts
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=LONGEST,
+    norm_topk_prob=True,
+    initializer_range=0.3,
+)
+
+
+def test_the_experts_are_those_of_transformers(tmp_path):
+    """Prompts of several lengths, some with a beginning in common, in several steps; with two sets of weights."""
+    engine = VllmEngine(ModelDirectory(tmp_path / "weights", EXPERTS, EOS), "fp32", EOS, LONGEST, reports_experts=True)
+    prompts = [[5], [3, 4, 5, 6], list(range(2, 28)), list(range(2, 20))] * 20
+    try:
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(EXPERTS, dtype=torch.float32).eval()
+            model.save_pretrained(tmp_path / "model")  # each expert under a name of its own
+            engine.load_weights(load_file(tmp_path / "model" / "model.safetensors").items(), seed)
+            samples = engine.sample(prompts, SamplingParams(), 12, seed)
+            record = RouterRecord(model)
+            for prompt, sample in zip(prompts, samples, strict=True):
+                with record.open(), torch.no_grad():
+                    model(torch.tensor([prompt + sample.token_ids]))
+                (expected,) = record.of_responses([len(prompt)], [len(sample.token_ids)])
+                assert sample.routed_experts.shape == (len(prompt) + len(sample.token_ids) - 1, 2, 2)
+                assert torch.equal(sample.routed_experts.sort(-1).values, expected.int().sort(-1).values)
+    finally:
+        engine.close()
 
 
 # Ways in which vLLM keeps something old, by leaving out what this project does against them.

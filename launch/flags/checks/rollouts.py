@@ -61,15 +61,15 @@ def check_engine(config: RunConfig, samples: bool) -> None:
     if engine.package:
         require(engine.package, f"--rollout-engine {name}", engine.package)
     needs = {f"{{rollout_engine}} needs {flag(one)}": getattr(config.engine, one) is None for one in engine.needs}
-    is_silent = samples and config.launch.on_cpu and not engine.reports_on_cpu
-    silent = "which {rollout_engine} reports on a GPU alone: use another engine, or "
-    experts = "{moe_enable_routing_replay} needs the experts that the engine chose, " + silent
-    kept = "--rollout-top-p, --rollout-top-k and --rollout-min-p need the tokens that the engine kept, " + silent
+    is_silent = samples and config.launch.on_cpu and not engine.reports_kept_on_cpu
+    kept = (
+        "--rollout-top-p, --rollout-top-k and --rollout-min-p need the tokens that the engine kept, which "
+        "{rollout_engine} reports on a GPU alone: use another engine, or sample from all tokens"
+    )
     greedy = "{rollout_top_k} samples the likeliest token alone, from which nothing is learned: give 0, or 2 and more"
     replays_sampling = config.rollouts.replays_sampling
     wrong = {
-        experts + "--moe-routing-replay-source old": is_silent and config.replays_rollouts,
-        kept + "sample from all tokens": is_silent and replays_sampling,
+        kept: is_silent and replays_sampling,
         greedy: config.rollouts.rollout_top_k == 1,
         "{entropy_over_support} does nothing without --rollout-top-p, --rollout-top-k or --rollout-min-p: drop it": (
             config.rollouts.entropy_over_support and not replays_sampling
