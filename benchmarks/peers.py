@@ -27,6 +27,7 @@ PROCESSES = {"megatron_rc, 1 process": 1, "megatron_rc, 2 processes": 2}
 TRL = "TRL"
 # Both programs do the same work: no rounded weights, one problem in the evaluations, no skipped step.
 OURS = """--config smollm2_sums --rollout-engine transformers --rollout-dtype fp32
+--grpo-group-size 4 --global-batch-size 16 --rl-default-temperature 1 --lr 2e-5 --lr-warmup-iters 0
 --eval-interval 1000 --eval-problems 1 --no-skip-steps-without-signal --lr-decay-style constant""".split()
 
 

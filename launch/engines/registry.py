@@ -88,6 +88,8 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
         *(_directory(inputs, rounded), dtype, inputs.eos_token_id, inputs.config.training.seq_length),
         reports_experts=inputs.config.replays_rollouts,
         reports_support=inputs.config.rollouts.replays_sampling,
+        # On a CPU vLLM packs the experts' weights at its start; vLLM 0.32 computes wrong log-probs after a reload.
+        takes_weights=not inputs.config.launch.on_cpu or inputs.config.experts is None,
     )
 
 

@@ -29,7 +29,7 @@ CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nob
 
 
 class VllmEngine:
-    """Samples from ``vllm.LLM``, which starts at the first :meth:`load_weights` and stays.
+    """Samples from ``vllm.LLM``, which starts at the first :meth:`load_weights` and usually stays.
 
     By default vLLM runs its model in a separate process and leaves the trainer's torch.distributed and random state
     alone. ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` keeps it in the trainer's process.
@@ -42,6 +42,7 @@ class VllmEngine:
         reports_experts: whether samples have the experts of their tokens. On a CPU this module's extension of vLLM's
             worker records them, without vLLM's prefix cache: its tokens have no experts.
         reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
+        takes_weights: whether a running vLLM takes new weights; if not, each :meth:`load_weights` starts it anew.
 
     Raises:
         EngineError: vLLM cannot run in this trainer's surroundings.
@@ -56,9 +57,11 @@ class VllmEngine:
         *,
         reports_experts: bool = False,
         reports_support: bool = False,
+        takes_weights: bool = True,
     ) -> None:
         _check_surroundings()
         self.directory, self.eos, self.version = directory, eos_token_id, -1
+        self._takes_weights = takes_weights
         self._records_experts = reports_experts and not torch.cuda.is_available()
         self._options = {
             "dtype": DTYPES[dtype],
@@ -83,6 +86,8 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights; start vLLM with them, or let it read them in place. See :class:`RolloutEngine`."""
+        if not self._takes_weights:
+            self.close()
         self.version = -1
         path, is_clean = str(self.directory.write(weights)), True
         try:

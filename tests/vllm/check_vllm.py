@@ -222,7 +222,8 @@ EXPERTS = Qwen3MoeConfig(
 
 def test_the_experts_are_those_of_transformers(tmp_path):
     """Prompts of several lengths, some with a beginning in common, in several steps; with two sets of weights."""
-    engine = VllmEngine(ModelDirectory(tmp_path / "weights", EXPERTS, EOS), "fp32", EOS, LONGEST, reports_experts=True)
+    directory = ModelDirectory(tmp_path / "weights", EXPERTS, EOS)
+    engine = VllmEngine(directory, "fp32", EOS, LONGEST, reports_experts=True, takes_weights=False)
     prompts = [[5], [3, 4, 5, 6], list(range(2, 28)), list(range(2, 20))] * 20
     try:
         for seed in (0, 1):
