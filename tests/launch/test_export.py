@@ -260,30 +260,13 @@ def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, sect
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
-def cut_short(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-SPOILT = {
-    "untracked": (lambda folder: (folder / "latest_checkpointed_iteration.txt").unlink(), "holds no checkpoint"),
-    "tracker": (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("x"), "expected the number"),
-    "settings": (lambda folder: (folder / STEP / "settings.json").unlink(), r"settings\.json is missing"),
-    "settings-broken": (lambda folder: (folder / STEP / "settings.json").write_text("[]"), r"settings\.json"),
-    "metadata": (lambda folder: (folder / STEP / ".metadata").unlink(), r"\.metadata is missing"),
-    "metadata-cut": (lambda folder: cut_short(folder / STEP / ".metadata"), r"\.metadata "),
-    "files": (lambda folder: [path.unlink() for path in folder.rglob("*.distcp")], r"\.distcp( is missing|')"),
-    "files-cut": (lambda folder: [cut_short(path) for path in folder.rglob("*.distcp")], "distcp|cannot be read"),
-}
-
-
-@pytest.mark.parametrize("verified", [True, False], ids=["verified", "unverified"])
-@pytest.mark.parametrize("name", SPOILT)
-def test_checkpoints_that_cannot_be_read_are_named(copy, tmp_path, capsys, name, verified):
-    """Found by the checksums, or where none are asked for by reading; nothing is left of what was begun."""
-    spoil, message = SPOILT[name]
-    spoil(copy)
-    assert exported(copy, tmp_path / "out", *["--no-verify-integrity"] * (not verified)) == 1
-    assert re.search(message, capsys.readouterr().err)
+@pytest.mark.parametrize("more", [[], ["--no-verify-integrity"]], ids=["verified", "unverified"])
+def test_checkpoints_that_cannot_be_read_are_named(copy, tmp_path, capsys, more):
+    """Found by the checksums, or without them by reading; nothing is left of what was begun."""
+    for path in copy.rglob("*.distcp"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert exported(copy, tmp_path / "out", *more) == 1
+    assert "distcp" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 

@@ -50,7 +50,7 @@ def test_a_flag_goes_into_megatrons_config(tmp_path, words):
 
 
 LISTS = {"1": "1", "3": "3", "[1]*4": "1", "[1,1]": "1", "([0]*3+[1]*58)": "[0]*3+[1]*58", "[0,1]": "[0]*1+[1]*1"}
-LISTS |= dict.fromkeys(["0", "-1", "[]", "[2]", "[0,3]", "1.5", "open('x')"])
+LISTS |= {"([0]*2+[1])*2": "[0]*2+[1]*1+[0]*2+[1]*1", **dict.fromkeys(["0", "-1", "[]", "[2]", "[0,3]"])}
 
 
 @pytest.mark.parametrize("word", LISTS)

@@ -141,13 +141,6 @@ def test_user_buffers_are_made_with_the_arguments_of_megatron_lm(tmp_path, monke
     assert made == [shape | kind | {"ub_cfgs": {}, "bootstrap_backend": "gloo"}]
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("2", 2), ("[0,1]", [0, 1]), ("([0]*2+[1])*2", [0, 0, 1, 0, 0, 1]), ("[1]*3+[0]", [1, 1, 1, 0])]
-)
-def test_a_pattern_of_layers_is_read(word, value):
-    assert number_or_pattern(word) == value
-
-
 NO_PATTERNS = ["", "a", "[a]", "[1]*[2]", "1+1", "[1]+1", "[[1]]", "__import__('os')", "[1.5]", "True"]
 # These would fill the memory.
 NO_PATTERNS += ["[1]*99999999999", "99999999999*[0,1]", "[0]" + "+[1]" * 30000]

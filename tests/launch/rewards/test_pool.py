@@ -135,12 +135,7 @@ def test_all_that_is_known_of_a_sample_arrives_unchanged():
     pool.close()
 
 
-@pytest.mark.parametrize("name", ["too_few", "BadReward"])
-def test_a_rule_with_other_parameters_is_refused_before_it_scores(name):
-    which = Source(f"{USER}:{name}", 1) if name == "BadReward" else source(name)
-    words = rf"{name} cannot be called with prompt, response, label and record \(.*\): give it these four parameters$"
-    with pytest.raises(ConfigurationError, match=words):
-        which.load()
+def test_a_rule_may_take_its_arguments_as_keywords():
     assert source("keywords").load()(**request("4")) == 1.0
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.doctor.tables import object_of
 from megatron_rc.launch.rollouts.evaluation import FOLDER
 from megatron_rc.launch.training.checkpoints.folders import iterations
 from megatron_rc.launch.training.reporting.config_yaml import Settings
@@ -23,7 +23,7 @@ def answers_of(folder: Path) -> dict[str, Any] | None:
     files = sorted((folder / FOLDER).glob("step-*.jsonl"))
     for file in reversed(files):
         with file.open(encoding="utf-8", errors="replace") as lines:
-            objects = [found for _, line in zip(range(ANSWERS), lines, strict=False) if (found := _object(line))]
+            objects = [found for _, line in zip(range(ANSWERS), lines, strict=False) if (found := object_of(line))]
         if objects:
             return {"file": f"{FOLDER}/{file.name}", "files": len(files), "rows": list(map(_answer, objects))}
     return None
@@ -40,14 +40,6 @@ def notes_of(folder: Path, settings: Settings) -> list[str]:
         *_records(folder, settings),
         *(f"{words} {path}." for path, words in problems if path.exists()),
     ]
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
