@@ -114,7 +114,7 @@ class Server(ThreadingHTTPServer):
                 self.version = body["weight_version"]
                 return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
             case "/inference/v1/generate":
-                return token_answer(body)
+                return token_answer(body, self.version)
             case "/generate":
                 return generation(body, self.version)
         return {}
@@ -157,11 +157,12 @@ def content_of(tokens, values):
     return {"content": [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]}
 
 
-def token_answer(body):
+def token_answer(body, version):
     sampling = body["sampling_params"]
     tokens, values = draw(body["token_ids"], sampling["seed"], sampling["max_tokens"])
     choice = {"index": 0, "logprobs": content_of(tokens, values), "finish_reason": "length", "stop_reason": None}
-    choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": None}
+    spans = [{"version": version, "start": 0, "end": len(tokens)}]
+    choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": spans}
     return {"request_id": "0", "model": body["model"], "choices": [choice], "prompt_token_ids": body["token_ids"]}
 
 
