@@ -128,9 +128,14 @@ def start_server(path, port, log):
 
 
 def hits(url):
+    return number_of(url, "prefix_cache_hits_total")
+
+
+def number_of(url, name):
+    """Sum of one of a server's counters."""
     with urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}"))
 
 
 RIGS = {"llama": (in_process, LLAMA), "gpt2": (in_process, GPT2), "llama-served": (served, LLAMA)}
