@@ -95,9 +95,7 @@ def in_process(folder, config):
 
 
 def served(folder, config):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     client = HttpClient(f"http://127.0.0.1:{port}", timeout=120)
     engine = VllmServerEngine(client, ModelDirectory(folder / "weights", config, EOS), EOS, start_timeout=300)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -111,6 +109,12 @@ def served(folder, config):
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start_server(path, port, log):
