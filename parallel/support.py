@@ -218,7 +218,7 @@ def _entry_gradient(logits: Tensor, row: Tensor, factors: RowGradients, options:
 
 
 def _local(ids: Tensor, first: int, options: SoftmaxOptions) -> tuple[Tensor, Tensor | None]:
-    """(local column of each id, or any if it is not local; whether it is local, or None if the host saw that all are)."""
+    """(local column of each id, or any if it is not local; whether it is local, or None if all are)."""
     column = ids - first if first else ids
     if not waits(ids) and len(ids):
         lowest, highest = column.aminmax()

@@ -28,6 +28,7 @@ class Sample:
             but the last; -1 if they are not known. None: the engine was not asked for them.
         support: (ids, counts) int32: the tokens that top-p, top-k or min-p kept, one position after the other, and
             their number at each sampled token; 0: all tokens. None: the engine was not asked for them.
+        versions: version of the weights that sampled each token. None: the engine's ``version`` sampled all of them.
     """
 
     token_ids: list[int]
@@ -36,6 +37,7 @@ class Sample:
     fault: str | None = None
     routed_experts: Tensor | None = None
     support: tuple[Tensor, Tensor] | None = None
+    versions: list[int] | None = None
 
 
 class RolloutEngine(Protocol):
@@ -45,8 +47,9 @@ class RolloutEngine(Protocol):
         version: number of optimizer steps that made the engine's weights.
 
     Two attributes are optional. ``is_elsewhere`` is true for an engine that samples in another process; then
-    ``--rollout-staleness`` calls ``sample`` on a thread while the trainer goes on, but never during ``load_weights``.
-    ``restarts`` counts the restarts of an engine that can be restarted while the trainer goes on.
+    ``--rollout-staleness`` calls ``sample`` on a thread while the trainer goes on, but never during ``load_weights``,
+    unless ``--rl-partial-rollouts`` is given: then samples that are under way go on under the new weights, and have
+    ``versions``. ``restarts`` counts the restarts of an engine that can be restarted while the trainer goes on.
     """
 
     version: int

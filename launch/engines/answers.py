@@ -30,6 +30,7 @@ class Ask:
     eos_token_id: int
     seed: int  # of this request alone
     kilobytes: int = 1  # largest answer for each token: no engine writes more, without experts and kept tokens
+    version: int = 0  # of the engine's weights when it was asked
 
     @property
     def most_bytes(self) -> int:

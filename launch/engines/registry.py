@@ -96,7 +96,13 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 
-    return VllmServerEngine(**_server_arguments(inputs), model=inputs.config.engine.rollout_model)
+    engine = inputs.config.engine
+    return VllmServerEngine(
+        **_server_arguments(inputs),
+        model=engine.rollout_model,
+        partial_rollouts=engine.rl_partial_rollouts,
+        max_versions=engine.rollout_max_versions,
+    )
 
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
@@ -132,10 +138,11 @@ def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
+_OF_VLLM_SERVERS = ("rollout_model", "rl_partial_rollouts", "rollout_max_versions")
 ENGINES = {
     "transformers": EngineKind(_transformers),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_kept_on_cpu=False),
-    "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
+    "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, *_OF_VLLM_SERVERS)),
     "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +17,41 @@ from megatron_rc.launch.engines.answers import Ask, make_asks
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Request
+from megatron_rc.launch.engines.weight_versions import RestartedError, VersionRange
 from megatron_rc.records.rollout import SamplingParams
 
 TRIES = 3  # attempts of a batch, or of an update of weights, if a server is restarted meanwhile
 _log = logging.getLogger("megatron_rc")
 
 
-class RestartedError(EngineError):
-    """A server was restarted and has lost its weights."""
+class OpenSamples:
+    """Number of versions of weights that a response under way may have; ``sampling`` is entered on any thread."""
+
+    def __init__(self) -> None:
+        self._updates = self._drained = 0
+        self._begun: list[int] = []  # number of updates before each open call
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Context of a call that has responses under way."""
+        begun = self._updates
+        self._begun.append(begun)
+        try:
+            yield
+        finally:
+            self._begun.remove(begun)
+
+    @property
+    def versions(self) -> int:
+        """Upper bound of the versions within a response under way; 1 if there is none."""
+        begun = min(tuple(self._begun), default=self._updates)
+        return 1 + self._updates - max(begun, self._drained)
+
+    def updated(self, *, went_on: bool) -> None:
+        """Count an update, after it; ``went_on``: responses under way go on under the new weights."""
+        self._updates += 1
+        if not went_on:
+            self._drained = self._updates
 
 
 class ServerEngine(ABC):
@@ -39,6 +68,7 @@ class ServerEngine(ABC):
         start_timeout: seconds to wait for the server's first answer.
         experts_shape: (layers, top_k) of the model, if samples must have the experts of their tokens.
         reports_support: whether truncated samples must have the tokens that were kept.
+        partial_rollouts: whether :meth:`sample` may be under way, on another thread, during :meth:`load_weights`.
 
     Attributes:
         restarts: number of times that the server lost its weights, or was away during an update of weights.
@@ -56,11 +86,17 @@ class ServerEngine(ABC):
         *,
         experts_shape: tuple[int, int] | None = None,
         reports_support: bool = False,
+        partial_rollouts: bool = False,
     ) -> None:
         self.client, self.directory, self.eos = client, directory, eos_token_id
         self.concurrency, self.start_timeout = concurrency, start_timeout
         self.experts_shape, self.reports_support = experts_shape, reports_support
+        self.partial_rollouts, self.open_samples = partial_rollouts, OpenSamples()
         self.version, self.restarts = -1, 0
+        # Version of the newest update, also of one that is under way.
+        self._given = -1
+        # Held by an update: after a restart the sampling thread makes one too.
+        self._updating = threading.Lock()
         # Whether the server knows the version of its weights, and forgets it at a restart.
         self._keeps_version = False
         self._is_checked = False
@@ -74,14 +110,19 @@ class ServerEngine(ABC):
             ValueError: wrong weights; see :meth:`ModelDirectory.write`.
             EngineError: the server is absent, unfit, or did not take the weights.
         """
-        self.version = -1
-        path = str(self.directory.write(weights))
-        if not self._is_checked:
-            self.client.wait_until_ready("/health", self.start_timeout)
-            self._check_server()
-            self._is_checked = True
-        self._update(path, version)
-        self.version = version
+        with self._updating:
+            try:
+                path = str(self.directory.write(weights))
+                if not self._is_checked:
+                    self.client.wait_until_ready("/health", self.start_timeout)
+                    self._check_server()
+                    self._is_checked = True
+                self._given = version
+                self._update(path, version)
+            except BaseException:  # an interrupt too
+                self.version = -1
+                raise
+            self.version = version
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
@@ -94,32 +135,43 @@ class ServerEngine(ABC):
             ValueError: a prompt is empty.
             EngineError: the server failed, or an answer must not be trained on.
         """
-        if self.version < 0:
+        version = self.version
+        if version < 0:
             raise EngineError(f"{self.client.url} holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
-        if self.experts_shape or self.reports_support:
-            asks = [replace(ask, kilobytes=16) for ask in asks]
+        kilobytes = 16 if self.experts_shape or self.reports_support else 1
+        asks = [replace(ask, kilobytes=kilobytes, version=version) for ask in asks]
         requests = [self._request(ask) for ask in asks]
         self._check_params(asks)
-        for left in reversed(range(TRIES)):
-            absences = self.client.absences
-            try:
-                samples = self.client.read_all(
-                    requests, lambda index, answer: self._read(asks[index], answer), self.concurrency
-                )
-                if self._keeps_version:
-                    self._check_version()
-                elif self.client.absences > absences:
-                    self._check_held(None)  # the server may have been restarted
-                return samples
-            except RestartedError as error:
-                if not left:
-                    raise
-                self.restarts += 1
-                _log.warning("%s: it gets them again, and the batch is sampled again", error)
-                self._check_server()
-                self._update(str(self.directory.path), self.version)
-        raise AssertionError("the last try returns or raises")
+        with self.open_samples.sampling():
+            for _ in range(TRIES - 1):
+                try:
+                    return self._sample_once(asks, requests, version)
+                except RestartedError as error:
+                    self._give_again(error)
+            return self._sample_once(asks, requests, version)
+
+    def _sample_once(self, asks: Sequence[Ask], requests: Sequence[Request], version: int) -> list[Sample]:
+        """Responses to all requests, made when the server held ``version``; RestartedError if it lost its weights."""
+        absences = self.client.absences
+        samples = self.client.read_all(
+            requests, lambda index, answer: self._read(asks[index], answer), self.concurrency
+        )
+        if self._keeps_version:
+            self._check_version(version)
+        elif self.client.absences > absences:
+            raise RestartedError(f"{self.client.url} was away, and may have lost the weights of step {version}")
+        return samples
+
+    def _give_again(self, loss: RestartedError) -> None:
+        """Give a restarted server its weights; raise ``loss`` if an update by the trainer has failed meanwhile."""
+        with self._updating:
+            if self.version < 0:
+                raise loss
+            self.restarts += 1
+            _log.warning("%s: it gets them again, and the batch is sampled again", loss)
+            self._check_server()
+            self._update(str(self.directory.path), self.version)
 
     def wants_support(self, ask: Ask) -> bool:
         """Whether a response must have its kept tokens; a greedy one, for an evaluation, need not."""
@@ -135,15 +187,9 @@ class ServerEngine(ABC):
             self.restarts += 1
         raise EngineError(f"{self.client.url} went away in each of {TRIES} updates of its weights: see its log")
 
-    def _check_held(self, held: Any) -> None:
-        """Raise EngineError if the server names another version than its last update's, RestartedError if none."""
-        if held == str(self.version):
-            return
-        if isinstance(held, str) and held.isdecimal():
-            raise EngineError(
-                f"{self.client.url} holds weights {held}, expected {self.version}: does another program update them?"
-            )
-        raise RestartedError(f"{self.client.url} lost the weights of step {self.version}, probably in a restart")
+    def _held(self, asked: int) -> VersionRange:
+        """Versions that a server can hold that held ``asked`` when it got a request."""
+        return VersionRange(asked, self._given)
 
     @abstractmethod
     def _check_server(self) -> None:
@@ -158,8 +204,8 @@ class ServerEngine(ABC):
         """Refuse parameters for which the server's log-probs are not those of the sampled distribution."""
 
     @abstractmethod
-    def _check_version(self) -> None:
-        """After a batch, check the version of a server that keeps it; see :meth:`_check_held`."""
+    def _check_version(self, asked: int) -> None:
+        """After a batch, check the version of a server that keeps it and held ``asked`` before the batch."""
 
     @abstractmethod
     def _request(self, ask: Ask) -> Request:

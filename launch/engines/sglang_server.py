@@ -18,6 +18,7 @@ from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
 from megatron_rc.launch.engines.requests import Request
 from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.launch.engines.weight_versions import UNNAMED
 from megatron_rc.records.rollout import SamplingParams
 
 CERTAIN = -1e-3  # nats; a likeliest token above this shows no effect of the temperature
@@ -74,7 +75,7 @@ class SglangServerEngine(ServerEngine):
         answer = self.client.json("POST", "/generate", body)
         return float(self._field(answer, "meta_info", "output_top_logprobs", 0, 0, 0))
 
-    def _check_version(self) -> None:
+    def _check_version(self, asked: int) -> None:
         """Nothing to do: :meth:`_read` checks the version in each answer."""
 
     def _request(self, ask: Ask) -> Request:
@@ -89,10 +90,10 @@ class SglangServerEngine(ServerEngine):
         if read != len(ask.prompt):
             raise EngineError(f"{where} the server read {read} prompt tokens, {len(ask.prompt)} were sent")
         # "default" comes from a server that keeps no versions, or that got none since its start.
-        held = meta.get("weight_version", "default")
+        held, version = meta.get("weight_version", UNNAMED), None
         self._keeps_version |= held == str(self.version)
-        if self._keeps_version or held != "default":
-            self._check_held(held)
+        if self._keeps_version or held != UNNAMED:
+            version = self._held(ask.version).read(held, self.client.url)
         pairs = self._field(meta, "output_token_logprobs")
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
             raise EngineError(f"{where} output_token_logprobs is no list of [log-prob, token id, text]")
@@ -106,7 +107,8 @@ class SglangServerEngine(ServerEngine):
         if self.wants_support(ask) and token_ids:
             kept = self._field(meta, "output_token_sampling_mask")
             log_probs = self._field(meta, "output_token_sampling_logprobs")
-        return make_sample(ask, token_ids, log_probs, reason, self.client.url, experts=experts, kept=kept)
+        sample = make_sample(ask, token_ids, log_probs, reason, self.client.url, experts=experts, kept=kept)
+        return sample if version is None else replace(sample, versions=[version] * len(sample.token_ids))
 
     def _experts(self, meta: Any, shape: tuple[int, ...], where: str) -> Tensor:
         """[tokens, layers, top_k] from base64 of int32 numbers."""

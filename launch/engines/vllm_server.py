@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -29,12 +30,14 @@ START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --enable-scale-out --logpro
 class VllmServerEngine(ServerEngine):
     """Samples from ``/inference/v1/generate``; see :class:`ServerEngine`.
 
-    ``model`` is the server's name of the model; None: the name of its only model.
+    Args:
+        model: the server's name of the model; None: the name of its only model.
+        max_versions: largest number of versions of weights within a response, at least 2; None: no bound.
     """
 
-    def __init__(self, *args: Any, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, *args: Any, model: str | None = None, max_versions: int | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.model = model
+        self.model, self.max_versions = model, max_versions
 
     def _check_server(self) -> None:
         data = self._field(self.client.json("GET", "/v1/models"), "data")
@@ -73,16 +76,25 @@ class VllmServerEngine(ServerEngine):
                 ) from error
 
     def _swap(self, path: str, version: int) -> None:
-        """Pause, reload, reset, resume; after a failure the server stays paused, so that nobody samples a mixture."""
+        """Pause, reload, reset, resume; after a failure the server stays paused, so that nobody samples a mixture.
+
+        With ``--rl-partial-rollouts`` responses under way wait meanwhile, and the new weights read their tokens again;
+        without it, or if another version would be one too many for such a response, the update waits for them.
+        """
+        limit = self.max_versions
+        keeps = self.partial_rollouts and (limit is None or self.open_samples.versions < limit)
         with _development_mode():
-            self.client.call("POST", "/pause?mode=wait")
+            self.client.call("POST", f"/pause?mode={'keep' if keeps else 'wait'}")
             self.client.call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-            reset = self.client.call("POST", "/reset_prefix_cache")
+            reset = self.client.call("POST", "/reset_prefix_cache" + ("?reset_running_requests=true" if keeps else ""))
             # Some versions answer nothing, because they do not know whether the reset worked.
             if reset and b"true" not in reset:
                 raise EngineError(f"{self.client.url} kept its prefix cache, made with old weights: see its log")
             self._keeps_version = self._name_version(version)
+            if self.partial_rollouts and not self._keeps_version:
+                raise EngineError(f"{self.client.url} keeps no version, --rl-partial-rollouts needs vLLM 0.32 or newer")
             self.client.call("POST", "/resume")
+        self.open_samples.updated(went_on=keeps)
 
     def _name_version(self, version: int) -> bool:
         """Tell the server the version; false if this vLLM keeps none."""
@@ -94,8 +106,9 @@ class VllmServerEngine(ServerEngine):
             return False
         return True
 
-    def _check_version(self) -> None:
-        self._check_held(self._field(self.client.json("GET", "/weight_info"), "weight_version"))
+    def _check_version(self, asked: int) -> None:
+        held = self._field(self.client.json("GET", "/weight_info"), "weight_version")
+        self._held(asked).read(held, self.client.url)
 
     def _check_params(self, asks: Sequence[Ask]) -> None:
         """Nothing to do: vLLM's processed log-probs follow all parameters."""
@@ -126,8 +139,6 @@ class VllmServerEngine(ServerEngine):
                 f"{where} the server read {_length(prompt)} prompt tokens, not the {len(ask.prompt)} that were sent: "
                 "it must neither cut nor extend prompts"
             )
-        for span in choice.get("weight_versions") or () if self._keeps_version else ():
-            self._check_held(self._field(span, "version"))
         token_ids, entries = self._field(choice, "token_ids"), self._field(choice, "logprobs", "content")
         log_probs: Any = entries
         if isinstance(entries, list):
@@ -142,7 +153,21 @@ class VllmServerEngine(ServerEngine):
         )
         if sample.token_ids and [self._field(entry, "token_id") for entry in entries] != sample.token_ids:
             raise EngineError(f"{where} log-probs of other tokens than token_ids: the answer cannot be used")
-        return sample
+        return replace(sample, versions=self._versions(choice, ask, len(sample.token_ids), where))
+
+    def _versions(self, choice: Any, ask: Ask, tokens: int, where: str) -> list[int] | None:
+        """Version of the weights of each token; None: the answer has none, and all are of the engine's version."""
+        spans = choice.get("weight_versions")
+        if not tokens or not self._keeps_version or (spans is None and not self.partial_rollouts):
+            return None
+        versions = self._held(ask.version).read_spans(spans, tokens, where)
+        found, limit = len(set(versions)), self.max_versions
+        if limit is not None and found > limit:
+            raise EngineError(
+                f"{where} the response has {found} versions of weights, --rollout-max-versions allows {limit}: raise "
+                "it, or give the server more memory, so that it sets no response aside"
+            )
+        return versions
 
     def _experts(self, choice: Any, where: str) -> Tensor:
         """[tokens of prompt and response − 1, layers, top_k] from base64 of a NumPy file."""

@@ -77,6 +77,7 @@ class RolloutCollector:
         self._restarts = 0
         steps = 0 if is_recorded else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
+        self.is_partial = config.engine.rl_partial_rollouts and not is_recorded
         # Whether the next batches are sampled by the weights of the last batch's step.
         self.is_window_over, self._window_end = True, -1
         elsewhere = getattr(self.engine, "is_elsewhere", False)
@@ -93,16 +94,20 @@ class RolloutCollector:
         Without ``--rollout-staleness``: sync the weights, then sample. With it: take the batch that was sampled ahead.
         After the last one of a window, sync the weights and order the next window (see
         :mod:`megatron_rc.launch.rollouts.prefetch`). ``weight_sync`` is called only while the engines have no open
-        request, ``lap`` with the name of each phase when it ends.
+        request, ``lap`` with the name of each phase when it ends. With ``--rl-partial-rollouts``: sync the weights
+        while the engines sample, order the batches ahead, then take the batch.
 
         Raises AgreedError as :meth:`sync_weights` and :meth:`collect` do, or if no response could be scored.
         """
+        if self.is_partial:
+            weight_sync(lap)
+            steps = (step, *self._following(step))
+            self.prefetched.order([later for later in steps if later not in self.prefetched])
+            return self._collect_scored(step, lap)
         is_fresh = step not in self.prefetched
         if is_fresh:
             weight_sync(lap)
-        batch = self.collect(step)
-        self._check_scored(step)
-        lap("rollout")
+        batch = self._collect_scored(step, lap)
         # Orders end at --train-iters, but a window does not: a longer run continues it after a resume.
         self.is_window_over = is_fresh or step == self._window_end
         if self.is_window_over:
@@ -110,6 +115,13 @@ class RolloutCollector:
             if not is_fresh and (following or weight_sync.is_wanted):
                 weight_sync(lap)
             self._order(following, step)
+        return batch
+
+    def _collect_scored(self, step: int, lap: Callable[[str], None]) -> RolloutBatch:
+        """The batch of a step, some of whose responses have a score."""
+        batch = self.collect(step)
+        self._check_scored(step)
+        lap("rollout")
         return batch
 
     def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,8 @@ class RolloutSampler:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
         self.rewarder, self.good_samples = Rewarder(config, replica), GoodSamples(config, engine, replica)
         self.sampling = config.rollouts.sampling
+        # Held by calls of the task and the rewarder: --rl-partial-rollouts evaluates while a thread samples.
+        self._task_is_busy = threading.Lock()
 
     def sample(self, step: int) -> SampledBatch:
         """This replica's share of the rollout batch that starts at optimizer step ``step``, with rewards."""
@@ -68,7 +71,7 @@ class RolloutSampler:
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
         first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
         seed = config.training.seed + 1_000_003 * step + replica
-        answered = self._scored(self.task.problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
+        answered = self._scored(self._problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
         replaced = self._replace_flat(answered, first, seed, step)
         greedy = self._greedy(answered, seed, step) if config.advantages.advantage_estimator == "remax" else None
         samples = [sample for one in answered for sample in one.samples]
@@ -101,7 +104,7 @@ class RolloutSampler:
             if not flat:
                 break
             begin = _REPLACED_FROM + number * _APART + first
-            problems = [self.task.problems(begin + place, 1)[0] for place in flat]
+            problems = [self._problems(begin + place, 1)[0] for place in flat]
             seed_of_try = derive_seed(seed, _REPLACED_FROM + number)
             others = self._scored(problems, self.config.rollouts.grpo_group_size, seed_of_try, step)
             for place, other in zip(flat, others, strict=True):
@@ -122,8 +125,8 @@ class RolloutSampler:
         longest = self.config.rollouts.max_response_length
         encoded, samples = self._responses(problems, size, sampling or self.sampling, longest, seed)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
-        texts = [self.task.text.decode(samples[index].token_ids) for index in kept]
-        rewards = self.rewarder.score([problems[index // size] for index in kept], texts, step=step)
+        asked, given = [problems[index // size] for index in kept], [samples[index] for index in kept]
+        _, rewards = self._rewards(asked, given, step=step)
         rewards = penalised(rewards, [len(samples[index].token_ids) for index in kept], self.config)
         values = [0.0] * len(samples)
         outcomes: list[Outcome | None] = [None] * len(samples)
@@ -137,7 +140,7 @@ class RolloutSampler:
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Sample responses to the replica's first prompts, the same at each call, without rewards."""
-        problems = self.task.problems(self.replica * rows, rows)
+        problems = self._problems(self.replica * rows, rows)
         seed = self.config.training.seed + self.replica
         encoded, samples = self._responses(problems, 1, self.sampling, longest, seed)
         batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
@@ -151,7 +154,7 @@ class RolloutSampler:
     def evaluate(self) -> list[Graded]:
         """Sample and grade ``--eval-samples`` responses to each held-out problem of this replica."""
         share = share_of(self.config, self.replica)
-        problems = self.task.problems(share.start, len(share), held_out=True)
+        problems = self._problems(share.start, len(share), held_out=True)
         at_once = max(1, _MOST_AT_ONCE // self.config.evaluation.eval_samples)
         parts = [problems[begin : begin + at_once] for begin in range(0, len(problems), at_once)]
         return [graded for number, part in enumerate(parts) for graded in self._graded(part, number)]
@@ -162,8 +165,7 @@ class RolloutSampler:
         repeated = [problem for problem in problems for _ in range(tries)]
         seed = self.config.training.seed + 1_000_003 * part + self.replica
         _, samples = self._responses(problems, tries, sampling_of(self.config), longest, seed)
-        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-        rewards = self.rewarder.score(repeated, texts, step=self.engine.version, held_out=True)
+        texts, rewards = self._rewards(repeated, samples, step=self.engine.version, held_out=True)
         for index, problem in enumerate(problems):
             own = slice(index * tries, (index + 1) * tries)
             yield Graded(problem, texts[own], rewards.values[own], rewards.outcomes[own])
@@ -172,11 +174,25 @@ class RolloutSampler:
         """End the processes that score."""
         self.rewarder.close()
 
+    def _problems(self, start: int, count: int, *, held_out: bool = False) -> list[Problem]:
+        """Problems of the task, from number ``start`` on."""
+        with self._task_is_busy:
+            return list(self.task.problems(start, count, held_out=held_out))
+
+    def _rewards(
+        self, problems: Sequence[Problem], samples: Sequence[Sample], *, step: int, held_out: bool = False
+    ) -> tuple[list[str], Rewards]:
+        """Texts and rewards of one response to each problem; see :meth:`Rewarder.score`."""
+        with self._task_is_busy:
+            texts = [self.task.text.decode(sample.token_ids) for sample in samples]
+            return texts, self.rewarder.score(problems, texts, step=step, held_out=held_out)
+
     def _responses(
         self, problems: Sequence[Problem], size: int, sampling: SamplingParams, longest: int, seed: int
     ) -> tuple[list[list[int]], list[Sample]]:
         """``size`` responses to each problem, and the token ids of the prompt of each response."""
-        encoded = [ids for problem in problems for ids in [self.task.text.encode(problem)] * size]
+        with self._task_is_busy:
+            encoded = [ids for problem in problems for ids in [self.task.text.encode(problem)] * size]
         room = self.config.training.seq_length - self.config.rollouts.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
@@ -196,12 +212,14 @@ class RolloutSampler:
         tokens[used] = torch.tensor([token for prompt, sample in both for token in (*prompt, *sample.token_ids)])
         log_probs = torch.zeros(rows, length)
         log_probs[mask] = torch.tensor([value for sample in samples for value in sample.log_probs])
+        versions = torch.full((rows, length), self.engine.version, dtype=torch.int32)
+        versions[mask] = torch.cat([self._versions(sample) for sample in samples])
         group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_prompt
         return RolloutBatch(
             tokens=tokens,
             response_mask=mask,
             rollout_log_probs=log_probs,
-            policy_versions=torch.full((rows, length), self.engine.version, dtype=torch.int32),
+            policy_versions=versions,
             sample_ids=torch.arange(rows) + first_prompt * self.config.rollouts.grpo_group_size,
             group_ids=group,
             rewards=torch.tensor(rewards, dtype=torch.float32),
@@ -210,6 +228,15 @@ class RolloutSampler:
             routed_experts=self._routed_experts(prompts, samples) if self.config.replays_rollouts else None,
             **(self._support(samples, mask) if self.config.rollouts.replays_sampling else {}),
         )
+
+    def _versions(self, sample: Sample) -> Tensor:
+        """[tokens] int32 versions of the weights that sampled a response."""
+        versions = sample.versions
+        if versions is None:
+            versions = [self.engine.version] * len(sample.token_ids)
+        if len(versions) != len(sample.token_ids):
+            raise EngineError(f"the engine named the weights of {len(versions)} of {len(sample.token_ids)} tokens")
+        return torch.tensor(versions, dtype=torch.int32)
 
     @staticmethod
     def _support(samples: Sequence[Sample], mask: Tensor) -> dict[str, Tensor]:

@@ -113,6 +113,16 @@ class EngineSection:
     rollout_weights_dir: str | None = option(
         "folder in which servers find new weights; vllm's default: a folder in memory", metavar="DIR"
     )
+    rl_partial_rollouts: bool = option(
+        "sync weights at every rollout batch, while responses are under way: these go on under the new weights; needs "
+        "--rollout-engine vllm-server",
+        needs="rollout_staleness !load_rollouts",
+    )
+    rollout_max_versions: int | None = option(
+        "most versions of the weights within one response; a weight sync that would exceed it waits for the responses "
+        "under way; default: the limit that follows from --rollout-staleness",
+        needs="rl_partial_rollouts",
+    )
     rollout_concurrency: int = option("requests that a server gets at once", default=64)
     rollout_timeout: float = option(
         "seconds to wait for an answer, for the start of a server, and for a lost server", default=600.0

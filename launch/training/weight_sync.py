@@ -33,7 +33,8 @@ class WeightSync:
     ) -> None:
         self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
         self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer.score, collector, groups)
-        trainer.batch_check.is_on = self.check is not None and not config.rollouts.rollout_staleness
+        has_new_tokens = not config.rollouts.rollout_staleness or config.engine.rl_partial_rollouts
+        trainer.batch_check.is_on = self.check is not None and has_new_tokens
         self.metrics: dict[str, float] = {}
         self._syncs = 0
         self.evaluated = self._last_evaluation()
@@ -56,7 +57,10 @@ class WeightSync:
         return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)
 
     def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
-        """Sync and evaluate while no request is running; ``lap`` is called with ``sync`` and ``eval`` after each."""
+        """Sync and evaluate; ``lap`` is called with ``sync`` and ``eval`` after each.
+
+        No request is running meanwhile, unless ``--rl-partial-rollouts`` is given.
+        """
         step = self.trainer.iteration
         self._send(step)
         lap("sync")
@@ -86,7 +90,7 @@ class WeightSync:
     def _probe_is_due(self) -> bool:
         """Whether a probe follows this sync: after the first sync, by interval, and if no rollout batch can be checked.
 
-        Batches of older weights cannot be checked, and no batch follows the last sync.
+        Tokens of older weights cannot be checked, and no batch follows the last sync.
         """
         config, interval = self.config, self.config.engine.sync_probe_interval
         if config.rollouts.rollout_staleness or self.trainer.iteration >= config.training.train_iters:

@@ -132,6 +132,7 @@ VLLM = {
     "choices": [
         {"token_ids": [3, 4], "finish_reason": "length", "sampling_mask": KEPT}
         | {"logprobs": {"content": [{"token_id": 3, "logprob": -1.0}, {"token_id": 4, "logprob": -0.5}]}}
+        | {"weight_versions": [{"version": "0", "start": 0, "end": 2}]}
         | {"routed_experts": _experts(lambda file: np.save(file, np.ones((3, 1, 1), dtype=np.uint8)))}
     ],
 }
@@ -200,7 +201,7 @@ def asked(server: type[Any], content: bytes) -> object:
     """One sample of a server with this answer, which is asked for experts and kept tokens."""
     client = AnswerFrom(content)
     engine = server(client, None, 12, experts_shape=(1, 1), reports_support=True)
-    engine.model, engine.version = "m", 0
+    engine.model, engine.version, engine._given, engine._keeps_version = "m", 0, 0, True
     (ask,) = make_asks([[1, 2]], SamplingParams(top_p=0.9), 2, 0, 12)
     return engine._read(ask, client.json("POST", "/"))
 

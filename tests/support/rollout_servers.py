@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         seen: (path, body) of all requests.
+        lines: paths of all requests, with what follows a question mark.
         faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
         always: by path, a function that changes every answer.
         most: largest number of requests at the same time.
@@ -56,7 +57,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), Handler)
         self.lock = threading.Lock()
-        self.seen, self.faults, self.always = [], {}, {}
+        self.seen, self.lines, self.faults, self.always = [], [], {}, {}
         self.most = self.now = self.connections = 0
         self.hold, self.together, self.version, self.breaks = 0.0, None, "default", False
         self.route_status = 422
@@ -114,7 +115,7 @@ class Server(ThreadingHTTPServer):
                 self.version = body["weight_version"]
                 return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
             case "/inference/v1/generate":
-                return token_answer(body)
+                return token_answer(body, self.version)
             case "/generate":
                 return generation(body, self.version)
         return {}
@@ -134,6 +135,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else None
+        self.server.lines.append(self.path)
         status, answer = self.server.respond(self.path.partition("?")[0], body)
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
@@ -157,11 +159,12 @@ def content_of(tokens, values):
     return {"content": [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]}
 
 
-def token_answer(body):
+def token_answer(body, version):
     sampling = body["sampling_params"]
     tokens, values = draw(body["token_ids"], sampling["seed"], sampling["max_tokens"])
     choice = {"index": 0, "logprobs": content_of(tokens, values), "finish_reason": "length", "stop_reason": None}
-    choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": None}
+    spans = [{"version": version, "start": 0, "end": len(tokens)}]
+    choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": spans}
     return {"request_id": "0", "model": body["model"], "choices": [choice], "prompt_token_ids": body["token_ids"]}
 
 
@@ -182,8 +185,8 @@ def server():
 
 
 @contextmanager
-def running(port=0):
-    started = Server(port)
+def running(port=0, kind=Server):
+    started = kind(port)
     thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield started

@@ -97,9 +97,7 @@ def in_process(folder, config):
 
 
 def served(folder, config):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     client = HttpClient(f"http://127.0.0.1:{port}", timeout=120)
     engine = VllmServerEngine(client, ModelDirectory(folder / "weights", config, EOS), EOS, start_timeout=300)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -113,6 +111,12 @@ def served(folder, config):
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start_server(path, port, log):
@@ -130,9 +134,14 @@ def start_server(path, port, log):
 
 
 def hits(url):
+    return number_of(url, "prefix_cache_hits_total")
+
+
+def number_of(url, name):
+    """Sum of one of a server's counters."""
     with urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}"))
 
 
 RIGS = {"llama": (in_process, LLAMA), "gpt2": (in_process, GPT2), "llama-served": (served, LLAMA)}

@@ -86,12 +86,14 @@ class SamplingWeights(HostWeights):
     """Copy of the engines' weights, for checkpoints of a run with ``--rollout-staleness``.
 
     Batches are sampled ahead. A resumed run gives the engines these weights again and repeats the rollouts that were
-    under way: a batch follows from its step and its weights.
+    under way: a batch follows from its step and its weights. With ``--rl-partial-rollouts`` a batch follows from timing
+    too; no copy is kept, and a resumed run samples it from the weights of the checkpoint.
     """
 
     def __init__(self, config: RunConfig, chunks: Sequence[GPTModel]) -> None:
         rollouts, files = config.rollouts, config.checkpoints
-        is_wanted = rollouts.rollout_staleness and not rollouts.load_rollouts and (files.save or files.load)
+        samples_ahead = rollouts.rollout_staleness and not rollouts.load_rollouts
+        is_wanted = samples_ahead and not config.engine.rl_partial_rollouts and (files.save or files.load)
         super().__init__("sampling", host_copy(config, chunks) if is_wanted else [], version=-1)
 
     def keep(self, chunks: Sequence[torch.nn.Module], version: int) -> None:

@@ -3,10 +3,12 @@
 The trainer scores each sampled token: before the steps in decoupled mode, else in the loss of the batch's first step.
 Until a weight changes, trainer and engine have equal weights, so that their log-probs differ by rounding alone. All
 ranks learn the result with the gradient norm, before the optimizer changes a weight, or at the end of a step that is
-left out. Rollouts of older weights, or from records, cannot be checked.
+left out. Tokens that older weights sampled cannot be checked, nor rollouts from records.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -40,10 +42,12 @@ class BatchCheck:
         self._is_pending, self._step, self.metrics = self.is_on, step, {}
         self.is_open = self.is_on and old is None
         if self.is_on and old is not None:
-            self._distance.add(old, local, local.positions)
+            self.add(old, local)
 
     def add(self, log_probs: Tensor, local: LocalTokens) -> None:
         """Add a micro-batch of a loss, before a weight has changed since ``begin``. Collectives: none."""
+        if local.policy_versions is not None:
+            local = replace(local, response_mask=local.response_mask & (local.policy_versions == self._step))
         self._distance.add(log_probs, local, local.positions)
 
     @property

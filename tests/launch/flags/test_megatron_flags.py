@@ -59,7 +59,8 @@ MEGATRON = {
     (str, "constant"): "weight-decay-incr-style",
     (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
     "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 fp16 calculate-per-token-loss finetune "
-    "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
+    "rl-use-sequence-packing rl-partial-rollouts rl-inference-logprobs-is-correction disable-bias-linear "
+    "no-save-optim no-load-optim "
     "use-rope-scaling openai-gelu multi-latent-attention moe-router-enable-expert-bias "
     "moe-enable-routing-replay override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss "
     "check-for-large-grads async-save verify-integrity profile record-memory-history log-timers-to-tensorboard",
@@ -87,6 +88,7 @@ config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf w
 apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts save-log-probs load-rollouts rollout-staleness
+rollout-max-versions
 allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance
 sync-probe-interval
 keep-last continue-after-failed-save load-last-valid reward reward-workers

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, LLAMA, flags
+from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, share
 from tests.support.training_runs import HELD_OUT, agreed, run_training
 
 RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
@@ -270,3 +270,36 @@ def test_a_probe_follows_the_syncs_that_no_batch_can_tell_of(ranks, tmp_path, mo
     layout = Layout(dp=2 if restarts else 1)
     words = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=4", *more)
     assert ranks.run(run_probed, layout, words, restarts) == [(None, expected)] * layout.dp
+
+
+def batch_check_of(words, step, wrong):
+    """The check of a batch with tokens of versions 0 and 1, whose trainer disagrees about those of one version."""
+    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
+    from megatron_rc.launch.training.checks.batch_check import BatchCheck
+
+    trainer = make_trainer(words)
+    batch = share(trainer, 0)
+    versions = (torch.arange(batch.tokens.shape[1]) % 2).expand(batch.tokens.shape).int()
+    local = cut_batch(dataclasses.replace(batch, policy_versions=versions), trainer.config, trainer.groups).local
+    check = BatchCheck(trainer.config, trainer.groups)
+    check.is_on = True
+    rollout = local.rollout_log_probs
+    check.begin(step, torch.where(local.policy_versions == wrong, rollout - 1, rollout), local)
+    try:
+        check.hear(check.numbers)
+    except AgreedError as error:
+        return str(error)
+    return check.metrics
+
+
+def test_only_tokens_of_the_newest_weights_are_compared(ranks, tmp_path):
+    words = flags(tmp_path, "--rollout-dtype=fp32")
+
+    def found(step, wrong):
+        (result,) = ranks.run(batch_check_of, Layout(), words, step, wrong)
+        return result
+
+    assert found(1, wrong=0) == {"rollout/sync_error": 0}
+    assert "after the weight sync of step 1 the rollout engine and the trainer disagree by 1.0000" in found(1, wrong=1)
+    assert found(2, wrong=1) == {}, "no token of the newest weights"

@@ -1,0 +1,82 @@
+"""Versions of the weights that sampled the tokens of a response, as servers name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rc.launch.engines import EngineError
+
+UNNAMED = "default"  # version of a server that got none since its start
+_MOST_DIGITS = 10
+
+
+class RestartedError(EngineError):
+    """A server was restarted and has lost its weights."""
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """Versions that a server can hold; a version is the number of optimizer steps that made the weights.
+
+    Attributes:
+        oldest: version that it held when it was asked.
+        newest: largest version that it was given.
+    """
+
+    oldest: int
+    newest: int
+
+    def read(self, held: Any, where: str) -> int:
+        """The version that a server names; ``where`` names the server in errors.
+
+        Raises:
+            RestartedError: the server has no version any more.
+            EngineError: the version is no number, or not one that the server was given.
+        """
+        if held == UNNAMED:
+            raise RestartedError(f"{where} lost the weights of step {self.newest}, probably in a restart")
+        is_number = isinstance(held, str) and held.isascii() and held.isdecimal() and len(held) <= _MOST_DIGITS
+        if not is_number:
+            raise EngineError(
+                f"{where} names its weights {repr(held)[:80]}, expected a number in quotes: does another program "
+                "update them?"
+            )
+        version = int(held)
+        if not self.oldest <= version <= self.newest:
+            expected = f"{self.oldest} to {self.newest}" if self.oldest < self.newest else str(self.newest)
+            raise EngineError(
+                f"{where} holds weights {version}, expected {expected}: does another program update them?"
+            )
+        return version
+
+    def read_spans(self, spans: Any, tokens: int, where: str) -> list[int]:
+        """Version of each of a response's tokens, from vLLM's ``weight_versions``.
+
+        Args:
+            spans: list of objects: ``version`` sampled the tokens from ``start`` to ``end``, without ``end``.
+            tokens: number of the response's tokens.
+            where: the server and the prompt, for errors.
+
+        Raises:
+            RestartedError: a span has no version.
+            EngineError: the spans do not cover each token once, in their order, or a version is wrong, see
+                :meth:`read`; or a version follows a newer one.
+        """
+        versions: list[int] = []
+        for span in spans if isinstance(spans, list) else [spans]:
+            if not isinstance(span, dict) or not {"version", "start", "end"} <= span.keys():
+                raise EngineError(f"{where} weight_versions has {repr(span)[:80]}, expected version, start and end")
+            start, end = span["start"], span["end"]
+            if type(start) is not int or type(end) is not int or not len(versions) == start <= end <= tokens:
+                raise EngineError(
+                    f"{where} weight_versions has a span from {repr(start)[:20]} to {repr(end)[:20]}, expected one "
+                    f"from {len(versions)} to at most {tokens}: the answer cannot be used"
+                )
+            version = self.read(span["version"], where)
+            if versions and version < versions[-1]:
+                raise EngineError(f"{where} weights {version} sampled after weights {versions[-1]}: see its log")
+            versions += [version] * (end - start)
+        if len(versions) != tokens:
+            raise EngineError(f"{where} weight_versions covers {len(versions)} of {tokens} tokens: see its log")
+        return versions

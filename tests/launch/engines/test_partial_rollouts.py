@@ -1,0 +1,219 @@
+"""Versions of the weights of each token, and weights that change while vLLM's server samples, as it answered.
+
+``vllm_answers.json`` has the answers of vLLM 0.32 on a CPU; ``tests/vllm/check_partial_rollouts.py`` wrote it.
+"""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.server import OpenSamples
+from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from tests.launch.engines.test_servers import in_choice, in_meta
+from tests.support.partial_rollouts import (
+    CONFIG,
+    PROMPTS,
+    check_ratios,
+    check_versions_of,
+    give,
+    sample_over,
+    wait_until,
+)
+from tests.support.rollout_servers import QUICK, TOKENS, HttpClient, Server, given, running, sample, weights
+
+RECORDED = json.loads((Path(__file__).parent / "vllm_answers.json").read_text())
+KEEP, RESET = "/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true"
+
+
+class PlayedServer(Server):
+    """Answers with the recorded responses, each when the server has got the version of its last tokens."""
+
+    def __init__(self, port=0):
+        super().__init__(port)
+        answers = [one["answer"] for one in RECORDED if one["path"] == ROUTE]
+        self.answers = {tuple(answer["prompt_token_ids"]): answer for answer in answers}
+        self.resumed = threading.Condition()
+
+    def answer(self, path, body):
+        if path == ROUTE:
+            answer = self.answers[tuple(body["token_ids"])]
+            last = answer["choices"][0]["weight_versions"][-1]["version"]
+            with self.resumed:
+                assert self.resumed.wait_for(lambda: self.version.isdecimal() and int(self.version) >= int(last), 60)
+            return answer
+        answer = super().answer(path, body)
+        with self.resumed:
+            self.resumed.notify_all()
+        return answer
+
+
+def test_the_recorded_responses_have_the_versions_of_their_tokens(tmp_path):
+    """Each token is scored by the weights of its version, and the ratios of each version against the newest weights."""
+    with running(kind=PlayedServer) as server:
+        directory = ModelDirectory(tmp_path / "weights", CONFIG, eos_token_id=1)
+        engine = VllmServerEngine(HttpClient(server.url, 60.0, QUICK), directory, 1, partial_rollouts=True)
+        give(engine, 0)
+
+        def updates():
+            wait_until(lambda: server.paths().count(ROUTE) == len(PROMPTS))
+            for version in (1, 2):
+                give(engine, version)
+
+        samples = sample_over(engine, updates)
+        lines = [line for line in server.lines if line.startswith(("/pause", "/reset", "/resume"))]
+    check_versions_of(samples)
+    check_ratios(samples)
+    assert {len(set(one.versions)) for one in samples} == {1, 2, 3}
+    recorded = [one["path"] for one in RECORDED if one["path"] != ROUTE]
+    assert lines == [KEEP, RESET, "/resume", *recorded], "the routes that vLLM answered, and the first weights"
+    assert {one["status"] for one in RECORDED} == {200}
+
+
+def spans(*parts):
+    return [{"version": version, "start": start, "end": end} for version, start, end in parts]
+
+
+def test_each_token_has_the_version_of_its_span(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True)
+    engine._given = 5
+    server.always[ROUTE] = in_choice(weight_versions=spans(("3", 0, 1), ("5", 1, TOKENS)))
+    assert sample(engine)[0].versions == [3, *[5] * (TOKENS - 1)]
+    server.always[ROUTE] = in_choice(weight_versions=spans(("4", 0, 2), ("4", 2, 2), ("5", 2, TOKENS)))
+    assert sample(engine)[0].versions == [4, 4, *[5] * (TOKENS - 2)]
+
+
+WRONG_SPANS = {
+    "gap": (spans(("3", 0, 1), ("3", 2, TOKENS)), "a span from 2 to 4, expected one from 1 to at most 4"),
+    "overlap": (spans(("3", 0, 2), ("3", 1, TOKENS)), "a span from 1 to 4, expected one from 2"),
+    "late": (spans(("3", 1, TOKENS)), "a span from 1 to 4, expected one from 0"),
+    "short": (spans(("3", 0, 3)), "covers 3 of 4 tokens"),
+    "long": (spans(("3", 0, TOKENS + 1)), "a span from 0 to 5, expected one from 0 to at most 4"),
+    "backwards": (spans(("3", 0, 2), ("3", 2, 1)), "a span from 2 to 1"),
+    "text": (spans(("3", "0", TOKENS)), "a span from '0' to 4"),
+    "fraction": (spans(("3", 0, 4.0)), r"a span from 0 to 4\.0"),
+    "truth": (spans(("3", False, TOKENS)), "a span from False to 4"),
+    "none": ([], "covers 0 of 4 tokens"),
+    "no-list": (7, "weight_versions has 7, expected version, start and end"),
+    "no-span": ([["3", 0, TOKENS]], r"weight_versions has \['3', 0, 4\], expected"),
+    "no-end": ([{"version": "3", "start": 0}], "expected version, start and end"),
+    "future": (spans(("3", 0, 1), ("4", 1, TOKENS)), "holds weights 4, expected 3: does another program update them"),
+    "past": (spans(("2", 0, TOKENS)), "holds weights 2, expected 3: does another"),
+    "number": (spans((3, 0, TOKENS)), "names its weights 3, expected a number in quotes"),
+    "word": (spans(("three", 0, TOKENS)), "names its weights 'three', expected a number"),
+    "sign": (spans(("-3", 0, TOKENS)), "names its weights '-3', expected a number"),
+    "digits": (spans(("9" * 5000, 0, TOKENS)), "names its weights '9{79}, expected"),
+    "other-digits": (spans(("٣", 0, TOKENS)), "names its weights '٣', expected"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_SPANS.values(), ids=WRONG_SPANS)
+def test_wrong_spans_end_in_one_error(server, tmp_path, wrong, message):
+    engine = given(VllmServerEngine, server, tmp_path, 3)
+    server.always[ROUTE] = in_choice(weight_versions=wrong)
+    with pytest.raises(EngineError, match=message) as caught:
+        sample(engine)
+    assert server.paths().count(ROUTE) == 1
+    assert server.url in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_do_not_become_older_within_a_response(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True)
+    engine._given = 5
+    server.always[ROUTE] = in_choice(weight_versions=spans(("5", 0, 1), ("4", 1, TOKENS)))
+    with pytest.raises(EngineError, match="weights 4 sampled after weights 5"):
+        sample(engine)
+    server.always[ROUTE] = in_choice(weight_versions=spans(("6", 0, TOKENS)))
+    with pytest.raises(EngineError, match="holds weights 6, expected 3 to 5"):
+        sample(engine)
+
+
+def test_an_answer_without_versions_has_the_engines(server, tmp_path):
+    """A release that names none; responses of several versions need them."""
+    server.always[ROUTE] = in_choice(weight_versions=None)
+    assert sample(given(VllmServerEngine, server, tmp_path, 3))[0].versions is None
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True)
+    with pytest.raises(EngineError, match="weight_versions has None"):
+        sample(engine)
+    server.faults["/update_weight_version"] = [(404, b"")]
+    with pytest.raises(EngineError, match=r"--rl-partial-rollouts needs vLLM 0\.32 or newer"):
+        engine.load_weights(weights().items(), 4)
+
+
+def test_sglangs_version_is_that_of_all_tokens(server, tmp_path):
+    engine = given(SglangServerEngine, server, tmp_path, 3)
+    assert sample(engine)[0].versions == [3] * TOKENS
+    server.always["/generate"] = in_meta(weight_version=3)
+    with pytest.raises(EngineError, match="names its weights 3, expected a number in quotes"):
+        sample(engine)
+    server.always["/generate"] = in_meta(weight_version="absent")
+    assert sample(given(SglangServerEngine, server, tmp_path, 4))[0].versions is None
+
+
+def test_versions_that_a_response_under_way_may_have():
+    samples = OpenSamples()
+    samples.updated(went_on=True)
+    assert samples.versions == 1, "no response is under way"
+    with samples.sampling():
+        samples.updated(went_on=True)
+        with samples.sampling():
+            assert samples.versions == 2
+        samples.updated(went_on=True)
+        assert samples.versions == 3
+        samples.updated(went_on=False)
+        assert samples.versions == 1
+        samples.updated(went_on=True)
+        assert samples.versions == 2
+    assert samples.versions == 1
+
+
+def test_an_update_waits_for_responses_that_have_as_many_versions_as_allowed(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, 0, partial_rollouts=True, max_versions=2)
+    server.together = threading.Barrier(9, timeout=60)
+    server.lines.clear()
+
+    def updates():
+        wait_until(lambda: server.paths().count(ROUTE) == len(PROMPTS))
+        for version in range(1, 5):
+            engine.load_weights(weights().items(), version)
+        server.together.wait()
+
+    samples = sample_over(engine, updates)
+    paused = [line for line in server.lines if line.startswith("/pause")]
+    assert paused == [KEEP, "/pause?mode=wait", KEEP, "/pause?mode=wait"]
+    resets = [line for line in server.lines if line.startswith("/reset")]
+    assert resets == [RESET, "/reset_prefix_cache"] * 2
+    assert {tuple(one.versions) for one in samples} == {(4,) * len(samples[0].token_ids)}
+    server.together = None
+    server.always[ROUTE] = in_choice(weight_versions=spans(("4", 0, 1), ("5", 1, 2), ("6", 2, TOKENS)))
+    engine._given = 6
+    with pytest.raises(EngineError, match="has 3 versions of weights, --rollout-max-versions allows 2"):
+        sample(engine)
+
+
+def test_a_restart_while_weights_change(server, tmp_path, caplog):
+    """The server gets its weights once more, under one update at a time, and samples all responses again."""
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True)
+    lost = in_choice(weight_versions=spans(("default", 0, TOKENS)))
+    server.faults[ROUTE] = [None] * 3 + [lost]
+    with engine._updating:
+        thread_is_there = threading.Event()
+        thread = threading.Thread(target=lambda: (thread_is_there.set(), sample(engine, [[5, 6]] * 8)))
+        thread.start()
+        thread_is_there.wait(60)
+        wait_until(lambda: server.paths().count(ROUTE) >= 4)
+        assert server.paths().count("/collective_rpc") == 1, "an update is under way"
+    thread.join()
+    assert server.paths().count("/collective_rpc") == 2
+    assert engine.restarts == 1
+    assert "lost the weights of step 3" in caplog.text
+    # An update that failed meanwhile has told why; the server stays paused.
+    server.faults[ROUTE] = [lambda answer: setattr(engine, "version", -1) or lost(answer)]
+    with pytest.raises(EngineError, match="lost the weights of step 3"):
+        sample(engine)
+    assert server.paths().count("/collective_rpc") == 2

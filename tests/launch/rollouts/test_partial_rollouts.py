@@ -1,0 +1,184 @@
+"""Weights that change while responses are under way: versions within a response, the order of things, resumed runs."""
+
+import threading
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.sampler import RolloutSampler
+from megatron_rc.records.rollout import load_rollouts
+from tests.launch.rollouts.test_prefetch import SECONDS, CountingEngine, run_with
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, save_initial
+from tests.support.training_runs import HELD_OUT, LIVE, rows, without_times
+
+LENGTH, OLD = 8, 3  # tokens of a response, and of them those of the weights before
+
+
+def partial(folder, *more, servers=1):
+    urls = ",".join(f"http://127.0.0.1:{index + 1}" for index in range(servers))
+    engine = f"--rollout-engine=vllm-server --rollout-url={urls} --rollout-weights-dir={folder}/weights"
+    return flags(folder, *LIVE, *engine.split(), "--rl-partial-rollouts", "--rollout-staleness=1", *more)
+
+
+class OpenEngine(CountingEngine):
+    """After its first call, on the sampling thread, ends a call when it has got new weights meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.news = threading.Condition()
+
+    def load_weights(self, weights, version):
+        for _ in weights:
+            pass
+        with self.news:
+            self.version = version
+            self.news.notify_all()
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        name, begun = threading.current_thread().name, self.version
+        if name != "rollouts":  # an evaluation
+            return [Sample([3] * LENGTH, [-1.0] * LENGTH, "length", versions=[begun] * LENGTH) for _ in prompts]
+        self.calls.append(begun)
+        self.threads.add(name)
+        with self.news:
+            if len(self.calls) > 1 and not self.news.wait_for(lambda: self.version > begun, SECONDS):
+                raise TimeoutError("no new weights came while the responses were under way")
+        versions = [begun] * OLD + [self.version] * (LENGTH - OLD)
+        return [self.response(index, versions) for index, _ in enumerate(prompts)]
+
+    def response(self, index, versions):
+        log_probs = [-1.0 - 0.02 * ((index + place) % 7) for place in range(LENGTH)]
+        return Sample([3 + index % 2] * LENGTH, log_probs, "length", versions=versions)
+
+
+def test_weights_change_within_responses(ranks, tmp_path):
+    """Each batch but the first was begun by the weights before, and is ended by the newest ones."""
+    words = partial(tmp_path, "--train-iters=4", f"--save-rollouts={tmp_path}/rollouts")
+    ((error, calls, threads, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
+    assert (error, left) == (None, [])
+    assert calls == [[0, 0, 1, 2]]
+    assert threads == [{"rollouts"}]
+    found = rows(tmp_path)
+    assert [row["rollout/staleness_max"] for row in found] == [0, 1, 1, 1]
+    assert [row["rollout/staleness_mean"] for row in found] == [0, *[OLD / LENGTH] * 3]
+    for row in found[1:]:
+        assert row["rollout_corr/staleness_1_token_fraction"] == OLD / LENGTH
+        assert row["rollout_corr/staleness_0_token_fraction"] == 1 - OLD / LENGTH
+    for step in range(1, 4):
+        batch = load_rollouts(tmp_path / "rollouts" / f"step-{step:07d}-replica-0000.safetensors")
+        for versions, mask in zip(batch.policy_versions, batch.response_mask, strict=True):
+            assert versions[mask].tolist() == [step - 1] * OLD + [step] * (LENGTH - OLD)
+
+
+@pytest.fixture(scope="module")
+def single(ranks, tmp_path_factory):
+    """Folder with the checkpoint that all layouts start from; and a function: the metrics of a run in a layout."""
+    folder = tmp_path_factory.mktemp("single")
+    ranks.run(save_initial, Layout(), flags(folder, *LIVE, f"--save={folder}/start"))
+    start = [f"--load={folder}/start", "--finetune", "--optimizer=sgd", "--lr=0.05", "--train-iters=3"]
+
+    def run(layout, place, *more):
+        words = partial(place, *layout.flags(), *start, *more, servers=layout.dp)
+        assert [error for error, *_ in ranks.run(run_with, layout, words, EvenEngine)] == [None] * layout.world
+        return without_times(place)
+
+    return run, {name: run(Layout(), folder / name, *more) for name, more in USERS.items()}
+
+
+USERS = {
+    "interpolated": ["--proximal-interpolation", "--rollout-staleness-scale=1:1.5"],
+    "bypass": ["--bypass-mode", "--rollout-staleness-scale=1:0.7"],
+}
+CASES = [(Layout(tp=2), "interpolated"), (Layout(pp=2), "bypass"), (Layout(dp=2), "interpolated")]
+
+
+@pytest.mark.parametrize(("layout", "users"), CASES, ids=str)
+def test_every_layout_takes_the_same_steps(tmp_path, single, layout, users):
+    """Bounds by staleness, interpolation and the breakdown use the version of each token."""
+    run, known = single
+    for one, other in zip(known[users], run(layout, tmp_path, *USERS[users]), strict=True):
+        shared = [name for name in one if name.startswith(("rollout_corr/", "rollout/", "loss/"))]
+        assert any("staleness_1" in name for name in shared) == (one["step"] > 1)
+        for name in shared:
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
+class EvenEngine(OpenEngine):
+    """Gives equal responses to each prompt, so that a replica's share is like any other's."""
+
+    def response(self, index, versions):
+        return super().response(index % 2, versions)
+
+
+def test_evaluations_are_made_while_responses_are_under_way(ranks, tmp_path):
+    words = partial(tmp_path, *HELD_OUT, "--train-iters=4", "--rollout-staleness=2")
+    words += ["--eval-problems=4", "--eval-interval=1"]
+    ((error, _, _, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
+    assert (error, left) == (None, [])
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_run_asks_for_each_batch_once(ranks, tmp_path):
+    """What was under way is begun again, from the weights of the checkpoint."""
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-rollouts={tmp_path}/rollouts"]
+    for end, begun in ((2, [0, 0]), (4, [2, 2])):
+        words = partial(tmp_path, *save, f"--train-iters={end}")
+        ((error, calls, _, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
+        assert (error, left, calls) == (None, [], [begun])
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1]
+
+
+class FailingEngine(OpenEngine):
+    """Refuses its third weights while responses wait for them."""
+
+    def load_weights(self, weights, version):
+        if version == 2:
+            raise EngineError("the disk is full")
+        super().load_weights(weights, version)
+
+
+def test_an_update_that_fails_ends_the_run_while_responses_are_under_way(ranks, tmp_path):
+    layout = Layout(tp=2)
+    words = partial(tmp_path, *layout.flags(), "--train-iters=4")
+    with mock.patch("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.1):
+        found = ranks.run(run_with, layout, words, FailingEngine)
+    for error, *_ in found:
+        assert error == "AgreedError: the rollout engine refused the weights of step 2: the disk is full"
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_response_needs_as_many_versions_as_tokens():
+    sampler = RolloutSampler.__new__(RolloutSampler)
+    sampler.engine = mock.Mock(version=7)
+    assert sampler._versions(Sample([3, 4], [-1.0, -1.0], "stop")).tolist() == [7, 7]
+    assert sampler._versions(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5, 6])).tolist() == [5, 6]
+    assert sampler._versions(Sample([], [], "abort")).dtype == torch.int32
+    with pytest.raises(EngineError, match="weights of 1 of 2 tokens"):
+        sampler._versions(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5]))
+
+
+REFUSED = [
+    (["--rollout-staleness=0"], "--rl-partial-rollouts does nothing without --rollout-staleness"),
+    (["--rollout-max-versions=1", "--rollout-staleness=4"], "--rollout-max-versions 1 leaves no response two versions"),
+    (["--rollout-max-versions=2"], "--rollout-max-versions 2 does nothing with --rollout-staleness 1: .* 2 versions"),
+    (["--rollout-max-versions=5", "--rollout-staleness=4"], "--rollout-max-versions 5 does nothing with"),
+    (["--rollout-engine=sglang-server"], "--rl-partial-rollouts does nothing with --rollout-engine sglang-server"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), REFUSED)
+def test_settings_that_do_nothing_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        configure(partial(tmp_path, "--train-iters=4", *more), 1)
+
+
+def test_a_bound_below_the_versions_that_staleness_allows(tmp_path):
+    config, _ = configure(partial(tmp_path, "--train-iters=8", "--rollout-staleness=4", "--rollout-max-versions=4"), 1)
+    assert config.engine.rollout_max_versions == 4
+    assert configure(partial(tmp_path, "--train-iters=8"), 1)[0].engine.rollout_max_versions is None

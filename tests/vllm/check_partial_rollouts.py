@@ -1,0 +1,245 @@
+"""Weights that change while vLLM's server samples: each token is scored again by the weights of its version.
+
+``python -m tests.vllm.check_partial_rollouts FILE`` writes the server's answers for the tests that need no vLLM.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.vllm_server import ROUTE
+from megatron_rc.records.rollout import SamplingParams, load_rollouts
+from tests.support.partial_rollouts import (
+    CONFIG,
+    FAR,
+    PROMPTS,
+    SEED,
+    check_ratios,
+    check_versions_of,
+    farthest,
+    give,
+    sample_over,
+    wait_until,
+)
+from tests.vllm.check_vllm import free_port, number_of, served, start_server
+
+# Tokens that the server samples between two updates, of all responses together.
+BETWEEN = 40
+
+
+def started(folder):
+    """An engine whose server has the weights of version 0."""
+    for rig in served(folder, CONFIG):
+        rig.engine.partial_rollouts = True
+        give(rig.engine, 0)
+        rig.engine.sample(PROMPTS, SamplingParams(), 4, SEED)  # the first requests take longer
+        yield rig.engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    yield from started(Path(tmp_path_factory.mktemp("server")))
+
+
+@pytest.fixture(autouse=True)
+def first_weights(request):
+    """Every test begins with the weights of version 0, and without a bound."""
+    if "engine" in request.fixturenames:
+        made = request.getfixturevalue("engine")
+        made.max_versions = None
+        give(made, 0)
+
+
+def updates(engine, versions):
+    """A function that gives an engine weights, each after some more tokens."""
+
+    def update():
+        for version in versions:
+            sampled = number_of(engine.client.url, "generation_tokens_total")
+            wait_until(lambda least=sampled + BETWEEN: number_of(engine.client.url, "generation_tokens_total") >= least)
+            give(engine, version)
+
+    return update
+
+
+def test_weights_change_within_responses(engine):
+    samples = sample_over(engine, updates(engine, [1, 2]))
+    assert {version for sample in samples for version in sample.versions} >= {0, 1}
+    check_versions_of(samples)
+    check_ratios(samples)
+    assert engine.restarts == 0
+
+
+def test_an_update_that_would_exceed_the_bound_waits_for_the_responses(engine):
+    engine.max_versions = 2
+    samples = sample_over(engine, updates(engine, [1, 2]))
+    assert max(len(set(sample.versions)) for sample in samples) == 2
+    assert all(farthest(sample, prompt) < 1e-4 for prompt, sample in zip(PROMPTS, samples, strict=True))
+    assert engine.version == 2
+
+
+def test_a_cache_of_older_weights_would_be_seen(engine):
+    """Without the reset, the new weights go on from keys and values of the old ones, under the new version."""
+    call = HttpClient.call
+
+    def keep_the_cache(client, method, path, body=None):
+        if path.startswith("/reset_prefix_cache"):
+            return b'{"success": true}'
+        return call(client, method, path.replace("mode=keep", "mode=keep&clear_cache=false"), body)
+
+    with mock.patch.object(HttpClient, "call", keep_the_cache):
+        samples = sample_over(engine, updates(engine, [1]))
+    changed = [pair for pair in zip(PROMPTS, samples, strict=True) if len(set(pair[1].versions)) > 1]
+    assert changed
+    assert all(farthest(sample, prompt) > FAR for prompt, sample in changed)
+
+
+TASK = """
+from megatron_rc.launch.tasks import Problem
+
+class Long:
+    characters = "0123456789"
+    max_response_length = 200
+
+    def __init__(self, seed):
+        pass
+
+    def problems(self, start, count, held_out=False):
+        return [Problem(f"{number % 1000:03d}", label="0") for number in range(start, start + count)]
+"""
+TRAIN = """
+import sys
+{broken}
+from megatron_rc.launch.train_ppo import main
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+# Keys and values of older weights stay under the new version.
+KEEPS_CACHES = """
+from megatron_rc.launch.engines.http_client import HttpClient
+call = HttpClient.call
+def keep(client, method, path, body=None):
+    if path.startswith("/reset_prefix_cache"):
+        return b"true"
+    return call(client, method, path.replace("mode=keep", "mode=keep&clear_cache=false"), body)
+HttpClient.call = keep
+"""
+# Four requests at a time: a rollout batch takes longer than a step of the trainer, so that it is under way at a sync.
+WORDS = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query-attention --num-query-groups=2
+    --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
+    --seq-length=256 --max-position-embeddings=320 --task=python:long_task:Long --reward=exact --init-method-std=0.2
+    --lr=3e-3 --train-iters=6 --grpo-prompts-per-step=8 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=32
+    --micro-batch-size=8 --grpo-entropy-term-weight=0.1 --rollout-dtype=fp32 --rollout-is=token --run-name=run
+    --rollout-engine=vllm-server --rl-partial-rollouts --rollout-staleness=2 --rollout-timeout=400
+    --rollout-concurrency=4 --save-hf-interval=1"""
+
+
+@pytest.mark.parametrize("broken", ["", KEEPS_CACHES], ids=["whole", "keeps-caches"])
+def test_a_run_whose_server_takes_weights_while_it_samples(tmp_path, broken):
+    """Each token of its records against the model that the run saved at the token's version."""
+    (tmp_path / "long_task.py").write_text(TASK)
+    (tmp_path / "train.py").write_text(TRAIN.format(broken=broken))
+    port = free_port()
+    folders = f"--runs-dir={tmp_path}/runs --save-hf={tmp_path}/hf --save-rollouts={tmp_path}/rollouts"
+    folders += f" --rollout-weights-dir={tmp_path}/weights --rollout-url=http://127.0.0.1:{port}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with (tmp_path / "said").open("w") as said:
+        command = [*launcher, str(tmp_path / "train.py"), *WORDS.split(), *folders.split()]
+        run = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment(), start_new_session=True
+        )
+    processes = [run]
+    try:
+        weights = tmp_path / "weights" / "replica-0"
+        wait_until((weights / "config.json").exists, seconds=200)
+        processes.append(start_server(weights, port, tmp_path / "log"))
+        status = run.wait(500)
+    finally:
+        end(processes)
+    output = (tmp_path / "said").read_text()[-4000:]
+    if broken:
+        assert status != 0, output
+        assert "the rollout engine and the trainer disagree by" in output
+        return
+    assert status == 0, output
+    check_records(tmp_path)
+
+
+def end(processes):
+    """End processes that lead a group, with their group."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in processes:
+        process.wait(60)
+
+
+def check_records(folder):
+    """Versions change within responses, and each token has the log-prob of the model of its version."""
+    numbers, mixed = set(), 0
+    for file in sorted((folder / "rollouts").glob("*.safetensors")):
+        batch = load_rollouts(file)
+        for row in range(len(batch.tokens)):
+            mask, versions = batch.response_mask[row], batch.policy_versions[row]
+            mixed += len(set(versions[mask].tolist())) > 1
+            for version in set(versions[mask].tolist()) - {0}:  # a run saves what its steps made
+                here = mask & (versions == version)
+                found = log_probs_of(folder / "hf" / f"step-{version}", batch.tokens[row])[here]
+                torch.testing.assert_close(batch.rollout_log_probs[row][here].double(), found, rtol=0, atol=1e-3)
+                numbers.add(version)
+    assert mixed > 0, "no response was under way when the weights changed"
+    assert len(numbers) > 1
+
+
+@functools.cache
+def saved_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def log_probs_of(folder, tokens):
+    """[s] float64 log-prob of each token but the first, which gets 0."""
+    with torch.no_grad():
+        logits = saved_model(folder)(tokens[None]).logits[0, :-1].double()
+    found = torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), found])
+
+
+def environment():
+    """The environment of a run that is started in another folder."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def record(file):
+    """Write the server's answers to requests that were under way during two updates, and to those of the updates."""
+    seen, exchange = [], HttpClient._exchange
+
+    async def watched(client, connections, request):
+        answer = await exchange(client, connections, request)
+        seen.append({"path": request.path, "status": answer[0], "answer": json.loads(answer[1])})
+        return answer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in started(Path(folder)):
+            give(engine, 0)
+            with mock.patch.object(HttpClient, "_exchange", watched):
+                samples = sample_over(engine, updates(engine, [1, 2]))
+            check_versions_of(samples)
+    kept = [one for one in seen if one["path"] == ROUTE or one["path"].startswith(("/pause", "/reset", "/resume"))]
+    file.write_text("[\n" + ",\n".join(json.dumps(one) for one in kept) + "\n]\n")
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]))
