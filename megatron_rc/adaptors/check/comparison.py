@@ -76,7 +76,7 @@ class Comparison:
         if not self.fits:
             return f"DIFFERS  {self.name}: by up to {self.difference:.3g}, allowed is {self.tolerance:.3g}"
         rounding = f", up to rounding: {self.difference:.1e}" if self.difference else ""
-        return f"equal    {self.name}, {self.numbers} numbers{rounding}"
+        return f"equal    {self.name}, {self.numbers} number{'s' * (self.numbers > 1)}{rounding}"
 
 
 def report(host: str, comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> tuple[str, int]:
