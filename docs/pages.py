@@ -104,9 +104,11 @@ def _plain(text: str) -> str:
 
 def help_of(module: str) -> str:
     """What the command prints for ``--help``."""
-    said = io.StringIO()
+    said, found = io.StringIO(), importlib.import_module(module)
+    if hasattr(found, "__path__"):  # a package
+        found = importlib.import_module(f"{module}.__main__")
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        importlib.import_module(f"{module}.__main__" if module.count(".") == 1 else module).main(["--help"])
+        found.main(["--help"])
     return said.getvalue()
 
 

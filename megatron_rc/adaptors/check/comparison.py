@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS, WIDTH = 12, 12
+ROWS, WIDTH = 48, 12
 # Weights and losses in float32, by formulas that round at other places.
 TOLERANCE = 2e-6
 
@@ -29,11 +29,13 @@ class Batch:
         """The batch of this seed in float32; its first response has the whole width."""
         generator = torch.Generator().manual_seed(seed)
         rollout = -0.2 - 2 * torch.rand(ROWS, WIDTH, generator=generator)
-        old, new = (rollout + 0.4 * torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
+        old = (rollout + 0.4 * torch.randn(ROWS, WIDTH, generator=generator)).clamp(max=0)
+        # Most ratios π_θ / π_old are within the clip range: clipped tokens have no gradient to compare.
+        new = (old + 0.2 * torch.randn(ROWS, WIDTH, generator=generator)).clamp(max=0)
         lengths = torch.randint(1, WIDTH + 1, (ROWS, 1), generator=generator)
         lengths[0] = WIDTH
         advantages = torch.randn(ROWS, 1, generator=generator).expand(ROWS, WIDTH).contiguous()
-        return cls(old.clamp(max=0), rollout, new.clamp(max=0), advantages, torch.arange(WIDTH) < lengths)
+        return cls(old, rollout, new, advantages, torch.arange(WIDTH) < lengths)
 
 
 @dataclass(frozen=True)
