@@ -23,7 +23,7 @@ from megatron_rc.launch.flags.torchrun import torchrun_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 # Commands whose flags are not the launcher's.
-COMMANDS = ("launch.export", "launch.replay", "launch.report", "replay", "doctor")
+COMMANDS = ("launch.export", "launch.replay", "launch.report", "replay", "doctor", "adaptors.check")
 _MARK = re.compile(r"^<!-- made by (\w+) -->$", flags=re.MULTILINE)
 _LINK = re.compile(r"^\| \[([^\]]+)\]\(([\w./-]+\.md)\)", flags=re.MULTILINE)
 _NAME = re.compile(r"^- `(megatron_rc(?:\.\w+)+)`$", flags=re.MULTILINE)
@@ -104,9 +104,11 @@ def _plain(text: str) -> str:
 
 def help_of(module: str) -> str:
     """What the command prints for ``--help``."""
-    said = io.StringIO()
+    said, found = io.StringIO(), importlib.import_module(module)
+    if hasattr(found, "__path__"):  # a package
+        found = importlib.import_module(f"{module}.__main__")
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        importlib.import_module(f"{module}.__main__" if module.count(".") == 1 else module).main(["--help"])
+        found.main(["--help"])
     return said.getvalue()
 
 

@@ -103,7 +103,6 @@ def _model(config: RunConfig, folder: Path) -> GPTModel:
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
     from megatron_rc.launch.training.models.build import build_chunks
 
-    config = config.changed(training={"fused_linear_log_probs": False})
     with torch.device("meta"):
         (stored,) = build_chunks(config, build_transformer_config(config))
     parameters = CheckpointParameters(stored, folder)

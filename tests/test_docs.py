@@ -11,6 +11,7 @@ import itertools
 import pkgutil
 import re
 import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.settings import bounds, criterion
 from megatron_rc.settings.criteria import CRITERIA, K1
 from tests.correction.test_added_criterion import SEQ_MIN
+from tests.parallel import test_processor
+from tests.support import training_oracle
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import correct
 from tests.support.documented import undocumented
@@ -214,7 +217,7 @@ def test_examples_import_public_names_alone(block):
 
 
 # How many examples the pages have that are run below.
-EXAMPLES = {"README.md": 1, "docs/library.md": 6, "docs/presets.md": 1, "docs/advantages.md": 2}
+EXAMPLES = {"README.md": 1, "docs/library.md": 7, "docs/presets.md": 1, "docs/advantages.md": 2}
 
 
 def run(document, index=0):
@@ -357,6 +360,47 @@ def test_the_library_page_scores_what_the_engine_kept(ranks):
     lost, _ = score(torch.zeros(1, 2, 3), torch.tensor([[0, 2]]), [[0, 1], [0, 1]], mask)
     with pytest.raises(ValueError, match=r"sample 0 .*position 1 is NaN"):
         correct_rollouts(lost, torch.full((1, 2), -1.0), mask, RolloutCorrectionConfig()).check()
+
+
+def forward_steps(words):
+    """(log-probs and entropies of the page's two forward steps, whether the first result went to the schedule)."""
+    from megatron_rc.launch.training.models.local_layers import PackedTokens
+    from megatron_rc.launch.training.models.output import processed
+
+    chunk = test_processor.build(words, tied=True)
+
+    def model(*inputs, output_processor, loss_mask=None, **more):
+        """GPTModel of Megatron-Core 0.18, whichever is installed."""
+        return processed(chunk, output_processor, *inputs, loss_mask=loss_mask, **more)
+
+    page, (tokens, labels, mask, kept, _) = run("docs/library.md", 6), test_processor.data()
+    number, temperature = training_oracle.VOCABULARY, test_processor.TEMPERATURE
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    data = {"tokens": tokens, "position_ids": positions, "labels": labels, "loss_mask": mask}
+    data |= test_processor.support(kept)
+    step = partial(page["forward_step"], lambda data, results, output: (results, output), number, temperature)
+    output, loss_func = step(iter([data]), model)
+    results, given = loss_func(output)
+    layout = SequenceLayout.packed(range(0, tokens.numel() + 1, tokens.shape[1]))
+    flat = [value.reshape(1, -1) for value in (tokens, positions, labels)]
+    group = ParallelGroups.from_megatron().tp
+    packed = page["forward_packed"](
+        model, *flat, PackedTokens.of(layout, torch.device("cpu")), number, temperature, group
+    )
+    assert list(packed) == ["log_probs", "entropy"]
+    columns = torch.stack([value.view_as(tokens) for value in packed.values()])
+    return torch.stack(results).detach(), columns.detach(), given is results[0]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sp=True)], ids=str)
+def test_the_library_page_has_forward_steps(ranks, tmp_path, layout):
+    want, plain = (
+        test_processor.reference(test_processor.Case(True, kept), tied=True)[0] for kept in ("log-probs", "")
+    )
+    for found, packed, is_first in ranks.run(forward_steps, layout, test_processor.words_of(tmp_path, layout, True)):
+        assert is_first
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(packed, plain, rtol=1e-9, atol=1e-9)
 
 
 SHORT = (5, 0, 9, 1)  # tokens of four sequences

@@ -40,8 +40,13 @@ def test_import_needs_torch_alone():
     assert output.stdout.strip() == "['megatron_rc']"
 
 
+def alone():
+    """The environment without PYTHONPATH, on which pip and a new environment would find this checkout."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
 def run(*command, **options):
-    return subprocess.run(command, check=True, capture_output=True, text=True, **options)
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=alone(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +168,11 @@ def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def base(wheel, tmp_path_factory):
     """Python with the wheel and torch's own requirements alone, lent by this environment."""
-    python, site = environment(wheel, tmp_path_factory.mktemp("base"))
+    return with_torch(wheel, tmp_path_factory.mktemp("base"))
+
+
+def with_torch(wheel, folder):
+    python, site = environment(wheel, folder)
     for name in needed_by("torch"):
         for file in metadata.files(name):
             top = file.parts[0]
@@ -199,8 +208,7 @@ def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, name):
     words, code, begin = BASE_COMMANDS[name]
     (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
     command = [str(base.with_name("megatron-rc")), name, *words]
-    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=own, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
     said = done.stdout + done.stderr
     assert (done.returncode, said[: len(begin)]) == (code, begin)
     assert "Traceback" not in said
@@ -218,19 +226,25 @@ def test_the_console_script_names_its_commands_and_the_pages(base):
     assert (done.returncode, done.stderr.split()[:2]) == (2, ["error:", "train"])
 
 
-@pytest.mark.processes
-def test_a_source_archive_holds_its_tests_and_their_links(tmp_path):
-    """In a copy, since setuptools writes beside what it reads."""
+@pytest.fixture(scope="module")
+def source_archive(tmp_path_factory):
+    """Built in a copy, since setuptools writes beside what it reads."""
+    folder = tmp_path_factory.mktemp("sources")
     names = [name for name in os.listdir(ROOT) if name not in (".git", "runs", "build") and ".venv" not in name]
     for name in names:
         path = ROOT / name
         if path.is_dir():
-            shutil.copytree(path, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(path, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(path, tmp_path / name)
-    run(sys.executable, "setup.py", "--quiet", "sdist", "--formats=tar", cwd=tmp_path)
-    (archive,) = (tmp_path / "dist").glob("*.tar")
-    with tarfile.open(archive) as found:
+            shutil.copy(path, folder / name)
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--formats=gztar", cwd=folder)
+    (archive,) = (folder / "dist").glob("*.tar.gz")
+    return archive
+
+
+@pytest.mark.processes
+def test_a_source_archive_holds_its_tests_and_their_links(source_archive):
+    with tarfile.open(source_archive) as found:
         held = {member.name.partition("/")[2]: member for member in found.getmembers()}
     for name in ("tests/test_packaging.py", "docs/index.md", "Makefile", "constraints.txt", "launch/one_node.sh"):
         assert name in held
@@ -250,3 +264,77 @@ def test_torch_is_the_only_hard_dependency(wheel):
     assert [line for line in needed if "extra ==" not in line] == ["torch>=2.6"]
     extras = set(re.findall(r"^Provides-Extra: (.*)$", text, flags=re.MULTILINE))
     assert {"megatron", "launch", "gpu", "test", "dev"} <= extras
+
+
+def test_the_page_says_what_each_extra_adds(distribution):
+    """Each with its packages, without the versions; extras for work on the project without."""
+    extras = distribution(ROOT).extras_require
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[a-z`, ]+`) \| *([^|]*?) *\|", page, flags=re.MULTILINE)
+    listed = {name: packages for names, packages in rows for name in re.findall("`([a-z]+)`", names)}
+    assert set(listed) == set(extras)
+    for name, packages in listed.items():
+        wanted = {re.split(r"[^\w-]", one)[0] for one in extras[name]}
+        assert not packages or set(packages.split(", ")) == wanted, name
+    assert {name for name, packages in listed.items() if not packages} == {"test", "coverage", "docs", "dev"}
+
+
+# What a host calls, in an environment in which only torch, its requirements and the package can be imported.
+HOSTS_WORK = """
+import importlib.util, types
+import torch
+import megatron_rc as rc
+from megatron_rc import parallel
+from megatron_rc.adaptors import megatron_lm, nemo_rl, slime, verl
+from megatron_rc.adaptors.check.__main__ import main as check
+
+for name in ("megatron", "transformers", "yaml", "numpy", "safetensors", "matplotlib"):
+    assert importlib.util.find_spec(name) is None, name
+for name in rc.__all__: getattr(rc, name)
+torch.manual_seed(0)
+old, mask = -torch.rand(4, 6), torch.ones(4, 6, dtype=torch.bool)
+rollout, advantages = old - 0.1 * torch.rand(4, 6), torch.randn(4, 1).expand(4, 6)
+hidden, labels, layer = torch.randn(6, 4, 3), torch.randint(9, (4, 6)), torch.nn.Linear(3, 9, bias=False)
+scored = parallel.log_prob_processor()(hidden_states=hidden, output_layer=layer, labels=labels)
+plain = parallel.vocab_parallel_log_probs_and_entropy(layer(hidden).transpose(0, 1), labels)
+torch.testing.assert_close(scored, plain)
+config = rc.RolloutCorrectionConfig.decoupled_token_is()
+result = rc.correct_rollouts(old, rollout, mask, config)
+result.check()
+assert result.metrics()["rollout_corr/kl"] < 0
+theta = old.clone().requires_grad_()
+loss = rc.policy_loss(theta, old, advantages, mask, weights=result.weights).per_token
+rc.aggregate_loss(loss, mask).backward()
+assert theta.grad.abs().sum() > 0
+rc.group_advantages(torch.rand(4), torch.tensor([0, 0, 1, 1]))
+given = {"response_mask": mask.long(), "old_log_probs": old, "rollout_log_probs": rollout}
+batch = types.SimpleNamespace(batch=dict(given), non_tensor_batch={})
+weighted, _ = verl.VerlCorrection(config).add_to_batch(batch)
+torch.testing.assert_close(weighted.batch["rollout_is_weights"], result.weights)
+call = {"pg_loss": loss.detach().flatten(), "loss_masks": list(mask), "total_lengths": [7] * 4}
+call |= {"train_log_probs": list(old), "rollout_log_probs": list(rollout), "response_lengths": [6] * 4}
+slime.SlimeCorrection(config, parallel.ParallelGroups())(types.SimpleNamespace(use_tis=True), **call)
+nemo_rl.CorrectedLoss(types.SimpleNamespace(loss_type="token_level"), config)
+megatron_lm.MegatronCorrection(lambda: None, parallel.ParallelGroups())
+assert check(["verl"]) == 2
+print("done")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["wheel", "source archive"])
+def test_a_host_needs_torch_alone(wheel, source_archive, tmp_path, kind):
+    if kind == "source archive":
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
+        run(*pip, "--no-build-isolation", "--wheel-dir", str(tmp_path / "built"), str(source_archive))
+        (wheel,) = (tmp_path / "built").glob("*.whl")
+    python = with_torch(wheel, tmp_path / "environment")
+    done = subprocess.run(
+        [str(python), "-c", HOSTS_WORK], capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False
+    )
+    assert done.stdout.strip() == "done", done.stderr
+    (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
+    for words, code in ((["doctor", "record.jsonl"], 1), (["replay", "record.jsonl"], 0)):
+        command = [str(python), "-m", f"megatron_rc.{words[0]}", *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megatron_rc.launch.dry_run.many_experts import number_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.models.build import build_chunks
+from megatron_rc.launch.training.models.output import processed
 from megatron_rc.parallel.linear import CHUNK_TOKENS
 from megatron_rc.parallel.softmax import EAGER_ELEMENTS, LEAST_ROWS
 
@@ -191,11 +193,34 @@ def _under_way(config: RunConfig, chunk: GPTModel) -> tuple[Tensor, int]:
     Layers of experts keep tensors of their newest micro-batch. So the bytes of a waiting micro-batch are the
     difference between two micro-batches and one, not between one and none.
     """
-    output = _forward(config, chunk)
-    if not chunk.post_process:
-        return output, 0
-    logits = 2 * output.numel() * output.element_size()
-    return _loss(config, chunk, output), logits
+    numbers, parallel = batch_numbers(config), config.parallel
+    rows, length = numbers["rows_of_a_micro_batch"], numbers["tokens_of_a_row"] // parallel.context_parallel_size
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    if not chunk.pre_process:
+        part = length // parallel.tensor_model_parallel_size if parallel.sequence_parallel else length
+        chunk.set_input_tensor(
+            torch.zeros(part, rows, config.transformer.hidden_size, dtype=config.dtype, requires_grad=True)
+        )
+    found = processed(chunk, partial(_loss, config), tokens, tokens, None, labels=tokens, loss_mask=tokens)
+    return found if chunk.post_process else (found, 0)
+
+
+def _loss(
+    run: RunConfig,
+    *,
+    hidden_states: Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, int]:
+    """The loss, and the bytes of logits with gradient; arguments of Megatron's ``output_processor``."""
+    on_cpu = run.launch.on_cpu
+    if run.training.fused_linear_log_probs:
+        weight = output_layer.weight if output_weight is None else output_weight
+        return _LogProbs.apply(hidden_states, weight, on_cpu), 0  # type: ignore[no-untyped-call]
+    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    loss = _LogProbs.apply(logits, None, on_cpu)  # type: ignore[no-untyped-call]
+    return loss, 2 * logits.numel() * logits.element_size()
 
 
 def _bytes_of_buffers() -> int:
@@ -210,28 +235,6 @@ def _lower(chunk: GPTModel, dtype: torch.dtype) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dtype != dtype:
                 setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype)))
-
-
-def _forward(config: RunConfig, chunk: GPTModel) -> Tensor:
-    numbers, parallel = batch_numbers(config), config.parallel
-    rows, length = numbers["rows_of_a_micro_batch"], numbers["tokens_of_a_row"] // parallel.context_parallel_size
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    if not chunk.pre_process:
-        part = length // parallel.tensor_model_parallel_size if parallel.sequence_parallel else length
-        chunk.set_input_tensor(
-            torch.zeros(part, rows, config.transformer.hidden_size, dtype=config.dtype, requires_grad=True)
-        )
-    output: Tensor = chunk(tokens, tokens, None)
-    return output
-
-
-def _loss(config: RunConfig, chunk: GPTModel, output: Tensor) -> Tensor:
-    weight: Tensor | None = None
-    if config.training.fused_linear_log_probs:
-        tied = chunk.share_embeddings_and_output_weights
-        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    found: Tensor = _LogProbs.apply(output, weight, config.launch.on_cpu)  # type: ignore[no-untyped-call]
-    return found
 
 
 class _LogProbs(torch.autograd.Function):

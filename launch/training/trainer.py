@@ -30,7 +30,7 @@ from megatron_rc.launch.training.checks.step_checks import LeftOut, StepChecks, 
 from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
-from megatron_rc.launch.training.models.passes import ModelPasses
+from megatron_rc.launch.training.models.passes import ModelPasses, Scoring
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.loss.objectives import objective_of
@@ -355,7 +355,8 @@ class Trainer(TrainedModel):
             local_tokens=math.prod(cuts[0].layout.shape),
             total_tokens=prepared.batch.total_tokens[mini_batch],
         )
-        self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale), replay=self.replay)
+        function = partial(self._loss, scale)
+        self.passes.run(self.model, prepared.batch, cuts, function, scoring=Scoring(), replay=self.replay)
         routing = {} if self.replay is None else self.replay.metrics()
         if self.correction.step is not None:
             with telling_bad_steps():
@@ -385,10 +386,10 @@ class Trainer(TrainedModel):
         return found if isinstance(found, CorrectionResult) else None
 
     def _loss(
-        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor
+        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch on the last stage; local arithmetic, because ``scale`` has all global factors."""
-        log_probs, entropy, *_ = self.passes.log_probs_and_entropy(model, output, local)
+        log_probs, entropy = output
         if self.keeps_log_probs:
             self.kept_log_probs.append(log_probs.detach())
         if self.batch_check.is_open and self._steps == self._scored_at:

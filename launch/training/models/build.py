@@ -16,7 +16,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor
 
 from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
@@ -60,8 +59,6 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
         )
         if is_critic and chunks[-1].post_process:
             chunks[-1].output_layer = ValueHead(transformer, config.training.seed)
-        elif config.training.fused_linear_log_probs and chunks[-1].post_process:
-            skip_output_layer(chunks[-1])
     if not config.launch.on_cpu:
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -149,19 +146,6 @@ def build_optimizer(
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
     return optimizer, scheduler
-
-
-def skip_output_layer(chunk: GPTModel) -> None:
-    """Let the model return the inputs of its output layer, ``[b, s, h]``, instead of logits.
-
-    With sequence parallelism they are this rank's slice, ``[b, s/tp, h]``. The layer keeps its weight and its name in
-    checkpoints.
-    """
-
-    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        return hidden, None
-
-    chunk.output_layer.forward = forward
 
 
 def unwrap(model: Any) -> GPTModel:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -17,18 +16,22 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import Cut, LocalBatch, LocalTokens
 from megatron_rc.launch.training.models.build import unwrap
 from megatron_rc.launch.training.models.local_layers import PackedTokens
+from megatron_rc.launch.training.models.output import processed
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.timers import StepTimers
-from megatron_rc.parallel import (
-    ParallelGroups,
-    linear_log_probs_and_entropy,
-    vocab_parallel_log_probs_and_entropy,
-)
-from megatron_rc.records.support import offsets_of, take_support
+from megatron_rc.parallel import ParallelGroups, log_prob_processor
+from megatron_rc.records.support import offsets_of
 
 Chunks = Sequence[torch.nn.Module]
 # Called on the last stage with (chunk, micro-batch, output).
 OutputFunction = Callable[..., Any]
+
+
+class Scoring(NamedTuple):
+    """Log-probs of the labels and other numbers of their distributions, which a pass gives instead of logits."""
+
+    temperature: float | None = None  # of the distribution; None: the rollouts' temperature
+    squares: bool = False  # Σπ² too
 
 
 class Scored(NamedTuple):
@@ -51,18 +54,21 @@ class ModelPasses:
         cuts: Sequence[Cut],
         function: OutputFunction,
         *,
+        scoring: Scoring | None = None,
         forward_only: bool = False,
         replay: RoutingReplay | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over micro-batches; return the results of ``function``, none before the last stage.
 
         ``function`` is called with (chunk, micro-batch, output); it returns the loss, or any value in a forward-only
-        pass. ``replay``: experts that the model's routers take; None: routers choose.
+        pass. The output is the model's; with ``scoring`` it is (log-probs of the labels, entropies, and Σπ² if asked
+        for), like the tokens. ``replay``: experts that the model's routers take; None: routers choose.
         """
-        if replay is not None:
-            with replay.in_pass(batch, cuts, forward_only=forward_only) as experts:
-                return self._run(model, batch, cuts, partial(_forward_step, function, replay), experts, forward_only)
-        return self._run(model, batch, cuts, partial(_forward_step, function, None), [None] * len(cuts), forward_only)
+        step = partial(self._forward_step, function, scoring, replay)
+        if replay is None:
+            return self._run(model, batch, cuts, step, [None] * len(cuts), forward_only)
+        with replay.in_pass(batch, cuts, forward_only=forward_only) as experts:
+            return self._run(model, batch, cuts, step, experts, forward_only)
 
     def _run(
         self,
@@ -101,92 +107,61 @@ class ModelPasses:
         """The labels' log-probs, and Σπ² if asked for, by a forward-only pass; None on stages before the last."""
 
         def function(
-            chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True
+            chunk: torch.nn.Module, local: LocalTokens, output: tuple[Tensor, ...], non_loss_data: bool = True
         ) -> tuple[Tensor, ...]:
-            log_probs, _, *more = self.log_probs_and_entropy(chunk, output, local, temperature, squares=squares)
+            log_probs, _, *more = output
             return log_probs, *more
 
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
+        scoring = Scoring(temperature, squares)
         with torch.no_grad():
-            outputs = self.run(model, batch, cuts, function, forward_only=True, replay=replay)
+            outputs = self.run(model, batch, cuts, function, scoring=scoring, forward_only=True, replay=replay)
         return Scored(*map(torch.cat, zip(*outputs, strict=True))) if outputs else None
 
-    def log_probs_and_entropy(
+    def _forward_step(
         self,
-        chunk: torch.nn.Module,
-        output: Tensor,
-        local: LocalTokens,
-        temperature: float | None = None,
-        *,
-        squares: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """(log-probs of the labels, entropies, and Σπ² if asked for), like the tokens, from logits or hidden states.
+        function: OutputFunction,
+        scoring: Scoring | None,
+        replay: RoutingReplay | None,
+        data_iterator: Iterator[tuple[LocalTokens, Tensor | None]],
+        model: torch.nn.Module,
+    ) -> tuple[Tensor, Any]:
+        local, experts = next(data_iterator)
+        # Without fp32_output=False, Float16Module would copy logits to float32; the reference has no Float16Module.
+        half = isinstance(getattr(model, "module", None), Float16Module)
+        keep: dict[str, Any] = {"fp32_output": False} if half else {}
+        tokens, positions = local.tokens, local.positions
+        if tokens.dim() == 1:
+            tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
+            keep["packed_seq_params"] = PackedTokens.of(local.layout, local.tokens.device)
+        with nullcontext() if replay is None else replay.in_forward(unwrap(model), experts):
+            if scoring is None:
+                output = model(tokens, positions, None, **keep)
+                return output, partial(function, model, local)
+            labels = {"labels": _rows(local.labels), "loss_mask": _rows(local.response_mask)}
+            found = processed(model, self._processor(scoring, local), tokens, positions, None, **labels, **keep)
+        if isinstance(found, Tensor):  # hidden states for the next stage
+            return found, partial(function, model, local)
+        found = tuple(values.reshape(local.layout.shape) for values in found)
+        # The schedule wants one tensor, whose device it asks for.
+        return found[0], lambda _, **more: function(model, local, found, **more)
 
-        ``temperature``: temperature of the distribution; default: the rollouts' temperature.
-        """
-        labels, mask = _rows(local.labels), _rows(local.response_mask)
-        temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
-        if self.config.training.fused_linear_log_probs:
-            found = self._from_hidden(unwrap(chunk), output, labels, mask, self._options(local, temperature, squares))
-        else:
-            found = vocab_parallel_log_probs_and_entropy(
-                output,
-                labels,
-                self.groups.tp,
-                mask=mask,
-                **self._options(local, temperature, squares),
-            )
-        return tuple(values.reshape(local.layout.shape) for values in found)
-
-    def _options(self, local: LocalTokens, temperature: float, squares: bool) -> dict[str, Any]:
-        """Arguments of both functions that compute log-probs, for labels in the order of the local tokens."""
-        options = {"vocab_size": self.config.model.vocab_size, "temperature": temperature, "sum_squares": squares}
-        if local.support_ids is None or local.support_counts is None:
-            return options
+    def _processor(self, scoring: Scoring, local: LocalTokens) -> Callable[..., tuple[Tensor, ...]]:
+        """The function from hidden states to the scores of a micro-batch, [b, s/cp] each."""
+        rollouts, temperature = self.config.rollouts, scoring.temperature
         ids, counts = local.support_ids, local.support_counts
-        if self.config.training.fused_linear_log_probs and counts.dim() > 1:  # its labels are [s/cp, b]
-            place = torch.arange(counts.numel(), device=counts.device).view_as(counts)
-            ids, counts = take_support(ids, counts, place.t())
-        support = {"support_ids": ids, "support_offsets": offsets_of(counts)}
-        return options | support | {"entropy_over_support": self.config.rollouts.entropy_over_support}
-
-    def _from_hidden(
-        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        """As :meth:`log_probs_and_entropy`, [b, s/cp] each, from hidden states, without making the logits."""
-        tied = chunk.share_embeddings_and_output_weights
-        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-        found = linear_log_probs_and_entropy(
-            hidden.transpose(0, 1),
-            weight,
-            labels.t(),
+        return log_prob_processor(
             self.groups.tp,
-            sequence_parallel=self.config.parallel.sequence_parallel,
-            gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
-            mask=mask.t(),
-            **options,
+            fused=self.config.training.fused_linear_log_probs,
+            vocab_size=self.config.model.vocab_size,
+            temperature=rollouts.rl_default_temperature if temperature is None else temperature,
+            sum_squares=scoring.squares,
+            support_ids=ids,
+            support_offsets=None if counts is None else offsets_of(counts),
+            entropy_over_support=rollouts.entropy_over_support,
         )
-        return tuple(values.t() for values in found)
 
 
 def _rows(values: Tensor) -> Tensor:
     """[b, s/cp] for the model, with packed tokens in one row."""
     return values if values.dim() == 2 else values.unsqueeze(0)
-
-
-def _forward_step(
-    function: OutputFunction,
-    replay: RoutingReplay | None,
-    data_iterator: Iterator[tuple[LocalTokens, Tensor | None]],
-    model: torch.nn.Module,
-) -> tuple[Tensor, Any]:
-    local, experts = next(data_iterator)
-    # Without fp32_output=False, Float16Module would copy all logits to float32; the reference has no Float16Module.
-    keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
-    tokens, positions = local.tokens, local.positions
-    if tokens.dim() == 1:
-        tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
-        keep["packed_seq_params"] = PackedTokens.of(local.layout, tokens.device)
-    with nullcontext() if replay is None else replay.in_forward(unwrap(model), experts):
-        output = model(tokens, positions, None, **keep)
-    return output, partial(function, model, local)

@@ -18,6 +18,7 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from megatron_rc import RolloutCorrectionConfig, SamplingParams, from_verl, kl_penalty
+from megatron_rc.adaptors.check.__main__ import main as check
 from megatron_rc.adaptors.verl import VerlCorrection
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.inputs import read_evidence
@@ -56,6 +57,33 @@ def batch(seed, dtype=torch.float32):
 def proto(old, rollout, mask):
     tensors = {"old_log_probs": old.clone(), "rollout_log_probs": rollout.clone(), "response_mask": mask.clone()}
     return DataProto.from_dict(tensors, non_tensors={"uid": [f"prompt {row // 4}" for row in range(ROWS)]})
+
+
+def test_the_command_finds_equality_whole_and_on_shards(capsys):
+    assert check(["verl", "--seeds", "2"]) == 0
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == f"verl and megatron_rc agree in all {len(lines)} results"
+    for layout in ("whole batch", "2 context ranks", "2 data ranks"):
+        assert sum(f"weights, {layout}" in line for line in lines) == 2 * 3
+    assert sum("gradient of the loss" in line for line in lines) == 2 * len(MODES)
+
+
+def test_the_command_sees_a_verl_that_bounds_weights_otherwise(monkeypatch, capsys):
+    """As a later verl might."""
+    own = rollout_corr_helper.compute_rollout_correction_and_add_to_batch
+
+    def other(data, settings):
+        data, metrics = own(data, settings)
+        weights = data.batch.get("rollout_is_weights", None)
+        if weights is not None:
+            data.batch["rollout_is_weights"] = weights.clamp(max=1.2)
+        return data, metrics
+
+    monkeypatch.setattr(rollout_corr_helper, "compute_rollout_correction_and_add_to_batch", other)
+    assert check(["verl"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("DIFFERS")]
+    assert len(lines) == 9
+    assert all(", weights, " in line for line in lines)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -1,0 +1,54 @@
+"""Compare a program's own correction with ours, on random batches, inside that program's environment.
+
+    python -m megatron_rc.adaptors.check verl|slime|nemo_rl|megatron_lm [--seeds 1]
+
+Both correct the same batches: whole, and ours also on two ranks that hold parts of them (processes on this machine,
+with gloo; no GPU is needed). Prints what is equal, what differs, and by how much.
+
+Exit codes: 0 all results are equal up to rounding, 1 a result differs, 2 the program cannot be called here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron_rc.adaptors.check.comparison import report
+from megatron_rc.parallel.arguments import check_integer
+
+HOSTS = ("verl", "slime", "nemo_rl", "megatron_lm")
+UNUSABLE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print the report, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rc.adaptors.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("host", choices=HOSTS, help="Program whose own functions are called.")
+    parser.add_argument("--seeds", type=int, default=1, help="Number of random batches; default: 1.")
+    args = parser.parse_args(argv)
+    module = importlib.import_module(f"megatron_rc.adaptors.check.{args.host}")
+    try:
+        check_integer("--seeds", args.seeds, least=1)
+        importlib.import_module(module.NEEDS)
+        found = [one for seed in range(args.seeds) for one in module.comparisons(seed)]
+    except ImportError as problem:
+        sys.stderr.write(f"{problem}: run this in an environment in which {module.NEEDS} can be imported\n")
+        return UNUSABLE
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        sys.stderr.write(f"{args.host} could not be called: {type(problem).__name__}: {problem}\n")
+        return UNUSABLE
+    left_out = module.left_out() if hasattr(module, "left_out") else ()
+    text, code = report(args.host, found, left_out)
+    sys.stdout.write(text)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

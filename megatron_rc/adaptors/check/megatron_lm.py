@@ -1,0 +1,107 @@
+"""Megatron-LM: its vocabulary-parallel cross entropy and its GRPO loss, beside our log-probs and our weighted loss."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.adaptors.check.comparison import Batch, Comparison
+from megatron_rc.adaptors.check.shards import on_ranks
+from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.loss.policy import policy_loss
+from megatron_rc.parallel.vocab import vocab_parallel_log_probs
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+NEEDS = "megatron.core.tensor_parallel"
+GRPO = "megatron.rl.rl_utils"
+TOKENS, VOCABULARY = 24, 32
+CLIP_LOW, CLIP_HIGH, BOUND = 0.2, 0.3, 1.5
+
+
+def comparisons(seed: int) -> Iterator[Comparison]:
+    """All comparisons on the batch of a seed; the loss only if Megatron-LM's ``megatron.rl`` is there."""
+    for ranks in (1, 2):
+        columns = zip(*on_ranks(log_probs_of_shard, seed, ranks=ranks), strict=True)
+        ours, theirs, gradients, their_gradients = (torch.tensor(column) for column in columns)
+        layout = f"{ranks} tensor-parallel rank" + "s" * (ranks > 1)
+        yield Comparison.of(f"log-probs, {layout}", ours, theirs)
+        yield Comparison.of(f"gradient of the log-probs, {layout}", gradients, their_gradients)
+    if has_grpo():
+        yield from _losses(Batch.random(seed))
+
+
+def left_out() -> list[str]:
+    """Reasons why some of Megatron-LM's functions are not compared."""
+    return [] if has_grpo() else [f"the GRPO loss: {GRPO} is not installed; it comes with Megatron-LM's repository"]
+
+
+def has_grpo() -> bool:
+    """Whether Megatron-LM's own reinforcement learning can be imported."""
+    return importlib.util.find_spec("megatron.rl") is not None
+
+
+def log_probs_of_shard(seed: int) -> tuple[list[float], list[float], list[list[float]], list[list[float]]]:
+    """(log-probs, Megatron's, gradient at this rank's logits, Megatron's) with the vocabulary split over all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(TOKENS, 1, VOCABULARY, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (TOKENS, 1), generator=generator)
+    factors = torch.randn(TOKENS, 1, generator=generator)
+    shard = logits.chunk(size, -1)[rank]
+    found = []
+    group = parallel_state.get_tensor_model_parallel_group()
+    for is_ours in (True, False):
+        leaf = shard.clone().requires_grad_()
+        # Megatron's writes into float32 logits.
+        values = (
+            vocab_parallel_log_probs(leaf, labels, group)
+            if is_ours
+            else -vocab_parallel_cross_entropy(leaf * 1, labels)
+        )
+        (gradient,) = torch.autograd.grad((values * factors).sum(), leaf)
+        found.append((values.flatten().tolist(), gradient.flatten(0, 1).tolist()))
+    parallel_state.destroy_model_parallel()
+    return found[0][0], found[1][0], found[0][1], found[1][1]
+
+
+def _losses(batch: Batch) -> Iterator[Comparison]:
+    """The loss of each token with truncated weights, and its gradient."""
+    from megatron.rl.rl_utils import calculate_grpo_loss
+
+    config = RolloutCorrectionConfig.decoupled_token_is(threshold=BOUND)
+    result = correct_rollouts(batch.old, batch.rollout, batch.mask, config)
+    assert isinstance(result.weights, Tensor)
+    leaves = [batch.new.clone().requires_grad_() for _ in range(2)]
+    ours = policy_loss(
+        leaves[0],
+        batch.old,
+        batch.advantages,
+        batch.mask,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        weights=result.weights,
+    ).per_token
+    theirs, *_ = calculate_grpo_loss(
+        current_logprobs=leaves[1],
+        old_logprobs=batch.old,
+        ref_logprobs=batch.old,
+        advantages=batch.advantages[:, 0],
+        clamp_eps_lower=CLIP_LOW,
+        clamp_eps_upper=CLIP_HIGH,
+        kl_beta=0.0,
+        entropy_weight=0.0,
+        inference_logprobs=batch.rollout,
+        is_truncation_coef=BOUND,
+    )
+    theirs = torch.where(batch.mask, theirs, 0)
+    yield Comparison.of("GRPO loss of each token, truncated weights", ours, theirs)
+    got, want = (torch.autograd.grad(one.sum(), leaf)[0] for one, leaf in zip((ours, theirs), leaves, strict=True))
+    yield Comparison.of("gradient of the GRPO loss, truncated weights", got, want)

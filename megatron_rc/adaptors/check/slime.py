@@ -1,0 +1,95 @@
+"""slime: its built-in truncation and IcePop, beside the adaptor's on whole responses and on context-parallel chunks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.adaptors.check.comparison import ROWS, Batch, Comparison
+from megatron_rc.adaptors.check.shards import RANKS, on_ranks
+from megatron_rc.adaptors.slime import SlimeCorrection
+from megatron_rc.adaptors.slime_chunks import Chunks
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+NEEDS = "slime.backends.megatron_utils.loss"
+# The function's name in slime, slime's arguments, and the same settings here.
+SETTINGS: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
+    "truncated weights": (
+        "vanilla_tis_function",
+        {"tis_clip": 1.5, "tis_clip_low": 0.0},
+        {"rollout_is_threshold": 1.5},
+    ),
+    "IcePop": (
+        "icepop_function",
+        {"tis_clip": 1.5, "tis_clip_low": 0.6},
+        {"rollout_is_threshold": "0.6_1.5", "rollout_is_mode": "mask"},
+    ),
+}
+
+
+def comparisons(seed: int) -> Iterator[Comparison]:
+    """All comparisons on the batch of a seed."""
+    from slime.backends.megatron_utils import loss as theirs
+
+    given = _call(Batch.random(seed))
+    trained, shards = torch.cat(given["loss_masks"]) != 0, on_ranks(losses_of_chunks, seed)
+    for name, (function, args, fields) in SETTINGS.items():
+        wanted, masks, _ = getattr(theirs, function)(Namespace(use_tis=True, **args), **given)
+        # Losses of tokens that are not trained do not count.
+        wanted = torch.where(trained, wanted, 0)
+        ours, accepted, _ = _ours(fields, None, given)
+        yield Comparison.of(f"{name}, loss, whole responses", ours, wanted)
+        yield Comparison.of(f"{name}, masks, whole responses", torch.cat(accepted), torch.cat(masks), 0)
+        places, values = (torch.tensor([one for shard in shards for one in shard[name][part]]) for part in (0, 1))
+        joined = torch.zeros_like(wanted).index_put((places,), values)
+        yield Comparison.of(f"{name}, loss, {RANKS} context ranks", joined, wanted)
+
+
+def _call(batch: Batch) -> dict[str, Any]:
+    """Arguments of slime for whole responses, each behind a prompt of one to five tokens."""
+    lengths = batch.mask.sum(1).tolist()
+    rows = range(ROWS)
+
+    def cut(values: Tensor) -> list[Tensor]:
+        return [values[row, : lengths[row]] for row in rows]
+
+    ratio = (batch.new - batch.old).exp()
+    # A hole in every other response.
+    masks = [torch.ones(length) for length in lengths]
+    for mask in masks[::2]:
+        mask[len(mask) // 2] = 0
+    return {
+        "pg_loss": torch.cat(cut(-batch.advantages * ratio)),
+        "train_log_probs": cut(batch.old),
+        "rollout_log_probs": cut(batch.rollout),
+        "loss_masks": masks,
+        "total_lengths": [length + 1 + row % 5 for row, length in enumerate(lengths)],
+        "response_lengths": lengths,
+    }
+
+
+def _ours(fields: Mapping[str, Any], cp: Any, given: Mapping[str, Any]) -> tuple[Tensor, list[Tensor], Any]:
+    correct = SlimeCorrection(RolloutCorrectionConfig(rollout_is="token", **fields), ParallelGroups(cp=cp, dp_cp=cp))
+    return correct(Namespace(use_tis=True), **given)
+
+
+def losses_of_chunks(seed: int) -> dict[str, tuple[list[int], list[float]]]:
+    """(places among the tokens of all responses, losses) of this rank's chunks, for each setting."""
+    group, given = dist.group.WORLD, _call(Batch.random(seed))
+    chunks = Chunks(given["total_lengths"], given["response_lengths"], group)
+
+    def cut(values: Sequence[Tensor]) -> list[Tensor]:
+        return list(chunks.cut("values", values).split(chunks.counts))
+
+    places = torch.cat(cut(torch.arange(len(given["pg_loss"])).split(given["response_lengths"])))
+    local = given | {name: cut(given[name]) for name in ("train_log_probs", "rollout_log_probs")}
+    local["pg_loss"] = given["pg_loss"][places]
+    return {
+        name: (places.tolist(), _ours(fields, group, local)[0].tolist()) for name, (_, _, fields) in SETTINGS.items()
+    }

@@ -1,0 +1,103 @@
+"""verl: its driver's function and its losses, beside the adaptor's and beside ranks that hold parts of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.adaptors.check.comparison import ROWS, WIDTH, Batch, Comparison
+from megatron_rc.adaptors.check.shards import sharded
+from megatron_rc.adaptors.verl import VerlCorrection
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+NEEDS = "verl.trainer.ppo.rollout_corr_helper"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "token weights": {"rollout_is": "token", "rollout_is_threshold": 1.3},
+    "normalised sequence weights": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": True,
+    },
+    "token weights and rejection of responses": {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_2.0",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.8_1.3",
+    },
+    "rejection alone": {
+        "rollout_is": None,
+        "rollout_rs": "token_k1,seq_max_k3",
+        "rollout_rs_threshold": "0.5_1.8,0.6",
+    },
+}
+METRICS = ("kl", "k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def comparisons(seed: int) -> Iterator[Comparison]:
+    """All comparisons on the batch of a seed."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig as Settings
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    batch, shards = Batch.random(seed), sharded("verl", SETTINGS, seed)
+    for name, settings in SETTINGS.items():
+        given = Settings(**settings)
+        theirs, metrics = compute_rollout_correction_and_add_to_batch(_proto(batch), given)
+        ours, own = VerlCorrection().add_to_batch(_proto(batch), given)
+        mask = theirs.batch["response_mask"] != 0
+        has_weights = settings["rollout_is"] is not None
+        weights = theirs.batch["rollout_is_weights"] if has_weights else None
+        found = {
+            "whole batch": (ours.batch["rollout_is_weights"] if has_weights else None, ours.batch["response_mask"])
+        }
+        for layout, (mine, accepted) in (found | shards[name]).items():
+            yield Comparison.of(f"{name}, mask, {layout}", accepted != 0, mask, 0)
+            if weights is not None and mine is not None:
+                yield Comparison.of(f"{name}, weights, {layout}", mine * batch.mask, weights * batch.mask)
+        for metric in (f"rollout_corr/{one}" for one in METRICS):
+            if metric in metrics:
+                got, want = (torch.tensor([float(one[metric])]) for one in (own, metrics))
+                yield Comparison.of(f"{name}, {metric}", got, want, tolerance=1e-4)
+    yield from _losses(batch)
+
+
+def _proto(batch: Batch) -> Any:
+    from verl import DataProto
+
+    tensors = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask.long()}
+    uid = [f"prompt {row // 4}" for row in range(ROWS)]
+    return DataProto.from_dict({name: one.clone() for name, one in tensors.items()}, non_tensors={"uid": uid})
+
+
+def _losses(batch: Batch) -> Iterator[Comparison]:
+    """The clipped loss with weights, and its gradient, by each way of averaging."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    correction = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is(threshold=1.3))
+    weights = (batch.old - batch.rollout).exp().clamp(max=1.3) * batch.mask
+    config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=ROWS, clip_ratio_low=0.1)
+    for mode in AGGREGATIONS:
+        found = [
+            _loss(one, batch, weights, mode, config) for one in (correction.policy_loss, get_policy_loss_fn("vanilla"))
+        ]
+        (loss, gradient), (their_loss, their_gradient) = found
+        yield Comparison.of(f"{mode}, loss", loss, their_loss)
+        yield Comparison.of(f"{mode}, gradient of the loss", gradient, their_gradient)
+
+
+def _loss(function: Any, batch: Batch, weights: Tensor, mode: str, config: Any) -> tuple[Tensor, Tensor]:
+    theta = batch.new.clone().requires_grad_()
+    info = {
+        "dp_size": 1,
+        "batch_num_tokens": int(batch.mask.sum()),
+        "global_batch_size": ROWS,
+        "loss_scale_factor": WIDTH,
+    }
+    config.global_batch_info.update(info)
+    loss, _ = function(batch.old, theta, batch.advantages, batch.mask.float(), mode, config, weights)
+    (gradient,) = torch.autograd.grad(loss, theta)
+    return loss.reshape(1), gradient

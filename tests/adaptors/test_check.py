@@ -1,0 +1,202 @@
+"""The comparison with a host's own functions: with Megatron-Core itself, and with stand-ins for hosts on no index.
+
+``make test-adaptors`` runs it with verl.
+"""
+
+import importlib
+import re
+import sys
+import types
+
+import pytest
+import torch
+
+from megatron_rc.adaptors.check import megatron_lm, nemo_rl, slime
+from megatron_rc.adaptors.check.__main__ import HOSTS, UNUSABLE, main
+from megatron_rc.adaptors.check.comparison import Batch, Comparison, report
+from tests.adaptors.pages import blocks
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.processes
+
+
+def module(monkeypatch, name, **members):
+    """Make a module importable, with its packages."""
+    for end in range(1, len(name.split(".")) + 1):
+        part = ".".join(name.split(".")[:end])
+        if part not in sys.modules:
+            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    vars(sys.modules[name]).update(members)
+
+
+def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others):
+    """slime's built-in function, by its formula."""
+    ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
+    return pg_loss * ratio.clamp(args.tis_clip_low, args.tis_clip), loss_masks, {}
+
+
+def icepop(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others):
+    """slime's IcePop, by its formula."""
+    ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
+    return pg_loss * torch.where((ratio < args.tis_clip_low) | (ratio > args.tis_clip), 0, ratio), loss_masks, {}
+
+
+def with_slime(monkeypatch, icepop=icepop):
+    module(monkeypatch, slime.NEEDS, vanilla_tis_function=truncated, icepop_function=icepop)
+    sys.modules["slime.backends.megatron_utils"].loss = sys.modules[slime.NEEDS]
+
+
+class ClippedLoss:
+    """NeMo-RL's clipped loss by its formulas, with weights and without, and its data as a plain dictionary."""
+
+    def __init__(self, config):
+        vars(self).update(config)
+        self.loss_type = types.SimpleNamespace(value="token_level")
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        old, rollout, mask, advantages = (
+            data[name][:, 1:] for name in ("prev_logprobs", "generation_logprobs", "token_mask", "advantages")
+        )
+        mask = mask * data["sample_mask"].unsqueeze(1)
+        ratio = (next_token_logprobs - old).exp()
+        low, high = 1 - self.ratio_clip_min, 1 + self.ratio_clip_max
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+        loss = torch.where(advantages < 0, torch.minimum(loss, -self.ratio_clip_c * advantages), loss)
+        return (loss * self.weights(old - rollout, mask) * mask).sum() / global_valid_toks, {}
+
+    def weights(self, log_ratio, mask):
+        if not getattr(self, "use_importance_sampling_correction", False):
+            return 1.0
+        kind, high, low = (
+            getattr(self, f"truncated_importance_sampling_{name}", None) for name in ("type", "ratio", "ratio_min")
+        )
+        ratio = log_ratio.exp()
+        if kind == "tis":
+            return ratio.clamp(0 if low is None else low, high)
+        if kind == "icepop":
+            return ratio * ((ratio >= low) & (ratio <= high))
+        if kind is None:
+            return ratio
+        mean = ((log_ratio * mask).sum(1) / mask.sum(1)).exp()
+        return ratio * ((mean >= low) & (mean <= high)).unsqueeze(1)
+
+
+def with_nemo_rl(monkeypatch, loss=ClippedLoss):
+    module(monkeypatch, nemo_rl.NEEDS, ClippedPGLossConfig=dict, ClippedPGLossFn=loss)
+    module(monkeypatch, "nemo_rl.distributed.batched_data_dict", BatchedDataDict=dict)
+
+
+def grpo_loss(
+    current_logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    clamp_eps_lower,
+    clamp_eps_upper,
+    kl_beta,
+    entropy_weight,
+    inference_logprobs,
+    is_truncation_coef,
+):
+    """Megatron-LM's loss, by its formula."""
+    ratio, gain = (current_logprobs - old_logprobs).exp(), advantages.unsqueeze(1)
+    weights = (old_logprobs - inference_logprobs).exp().clamp(max=is_truncation_coef)
+    clipped = ratio.clamp(1 - clamp_eps_lower, 1 + clamp_eps_upper)
+    return -weights * torch.minimum(ratio * gain, clipped * gain), None
+
+
+def with_grpo(monkeypatch):
+    importlib.import_module(megatron_lm.NEEDS)
+    module(monkeypatch, megatron_lm.GRPO, calculate_grpo_loss=grpo_loss)
+    monkeypatch.setattr(megatron_lm, "has_grpo", lambda: True)
+
+
+RESULTS = ("loss", "gradient")
+STAND_INS = {"slime": with_slime, "nemo_rl": with_nemo_rl, "megatron_lm": with_grpo}
+
+
+@pytest.mark.parametrize("host", STAND_INS)
+def test_hosts_that_compute_the_same_are_equal(monkeypatch, capsys, host):
+    STAND_INS[host](monkeypatch)
+    assert main([host]) == 0
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("equal ") for line in lines)
+    assert verdict == f"{host} and megatron_rc agree in all {len(lines)} results"
+    layouts = {"slime": "2 context ranks", "nemo_rl": "2 data ranks", "megatron_lm": "2 tensor-parallel ranks"}
+    assert any(layouts[host] in line for line in lines)
+    assert any("whole" in line or "1 tensor-parallel rank," in line for line in lines)
+
+
+def test_a_host_that_differs_is_named_with_the_size(monkeypatch, capsys):
+    """An IcePop that keeps ratios below its lower bound."""
+
+    class OneSided(ClippedLoss):
+        def __init__(self, config):
+            below = {"truncated_importance_sampling_ratio_min": 0.0}
+            masks = config.get("truncated_importance_sampling_type") == "icepop"
+            super().__init__(config | below if masks else config)
+
+    with_nemo_rl(monkeypatch, OneSided)
+    assert main(["nemo_rl"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    different = [line.split(":") for line in lines if line.startswith("DIFFERS")]
+    results = [f"IcePop, {result}, {layout}" for layout in ("whole batch", "2 data ranks") for result in RESULTS]
+    assert [name.split("  ")[1] for name, _ in different] == results
+    assert all(float(re.findall(r"by up to ([\d.e+-]+),", size)[0]) > 1e-3 for _, size in different)
+    assert lines[-1] == "4 of 16 results of nemo_rl differ"
+
+
+def test_what_megatron_lm_lacks_here_is_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(megatron_lm, "has_grpo", lambda: False)
+    text, code = report("megatron_lm", [Comparison("a", 0.0, 0.0, 1)], megatron_lm.left_out())
+    assert code == 0
+    assert "left out the GRPO loss: megatron.rl.rl_utils is not installed" in text
+
+
+@pytest.mark.parametrize("host", ["verl", "slime", "nemo_rl"])
+def test_a_host_that_is_not_there_cannot_be_compared(monkeypatch, capsys, host):
+    monkeypatch.setitem(sys.modules, host, None)
+    assert main([host]) == UNUSABLE
+    assert f"run this in an environment in which {host}." in capsys.readouterr().err
+
+
+def test_a_host_with_other_arguments_cannot_be_compared(monkeypatch, capsys):
+    class Other(ClippedLoss):
+        def __call__(self, logprobs, data):
+            raise AssertionError
+
+    with_nemo_rl(monkeypatch, Other)
+    assert main(["nemo_rl"]) == UNUSABLE
+    assert "nemo_rl could not be called: TypeError" in capsys.readouterr().err
+
+
+def test_differences_are_relative_and_nan_is_one():
+    one, inf = torch.ones(2), torch.tensor([torch.inf, 1.0])
+    assert Comparison.of("a", one * 100, one * 101).difference == pytest.approx(1 / 101)
+    assert Comparison.of("a", one / 100, one / 50).difference == pytest.approx(0.01)
+    assert Comparison.of("a", torch.tensor([torch.nan, 1.0]), one).difference == torch.inf
+    assert Comparison.of("a", inf, one).difference == torch.inf
+    assert Comparison.of("a", inf, inf.clone()).difference == 0
+    with pytest.raises(ValueError, match="a: ours has shape"):
+        Comparison.of("a", one, torch.ones(3))
+    text, code = report("verl", [Comparison("a", 0.5, 0.1, 3), Comparison("b", 0.0, 0.0, 4)])
+    assert code == 1
+    assert text.splitlines() == [
+        "DIFFERS  a: by up to 0.5, allowed is 0.1",
+        "equal    b, 4 numbers",
+        "1 of 2 results of verl differ",
+    ]
+
+
+def test_batches_are_ragged_and_repeat():
+    batch, again = Batch.random(3), Batch.random(3)
+    assert all(map(torch.equal, vars(batch).values(), vars(again).values()))
+    assert len(set(batch.mask.sum(1).tolist())) > 3
+
+
+def test_the_page_shows_the_job_and_every_host():
+    (job,) = blocks("Equality in your CI", "text")
+    assert len(job.strip().splitlines()) <= 10
+    assert "python -m megatron_rc.adaptors.check verl" in job
+    page = (ROOT / "docs" / "adaptors.md").read_text(encoding="utf-8")
+    assert all(f"| `{host}` |" in page for host in HOSTS)

@@ -1,0 +1,339 @@
+"""The ``output_processor`` on Megatron's GPTModel against a Llama in plain torch, in float64; values and all gradients.
+
+From Megatron-Core 0.18 on GPTModel itself calls the processor; before, the launcher calls it in the output layer's
+place, with the same keyword arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from megatron_rc.parallel import (
+    ParallelGroups,
+    linear_log_probs_and_entropy,
+    log_prob_processor,
+    vocab_parallel_log_probs_and_entropy,
+)
+from tests.support import training_cases, training_oracle
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags, run_config
+
+ROWS, LENGTH, VOCABULARY = 3, 8, training_oracle.VOCABULARY
+TEMPERATURE, FACTOR = 0.7, 0.5
+HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+LAYOUTS = (Layout(), Layout(tp=2), Layout(tp=2, sp=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: through logits or not, and which tokens the log-probs and the entropy are over."""
+
+    fused: bool
+    kept: str = ""  # "log-probs" or "both" are over the kept tokens
+    scaled: bool = False  # the model multiplies its logits, as with muP
+    masked: bool = True  # a loss mask, of floats; without one the label -100 says what does not count
+
+
+CASES = (
+    *(Case(fused, kept) for fused, kept in itertools.product((True, False), ("", "log-probs", "both"))),
+    *(Case(fused, scaled=True, masked=False) for fused in (True, False)),
+)
+
+
+def data():
+    """(tokens, labels, loss mask, kept tokens [b, s, v], coefficients of the two results in the loss)."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS, LENGTH), generator=generator)
+    mask = (torch.rand(ROWS, LENGTH, generator=generator) < 0.8).float()
+    labels[mask == 0] = -100
+    kept = torch.rand(ROWS, LENGTH, VOCABULARY, generator=generator) < 0.5
+    kept.scatter_(2, labels.clamp(min=0).unsqueeze(2), True)
+    kept |= torch.rand(ROWS, LENGTH, 1, generator=generator) < 0.25
+    return tokens, labels, mask, kept, torch.randn(2, ROWS, LENGTH, generator=generator, dtype=torch.float64)
+
+
+def support(kept):
+    """Ids and offsets of the kept tokens; a position with all of them has no ids."""
+    ids = [row.nonzero().flatten().flip(0) if not row.all() else row.new_zeros(0).long() for row in kept.flatten(0, 1)]
+    offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    return {"support_ids": torch.cat(ids), "support_offsets": offsets}
+
+
+def model_weights(tied):
+    weights = training_oracle.make_weights(1)
+    if not tied:
+        generator = torch.Generator().manual_seed(9)
+        weights[HEAD] = torch.randn(weights[EMBEDDING].shape, generator=generator) / 4
+    return weights
+
+
+def reference(case, tied):
+    """(log-probs, entropies, gradients of all weights) on one process, one sequence after the other."""
+    tokens, labels, _, kept, coefficients = data()
+    weights = {name: one.double().requires_grad_() for name, one in model_weights(tied).items()}
+    found = []
+    for row, own in zip(tokens, kept, strict=True):
+        head = weights[EMBEDDING if tied else HEAD][:VOCABULARY]
+        logits = training_oracle.last_hidden(weights, row) @ head.T * (FACTOR if case.scaled else 1) / TEMPERATURE
+        log_pi = logits.log_softmax(-1)
+        among = logits.masked_fill(~own, -torch.inf).log_softmax(-1) if case.kept else log_pi
+        over = among if case.kept == "both" else log_pi
+        chosen = among.gather(1, labels[len(found)].clamp(min=0).unsqueeze(1)).squeeze(1)
+        entropy = -(over.exp() * over.masked_fill(over == -torch.inf, 0)).sum(-1)
+        found.append(torch.where(labels[len(found)] >= 0, torch.stack([chosen, entropy]), 0))
+    results = torch.stack(found, 1)
+    gradients = torch.autograd.grad((results * coefficients).sum(), list(weights.values()))
+    return results.detach(), dict(zip(weights, gradients, strict=True))
+
+
+# On the ranks
+
+
+def build(words, tied, dtype=torch.float64):
+    """This rank's GPTModel with the weights of the reference."""
+    from megatron_rc.launch.run_config import RunConfig
+    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+    from megatron_rc.launch.training.models.build import build_chunks
+
+    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunConfig, "dtype", dtype)
+        (chunk,) = build_chunks(config, build_transformer_config(config))
+    chunk.to(dtype)
+    # Megatron computes the frequencies in float32.
+    width = training_oracle.WIDTH
+    frequencies = training_oracle.ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    chunk.rotary_pos_emb.inv_freq = frequencies.to(dtype)
+    training_cases.load([chunk], model_weights(tied))
+    return chunk
+
+
+def options_of(case):
+    kept = {} if not case.kept else support(data()[3]) | {"entropy_over_support": case.kept == "both"}
+    group = ParallelGroups.from_megatron().tp
+    return {"tp_group": group, "vocab_size": VOCABULARY, "temperature": TEMPERATURE, "chunk_size": 5} | kept
+
+
+def call(chunk, case, **more):
+    """The model's results with the processor."""
+    from megatron_rc.launch.training.models.output import processed
+
+    tokens, labels, mask, *_ = data()
+    chunk._scale_logits = (lambda logits: logits * FACTOR) if case.scaled else (lambda logits: logits)
+    processor = log_prob_processor(fused=case.fused, **options_of(case) | more)
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    loss_mask = mask if case.masked else None
+    return processed(chunk, processor, tokens, positions, None, labels=labels, loss_mask=loss_mask)
+
+
+def gradients_of(chunk, results):
+    """Each parameter's gradient; shards of one token's share are added over the ranks, as Megatron does at the end."""
+    chunk.zero_grad()
+    (torch.stack([one.double() for one in results]) * data()[4]).sum().backward()
+    found = {}
+    for name, parameter in training_cases.named([chunk]):
+        found[name] = parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(found[name])
+    return found
+
+
+def run_cases(words, tied):
+    """(results, gradients) of each case on this rank, and which dimension of each weight is split."""
+    chunk = build(words, tied)
+    found = []
+    for case in CASES:
+        results = call(chunk, case)
+        found.append((torch.stack(results).detach(), gradients_of(chunk, results)))
+    split = {n: p.partition_dim for n, p in training_cases.named([chunk]) if getattr(p, "tensor_model_parallel", False)}
+    return found, split
+
+
+def words_of(folder, layout, tied):
+    return flags(folder, *layout.flags(), *([] if tied else ["--untie-embeddings-and-output-weights"]), model=LLAMA)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_models_with_the_processor_match_the_reference(ranks, tmp_path, layout, tied):
+    found = ranks.run(run_cases, layout, words_of(tmp_path, layout, tied), tied)
+    split = found[0][1]
+    for case, *each in zip(CASES, *(results for results, _ in found), strict=True):
+        want, gradients = reference(case, tied)
+        for results, _ in each:
+            torch.testing.assert_close(
+                results, want, rtol=1e-9, atol=1e-9, msg=lambda text, case=case: f"{case}: {text}"
+            )
+        for name, gradient in gradients.items():
+            shards = [own[name] for _, own in each]
+            got = training_cases.join_weight(name, shards, split[name]) if name in split else shards[0]
+            torch.testing.assert_close(
+                got, gradient, rtol=1e-8, atol=1e-9, msg=lambda text, case=case: f"{case}: {text}"
+            )
+
+
+def test_the_comparison_sees_another_mask_and_another_kept_set():
+    plain, kept = (reference(case, True)[0] for case in (Case(True), Case(True, "log-probs")))
+    assert (plain - kept).abs().max() > 0.1
+    assert (plain[:, data()[1] < 0] == 0).all()
+
+
+def today(chunk, case):
+    """(log-probs, entropy) by the functions, from the model's logits or from hidden states that it returns."""
+    from megatron_rc.parallel.processor import forward_of
+
+    tokens, labels, mask, *_ = data()
+    positions, options = torch.arange(LENGTH).expand_as(tokens), options_of(case)
+    if not case.fused:
+        logits = chunk(tokens, positions, None)
+        return vocab_parallel_log_probs_and_entropy(logits, labels, mask=mask != 0, **options)
+    with forward_of(chunk.output_layer, lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)):
+        hidden = chunk(tokens, positions, None)
+    weight = chunk.shared_embedding_or_output_weight() if case.kept else chunk.output_layer.weight
+    found = linear_log_probs_and_entropy(
+        hidden.transpose(0, 1),
+        weight,
+        labels.t(),
+        sequence_parallel=chunk.config.sequence_parallel,
+        mask=mask.t() != 0,
+        **options,
+    )
+    return tuple(values.t() for values in found)
+
+
+def bits(words, cases):
+    """For each case whether results and gradients have equal bits with the processor, called both ways, and without."""
+    from megatron_rc.launch.training.models import output
+
+    found = []
+    for case in cases:
+        chunk = build(words, tied=False, dtype=torch.float32)
+        ways = [call(chunk, case), today(chunk, case)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(output, "_has_hook", lambda forward: False)
+            ways.append(call(chunk, case))
+        values = [(torch.stack(results).detach(), *gradients_of(chunk, results).values()) for results in ways]
+        found.append([all(map(torch.equal, values[0], other)) for other in values[1:]])
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bits_are_those_of_the_functions(ranks, tmp_path, layout):
+    cases = [Case(True), Case(False), Case(False, "log-probs")]
+    for found in ranks.run(bits, layout, words_of(tmp_path, layout, False), cases):
+        assert found == [[True, True]] * len(cases)
+
+
+# Without a model
+
+
+def gather(layer, inputs):
+    layer.weight.data.copy_(layer.whole)
+
+
+class Layer(torch.nn.Module):
+    """An output layer whose weight is complete only when its hook has run."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.whole = torch.randn(VOCABULARY, 6, generator=generator, dtype=dtype)
+        self.weight = torch.nn.Parameter(torch.zeros_like(self.whole))
+        self.register_forward_pre_hook(gather)
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        assert runtime_gather_output is False
+        return hidden @ (self.weight if weight is None else weight).t(), None
+
+
+def arguments(**more):
+    """What Megatron passes, with arguments that the processor does not read."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(LENGTH, ROWS, 6, generator=generator, dtype=torch.float64)
+    given = {"hidden_states": hidden, "output_layer": Layer(), "output_weight": None, "labels": data()[1]}
+    unread = ("input_ids", "position_ids", "attention_mask", "decoder_input", "inference_context", "context")
+    given |= dict.fromkeys((*unread, "packed_seq_params", "runtime_gather_output", "compute_language_model_loss"))
+    return given | {"loss_mask": None, "scale_logits": lambda logits: logits, "config": None} | more
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_of_the_output_layer_run_before_its_weight_is_read(fused):
+    given = arguments()
+    layer = given["output_layer"]
+    log_probs, entropy, squares = log_prob_processor(fused=fused, sum_squares=True)(**given)
+    logits = (given["hidden_states"] @ layer.whole.t()).transpose(0, 1)
+    pi, counted = logits.softmax(-1), data()[1] >= 0
+    want = pi.gather(-1, data()[1].clamp(min=0).unsqueeze(-1)).squeeze(-1).log()
+    torch.testing.assert_close(log_probs, torch.where(counted, want, 0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, torch.where(counted, -(pi * pi.log()).sum(-1), 0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(squares, torch.where(counted, pi.square().sum(-1), 0), rtol=1e-12, atol=1e-12)
+    assert "forward" not in vars(layer), "the layer has its own forward again"
+
+
+def test_gradients_go_to_main_grad_if_megatron_accumulates_there():
+    config = type("Config", (), {"gradient_accumulation_fusion": True})
+    given, plain = arguments(config=config), arguments()
+    layer = given["output_layer"]
+    layer.weight.main_grad = torch.zeros_like(layer.whole)
+    for one in (given, plain):
+        log_prob_processor()(**one)[0].sum().backward()
+    assert torch.equal(layer.weight.main_grad, plain["output_layer"].weight.grad)
+    assert layer.weight.grad_added_to_main_grad
+    del layer.weight.main_grad
+    with torch.no_grad():
+        log_prob_processor()(**given)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("spoil", ["first", "last", "order"])
+def test_offsets_that_do_not_ascend_make_all_log_probs_nan(fused, spoil):
+    kept = support(data()[3])
+    offsets = kept["support_offsets"]
+    if spoil == "order":
+        offsets[3], offsets[4] = offsets[4] + 1, offsets[3].clone()
+    else:
+        offsets += 1 if spoil == "first" else 0
+        offsets[-1] += 1 if spoil == "last" else 0
+    log_probs, _ = log_prob_processor(fused=fused, **kept)(**arguments())
+    assert log_probs[data()[1] >= 0].isnan().all()
+
+
+ERRORS = {
+    "labels are None": ({}, {"labels": None}),
+    "labels have shape": ({}, {"labels": torch.zeros(LENGTH, dtype=torch.int64)}),
+    "loss_mask is a list": ({}, {"loss_mask": [1]}),
+    "without a weight": ({}, {"output_layer": torch.nn.Identity()}),
+    "scale_logits makes": ({}, {"scale_logits": torch.tanh}),
+    "of 2, which is no multiplication": ({}, {"scale_logits": lambda logits: -logits}),
+    "temperature=0": ({"temperature": 0.0}, {}),
+    "support_offsets has 2": ({"support_ids": torch.zeros(1).long(), "support_offsets": torch.tensor([0, 1])}, {}),
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors_name_the_argument(words):
+    settings, given = ERRORS[words]
+    with pytest.raises(ValueError, match=words):
+        log_prob_processor(**settings)(**arguments(**given))
+
+
+def test_softcapped_logits_need_the_output_layer():
+    given = arguments(scale_logits=lambda logits: 2 * torch.tanh(logits / 2))
+    log_probs, _ = log_prob_processor(fused=False)(**given)
+    logits = 2 * torch.tanh((given["hidden_states"] @ given["output_layer"].whole.t()).transpose(0, 1) / 2)
+    want = logits.log_softmax(-1).gather(-1, data()[1].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(log_probs, torch.where(data()[1] >= 0, want, 0), rtol=1e-12, atol=1e-12)
+
+
+def without_group(words):
+    chunk = build(words, tied=True)
+    with pytest.raises(ValueError, match="tp_group has 1 ranks and the output layer is split over 2"):
+        call(chunk, Case(True), tp_group=None)
+
+
+def test_a_forgotten_group_is_an_error(ranks, tmp_path):
+    ranks.run(without_group, Layout(tp=2), words_of(tmp_path, Layout(tp=2), True))
