@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rc.parallel.groups import Group, group_size
 
 Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
-Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest; a field's sign 0, 1, -1 is the index
+Kinds = tuple[list[Tensor], list[Tensor]]  # sums and maxima; a smallest value is a negated maximum
 R = TypeVar("R")
 
 
@@ -55,48 +55,35 @@ def _signs(record: type) -> list[tuple[str, int]]:
 
 
 def flatten(record: object) -> Kinds:
-    """The tensors of a record, in the order of its fields, as (sums, largest, smallest)."""
-    found: Kinds = ([], [], [])
-
-    def note(value: Tensor, sign: int) -> Tensor:
-        found[sign].append(value)
-        return value
-
-    map_record(record, note)
+    """The tensors of a record, in the order of its fields, as (sums, maxima); smallest values negated."""
+    found: Kinds = ([], [])
+    map_record(record, lambda value, sign: found[sign != 0].append(-value if sign < 0 else value))
     return found
 
 
 def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
-    """A record like ``record`` with other values: (sums, largest, smallest) in the order of :func:`flatten`."""
-    rest = [iter(kind) for kind in kinds]
-    return map_record(record, lambda _, sign: next(rest[sign]))
+    """A record like ``record`` with other values: the inverse of :func:`flatten`."""
+    sums, maxima = map(iter, kinds)
+    return map_record(record, lambda _, sign: next(sums) if sign == 0 else next(maxima) if sign > 0 else -next(maxima))
 
 
 def concatenated(records: Sequence[R]) -> R:
     """The records of consecutive blocks as one: concatenated tensors in float64."""
-
-    def one(values: tuple[Tensor, ...]) -> Tensor:
-        return (torch.cat(values) if len(values) > 1 else values[0]).double()
-
     kinds = zip(*map(flatten, records), strict=True)
-    return rebuild(records[0], (map(one, zip(*kind, strict=True)) for kind in kinds))
+    return rebuild(records[0], ([torch.cat(values).double() for values in zip(*kind, strict=True)] for kind in kinds))
 
 
 def pack(record: object) -> Pair:
     """(sums, maxima) of a record, two flat float64 tensors; smallest values stand negated among the maxima."""
-    kinds = flatten(record)
-    nothing = next(value for kind in kinds for value in kind).new_empty(0, dtype=torch.float64)
-    sums, largest, smallest = (torch.cat([nothing, *(value.reshape(-1).double() for value in kind)]) for kind in kinds)
-    return sums, torch.cat([largest, -smallest])
+    sums, maxima = flatten(record)
+    nothing = sums[0].new_empty(0, dtype=torch.float64)
+    sums, maxima = ([nothing, *(value.reshape(-1).double() for value in kind)] for kind in (sums, maxima))
+    return torch.cat(sums), torch.cat(maxima)
 
 
 def unpack(record: R, pair: Pair) -> R:
     """The inverse of :func:`pack`: a record with the fields and shapes of ``record``, as views of the pair."""
-    kinds = flatten(record)
-    sums, maxima = pair
-    num_largest = sum(value.numel() for value in kinds[1])
-    flat = sums, maxima[:num_largest], -maxima[num_largest:]
-    return rebuild(record, (_cut(values, kind) for values, kind in zip(flat, kinds, strict=True)))
+    return rebuild(record, (_cut(flat, kind) for flat, kind in zip(pair, flatten(record), strict=True)))
 
 
 def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, measured, refuse
 from megatron_rc.adaptors.slime_chunks import Chunks
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME

@@ -66,7 +66,6 @@ class CodeCounter:
         self._in_turns = device.type != "cpu"
         counters = _GPU_COUNTERS if self._in_turns else torch.get_num_threads()
         self.counts = torch.zeros(counters, NUM_CODES, dtype=torch.float64, device=device)
-        self.num_values = 0
         self._one = self.counts.new_ones(1, 1)
 
     def add(self, codes: Tensor) -> None:
@@ -76,7 +75,6 @@ class CodeCounter:
         self._add(self.counts, codes[rest:])
         if rest:
             self._add(self.counts[:1], codes[:rest])
-        self.num_values += codes.numel()
 
     def _add(self, counts: Tensor, codes: Tensor) -> None:
         # Threads of a GPU that run side by side read neighbours, so these belong to different counters there.
@@ -84,16 +82,16 @@ class CodeCounter:
         counts.scatter_add_(1, shares, self._one.expand(shares.shape))
 
 
-def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
+def bins_from_codes(codes: Tensor, num_values: Tensor) -> Tensor:
     """[NUM_BINS] float64, ascending: the histogram, from the ``counts`` of a :class:`CodeCounter`.
 
-    ``num_zeros``, 0-D, of the counted values were no data but exact zeros in its place.
+    ``num_values``, 0-D, of the counted values are data; the others are exact zeros in the place of data.
     """
     # For each sign, by magnitude: in the bin around 0, in bins of their own, and beyond the last power.
     signs = codes.sum(0).view(2, -1)
     near, inside, far = signs.tensor_split((_FIRST, _FIRST + _HALF - 1), dim=1)
     positive, negative = torch.cat([inside, far.sum(1, keepdim=True)], dim=1)
-    return torch.cat([negative.flip(0), (near.sum() - num_zeros).view(1), positive])
+    return torch.cat([negative.flip(0), (near.sum() - signs.sum() + num_values).view(1), positive])
 
 
 @functools.cache

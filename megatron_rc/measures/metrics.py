@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_rc.measures.distributions import derive_quantiles
-from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, PolicySums, StatisticSums
-from megatron_rc.measures.sequence_measures import REWARD_SIGNS
-from megatron_rc.measures.token_measures import TokenSums
+from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, PolicySums, StatisticSums, TokenSums
+from megatron_rc.measures.measure import REWARD_SIGNS
 from megatron_rc.measures.weight_metrics import extreme, ratio, sample_std, spread, weight_metrics
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
@@ -47,15 +46,22 @@ def sequence_eff_sample_size(policy: PolicySums[float]) -> float:
 
 def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dict[str, float]:
     tokens, sequences = sums.valid, sums.sequences
-    means = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio")
-    differences = ("log_ppl_diff", "log_ppl_abs_diff")
-    return {name: ratio(getattr(sums, name), sequences) for name in (*means, *differences)} | {
+    means = {
+        "training_ppl": sums.training.plain,
+        "training_log_ppl": sums.training.log,
+        "rollout_ppl": sums.rollout.plain,
+        "rollout_log_ppl": sums.rollout.log,
+        "ppl_ratio": sums.difference.plain,
+        "log_ppl_diff": sums.difference.log,
+        "log_ppl_abs_diff": sums.abs_difference,
+    }
+    return {name: ratio(total, sequences) for name, total in means.items()} | {
         "kl": ratio(-sums.log_ratio, tokens),
         "k3_kl": ratio(of_tokens.k3, tokens),
-        "log_ppl_diff_max": extreme(sums.log_ppl_diff_max),
-        "log_ppl_diff_min": extreme(sums.log_ppl_diff_min),
+        "log_ppl_diff_max": extreme(sums.difference_max),
+        "log_ppl_diff_min": extreme(sums.difference_min),
         # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
-        "chi2_token": ratio(of_tokens.excess_squared + 2 * sums.excess, tokens),
+        "chi2_token": ratio(of_tokens.ratio.excess_squared + 2 * sums.excess, tokens),
         "chi2_seq": ratio(sums.sequence_excess_squared + 2 * sums.sequence_excess, sequences),
         "num_tokens": tokens,
         "num_sequences": sequences,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_rc.measures.header import BatchHeader, WeightSums
+from megatron_rc.measures.header import BatchHeader, WeightMoments, WeightSums
 from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -16,10 +16,10 @@ def weight_metrics(
     tokens, sequences = header.policy.valid, header.policy.sequences
     mean = ratio(header.denominators.total_weight, header.denominators.weight_count)
     factor = 1.0 if not config.rollout_is_batch_normalize or mean <= NORMALIZE_LIMIT else 1 / mean
-    extremes = {"max": _safe_exp(sums.log_raw_max), "min": _safe_exp(sums.log_raw_min)}
-    raw = weight_moments(sums.raw, sums.raw_excess_squared, sums.raw_squared, tokens) | extremes
-    bounded = weight_moments(sums.bounded, sums.bounded_excess_squared, sums.bounded_squared, tokens)
-    bounded |= {"max": extreme(sums.bounded_max), "min": extreme(sums.bounded_min)}
+    extremes = {"max": _safe_exp(sums.raw.max), "min": _safe_exp(sums.raw.min)}
+    raw = weight_moments(sums.raw, tokens) | extremes
+    bounded = weight_moments(sums.bounded, tokens)
+    bounded |= {"max": extreme(sums.bounded.max), "min": extreme(sums.bounded.min)}
     applied = {name: value if name == "eff_sample_size" else value * factor for name, value in bounded.items()}
     if not config.weighs_tokens:
         # verl's extremes of sequence weights are those before any bound.
@@ -42,12 +42,13 @@ def weight_metrics(
 
 def _mean_metrics(sums: WeightSums[float], sequences: float) -> dict[str, float]:
     """Metrics of the mean weight of each sequence's tokens."""
+    mean = sums.mean
     return {
-        "seq_mean": 1 + ratio(sums.mean_excess, sequences) if sequences else 0.0,
-        "seq_std": sample_std(sums.mean_excess, sums.mean_excess_squared, sequences),
-        "seq_max": extreme(sums.mean_max),
-        "seq_min": extreme(sums.mean_min),
-        "seq_max_deviation": max(abs(sums.mean_max - 1), abs(sums.mean_min - 1)) if sequences else 0.0,
+        "seq_mean": ratio(mean.total, sequences),
+        "seq_std": sample_std(mean.total - sequences, mean.excess_squared, sequences),
+        "seq_max": extreme(mean.max),
+        "seq_min": extreme(mean.min),
+        "seq_max_deviation": max(abs(mean.max - 1), abs(mean.min - 1)) if sequences else 0.0,
         "seq_fraction_high": ratio(sums.mean_above, sequences),
         "seq_fraction_low": ratio(sums.mean_below, sequences),
     }
@@ -78,11 +79,11 @@ def sample_std(total: float, total_square: float, count: float) -> float:
     return math.sqrt(max(total_square - total * total / count, 0.0) / (count - 1)) if count > 1 else 0.0
 
 
-def weight_moments(total: float, excess_squared: float, squared: float | None, count: float) -> dict[str, float]:
-    """Mean, deviation and effective sample size of weights, from Σ w, Σ (w - 1)² and, if known by itself, Σ w²."""
-    mean = ratio(total, count)
+def weight_moments(sums: WeightMoments[float], count: float) -> dict[str, float]:
+    """Mean, standard deviation and effective sample size of so many weights."""
+    mean = ratio(sums.total, count)
     # About 1, so that a small variance is not the difference of two large numbers.
-    std = spread(mean - 1, ratio(excess_squared, count)) if count else 0.0
-    mean_square = std**2 + mean**2 if squared is None else ratio(squared, count)
+    std = spread(mean - 1, ratio(sums.excess_squared, count)) if count else 0.0
+    mean_square = std**2 + mean**2 if sums.squared is None else ratio(sums.squared, count)
     # ESS = (Σ w)² / (n Σ w²), a fraction of the tokens.
     return {"mean": mean, "std": std, "eff_sample_size": ratio(mean**2, mean_square)}

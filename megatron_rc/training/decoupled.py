@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.batch.chain import empty_header, finish, local_batch, reduce_batch
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.batch.sums import correct_batch, empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
-from megatron_rc.correction.tokens import normalization
+from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.collectives import broadcast_record, first_text, map_record
@@ -116,7 +116,8 @@ def plan_decoupled(
     config, groups, result, refused = setup.config, setup.groups, None, None
     if inputs is not None:
         try:
-            result = correct_batch(inputs, config, counts, groups, compile=setup.compile)
+            batch = local_batch(inputs, config, counts, groups, compile=setup.compile)
+            result = finish(batch, reduce_batch(batch.pair, groups))
         except ValueError as error:
             if group_size(groups.pp) == 1:
                 raise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.sums import empty_header, reduce_batch
+from megatron_rc.batch.chain import empty_header, reduce_batch
 from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.parallel.collectives import broadcast_record, first_text, pack, unpack

@@ -10,7 +10,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.verdicts import N
+from megatron_rc.correction.denominators import N
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import Pair, largest, on_host, pack, unpack

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc import AgreedCounts, RolloutCorrectionConfig
-from megatron_rc.batch.sums import empty_header
+from megatron_rc.batch.chain import empty_header
 from megatron_rc.measures.header import VetoSums
 from megatron_rc.parallel.collectives import flatten, largest, map_record, on_host, pack, rebuild, smallest, unpack
 from tests.support.correction_cases import CASES, clear_batch, sizes
