@@ -7,10 +7,9 @@ sum, unless its field is a :func:`largest` or a :func:`smallest`. A group of siz
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,25 +32,18 @@ def smallest() -> Any:
     return dataclasses.field(metadata={"sign": -1})
 
 
-def map_record(record: R, function: Callable[[Tensor, int], Any], sign: int = 0) -> R:
+def map_record(record: Any, function: Callable[[Tensor, int], Any], sign: int = 0) -> Any:
     """The record with ``function(tensor, sign)`` instead of each tensor; sign: 0 sum, 1 largest, -1 smallest."""
-    found: Any = record
     if isinstance(record, Tensor):
-        found = function(record, sign)
-    elif isinstance(record, tuple):
-        found = tuple(map_record(value, function, sign) for value in record)
-    elif isinstance(record, Mapping):
-        found = {name: map_record(value, function, sign) for name, value in record.items()}
-    elif dataclasses.is_dataclass(record):
-        kind: Any = type(record)
-        found = kind(*(map_record(getattr(record, name), function, sign) for name, sign in _signs(kind)))
-    return cast(R, found)
-
-
-@functools.cache
-def _signs(record: type) -> list[tuple[str, int]]:
-    """The names of a record's fields, each with its sign."""
-    return [(field.name, field.metadata.get("sign", 0)) for field in dataclasses.fields(record)]
+        return function(record, sign)
+    if isinstance(record, tuple):
+        return tuple(map_record(value, function, sign) for value in record)
+    if isinstance(record, dict):
+        return {name: map_record(value, function, sign) for name, value in record.items()}
+    if record is None:
+        return None
+    fields = ((getattr(record, field.name), field.metadata.get("sign", 0)) for field in dataclasses.fields(record))
+    return type(record)(*(map_record(value, function, sign) for value, sign in fields))
 
 
 def flatten(record: object) -> Kinds:
@@ -64,7 +56,12 @@ def flatten(record: object) -> Kinds:
 def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
     """A record like ``record`` with other values: the inverse of :func:`flatten`."""
     sums, maxima = map(iter, kinds)
-    return map_record(record, lambda _, sign: next(sums) if sign == 0 else next(maxima) if sign > 0 else -next(maxima))
+
+    def take(_: Tensor, sign: int) -> Any:
+        return next(sums) if sign == 0 else next(maxima) if sign > 0 else -next(maxima)
+
+    found: R = map_record(record, take)
+    return found
 
 
 def concatenated(records: Sequence[R]) -> R:
@@ -108,7 +105,8 @@ def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
     """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
     sums, maxima = pair
-    return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima
+    maxima = _all_reduce(maxima, group, dist.ReduceOp.MAX) if len(maxima) else maxima
+    return _all_reduce(sums, group, dist.ReduceOp.SUM), maxima
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:

@@ -77,7 +77,7 @@ class Block:
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
-        return torch.repeat_interleave(values, _sent(self.lengths, values.device), output_size=self.shape[0])
+        return torch.repeat_interleave(values, self.lengths, output_size=self.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,23 +263,23 @@ class SequenceLayout:
         place = self.positions().flatten() // chunk_lengths[self.sequence_index]
         return self.sequence_index * self.num_chunks + place
 
-    def blocks(self, num_tokens: int) -> list[Block]:
-        """The local shard in blocks of whole sequences: at most ``num_tokens`` tokens, or one longer sequence."""
+    def blocks(self, num_tokens: int, device: torch.device) -> list[Block]:
+        """The shard in blocks of whole sequences: at most ``num_tokens`` tokens, or one longer sequence."""
         local = [length // self.cp_size for length in self.full_lengths]
-        starts = [0, *accumulate(local)]
-        first, found = 0, []
+        starts, cuts = [0, *accumulate(local)], [0]
         for number in range(1, len(local)):
-            if starts[number + 1] - starts[first] > num_tokens:
-                found.append(self._block(slice(first, number), local[first:number], starts))
-                first = number
-        return [*found, self._block(slice(first, len(local)), local[first:], starts)]
+            if starts[number + 1] - starts[cuts[-1]] > num_tokens:
+                cuts.append(number)
+        return [self._block(slice(*pair), local, starts, device) for pair in pairwise([*cuts, len(local)])]
 
-    def _block(self, sequences: slice, lengths: list[int], starts: list[int]) -> Block:
-        tokens = slice(starts[sequences.start], starts[sequences.stop])
+    def _block(self, sequences: slice, local: list[int], starts: list[int], device: torch.device) -> Block:
+        lengths, tokens = local[sequences], slice(starts[sequences.start], starts[sequences.stop])
         index = sequences if len(self.shape) == 2 else tokens
         if len(set(lengths)) == 1 and lengths[0] > 0:
             return Block(sequences, index, None, (len(lengths), lengths[0]))
-        return Block(sequences, index, torch.tensor(lengths, dtype=torch.int64), (tokens.stop - tokens.start,))
+        return Block(
+            sequences, index, _sent(torch.tensor(lengths, dtype=torch.int64), device), (tokens.stop - tokens.start,)
+        )
 
     def followed(self, places: Tensor) -> Tensor:
         """Whether the next local token has the next position of the same sequence: bool, like ``places``.

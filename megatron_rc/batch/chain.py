@@ -49,7 +49,7 @@ from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_o
 from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
 from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
 # these limits out of the way it makes one.
@@ -159,9 +159,8 @@ class BatchSums:
             if local.weights is None or factor is None:
                 return local.weights
             return [weights * factor.to(weights.dtype) for weights in local.weights]
-        spread = local.shards.expand(
-            (shared.bounded if factor is None else shared.bounded * factor).to(local.shards.dtype)
-        )
+        weights = shared.bounded if factor is None else shared.bounded * factor
+        spread = local.shards.expand(weights.to(local.shards.dtype))
         return [torch.where(valid, weight, 0) for valid, weight in zip(local.valid, spread, strict=True)]
 
 
@@ -183,7 +182,8 @@ def sequence_sums(
         ValueError: the config needs advantages, prompts or versions that are not there, or other slices without
             ``cp``, or is no config.
     """
-    check_config(config)
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
     shape = None
@@ -192,13 +192,11 @@ def sequence_sums(
     records, counter = [], CodeCounter(shards.device)
     history = history_values(shards, config, cp) if config.needs_history else None
     for number, block, tokens in token_blocks(shards, config, history, compile=compile):
-        lengths = None if block.lengths is None else block.lengths.to(shards.device, non_blocking=True)
-        sequences = BlockSequences(lengths)
-        if compile and sequences.lengths is None and shape in (None, tokens.mask.shape):
+        if compile and block.lengths is None and shape in (None, tokens.mask.shape):
             shape = tokens.mask.shape
             (*of_tokens, codes), record = _find_compiled(tokens, config)
         else:
-            (*of_tokens, codes), record = _find(tokens, sequences, config)
+            (*of_tokens, codes), record = _find(tokens, BlockSequences(block.lengths), config)
         for room, values in zip((valid, kept, weights), of_tokens, strict=True):
             if room is not None and values is not None:
                 block.take(room[number]).copy_(values)
@@ -310,8 +308,8 @@ def _find(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionCo
 def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig) -> Found:
     """``_find`` through ``torch.compile``, which makes a program for one shape: for all blocks of the first shape."""
     zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-    given = (tokens.train, tokens.rollout, tokens.mask.view(torch.uint8), tokens.negative, tokens.level)
-    found: Found = _compiled(config, zero.device.type)(*given, tokens.log_weight, tokens.statistics, zero)
+    given = vars(tokens) | {"mask": tokens.mask.view(torch.uint8)}
+    found: Found = _compiled(config, zero.device.type)(zero, *given.values())
     return found
 
 
@@ -323,17 +321,8 @@ def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., Any
     result depends on the sequence, as the sums do: so ``zero``, [n, 1], is in the mask.
     """
 
-    def program(
-        train: Tensor,
-        rollout: Tensor,
-        mask: Tensor,
-        negative: Tensor | None,
-        level: Tensor | None,
-        log_weight: Tensor | None,
-        statistics: dict[str, Tensor],
-        zero: Tensor,
-    ) -> Found:
-        tokens = Tokens(train, rollout, mask.float() + zero != 0, negative, level, log_weight, statistics)
+    def program(zero: Tensor, train: Tensor, rollout: Tensor, mask: Tensor, *others: Any) -> Found:
+        tokens = Tokens(train, rollout, mask.float() + zero != 0, *others)
         (valid, kept, weights, codes), record = _find(tokens, BlockSequences(), config)
         valid, kept = (torch.where(flags, 1.0, 0.0).to(torch.uint8) for flags in (valid, kept))
         return (valid, kept, weights, codes), record

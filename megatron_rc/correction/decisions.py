@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rc.correction.history import HistoryValues
 from megatron_rc.correction.inputs import Part, Shards
-from megatron_rc.correction.weights import Weights, bound_weights, unit_log_weights
+from megatron_rc.correction.weights import Weights, bounded_weights, unit_log_weights
 from megatron_rc.numerics import cleared, exp_ratio, numbers, off_log_prob
 from megatron_rc.parallel.collectives import largest, map_record, smallest
 from megatron_rc.parallel.layout import Block
@@ -44,11 +44,12 @@ class Tokens:
 
 def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     """The blocks that bound the memory of the arithmetic on one micro-batch."""
-    if part.mask.device.type != "cpu":
-        return part.layout.blocks(GPU_BLOCK)
-    # A compiled block has less scratch, and more to do for each call.
-    wider = 3 if compile else 1
-    return part.layout.blocks(min(max(part.mask.numel() * wider // 12, MIN_BLOCK), MAX_BLOCK * wider))
+    device, num_tokens = part.mask.device, GPU_BLOCK
+    if device.type == "cpu":
+        # A compiled block has less scratch, and more to do for each call.
+        wider = 3 if compile else 1
+        num_tokens = min(max(part.mask.numel() * wider // 12, MIN_BLOCK), MAX_BLOCK * wider)
+    return part.layout.blocks(num_tokens, device)
 
 
 def token_blocks(
@@ -79,8 +80,15 @@ def _levels(part: Part, block: Block, shards: Shards, scale: StalenessScale) -> 
     """The place of each token in the staleness scale."""
     if part.versions is not None:
         return scale.levels(shards.counts.staleness(block.take(part.versions)))
-    versions = block.expand(shards.policy_versions[part.sequences])  # type: ignore[index]
-    return scale.levels(shards.counts.staleness(versions))
+    return scale.levels(shards.counts.staleness(block.expand(shards.policy_versions[part.sequences])))  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class TokenTest:
+    """The test of each token by one criterion on tokens or turns."""
+
+    tested: Tensor  # the number that it tests
+    accepted: Tensor  # bool: the valid tokens that it accepts
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,7 @@ class TokenDecisions:
     ratio: Tensor  # ρ, clamped, 1 if invalid
     scale: Tensor | None  # the factor of the token's bounds, in nats; None without a staleness scale
     values: dict[str, Tensor]  # x of each divergence that a criterion needs, float64 (log ρ in its own dtype)
-    tested: dict[str, Tensor]  # for each criterion on tokens or turns, the number that it tests
-    accepted: dict[str, Tensor]  # bool: for each criterion on tokens or turns, the valid tokens that it accepts
+    tests: dict[str, TokenTest]  # of each criterion on tokens or turns
     kept: Tensor  # bool: the valid tokens that all criteria on tokens and turns accept
     weights: Weights | None  # 0 if invalid; None unless weights are token-level
 
@@ -112,39 +119,24 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     train, rollout = cleared(tokens.train, one), cleared(tokens.rollout, one)
     log_ratio = train - rollout
     ratio = exp_ratio(log_ratio)
-    scale = None
-    if config.staleness_scale is not None and tokens.level is not None:
-        scale = config.staleness_scale.of(tokens.level, log_ratio.dtype)
+    scale = None if tokens.level is None else config.staleness_scale.of(tokens.level, log_ratio.dtype)  # type: ignore[union-attr]
     values = {x.name: x.values(train, rollout, log_ratio) for x in config.divergences}
-    tested, accepted, kept, weights = {}, {}, valid, None
+    tests, kept, weights = {}, valid, None
     for criterion in config.criteria:
         if criterion.of_tokens:
             number = tokens.statistics[criterion.name] if criterion.tested is None else values[criterion.tested.name]
-            tested[criterion.name] = number.to(log_ratio.dtype)
-            accepted[criterion.name] = valid & criterion.within_bounds(tested[criterion.name], scale)
-            kept = kept & accepted[criterion.name]
+            number = number.to(log_ratio.dtype)
+            test = TokenTest(number, valid & criterion.within_bounds(number, scale))
+            tests[criterion.name], kept = test, kept & test.accepted
     if config.weighs_tokens:
         log_weight, raw = log_ratio, ratio
         if tokens.log_weight is not None:
             log_weight = tokens.log_weight.to(log_ratio.dtype) * one
             raw = exp_ratio(log_weight)
-        weights = bound_weights(log_weight, raw, config, scale)
+        weights = bounded_weights(log_weight, raw, config, scale)
         weights = Weights(log_weight, raw, weights.bounded * one)
-    return TokenDecisions(
-        valid=valid,
-        one=one,
-        absent=1 / one - 1,
-        train=train,
-        rollout=rollout,
-        log_ratio=log_ratio,
-        ratio=ratio,
-        scale=scale,
-        values=values,
-        tested=tested,
-        accepted=accepted,
-        kept=kept,
-        weights=weights,
-    )
+    absent = 1 / one - 1
+    return TokenDecisions(valid, one, absent, train, rollout, log_ratio, ratio, scale, values, tests, kept, weights)
 
 
 @dataclass(frozen=True)
@@ -190,6 +182,23 @@ class KeptSums:
 
 
 @dataclass(frozen=True)
+class NegativeSums:
+    """Sums over the tokens of each sequence with A < 0, if advantages are one a token."""
+
+    valid: Tensor  # [n] float64, valid tokens
+    kept: KeptSums  # kept tokens
+
+
+@dataclass(frozen=True)
+class NeedSums:
+    """Sums and extremes over the valid tokens of each sequence that criteria need, by the name of the need."""
+
+    sums: dict[str, Tensor]  # Σ x, every addition in float64
+    maxima: dict[str, Tensor] = largest()  # the largest x
+    minima: dict[str, Tensor] = smallest()  # the smallest x
+
+
+@dataclass(frozen=True)
 class SequenceSums:
     """Sums over the tokens of each sequence, [n] float64."""
 
@@ -199,13 +208,10 @@ class SequenceSums:
     rollout: Tensor  # Σ log π_rollout over valid tokens, every addition in float64
     weight: Tensor | None  # Σ w over valid tokens; None unless weights are token-level
     kept: KeptSums  # kept tokens
-    kept_negative: KeptSums | None  # kept tokens with A < 0; None, like ``negative``, unless a criterion spares others
-    negative: Tensor | None  # valid tokens with A < 0
+    negative: NegativeSums | None  # tokens with A < 0; None unless a criterion spares the others
     vetoed: Tensor | None  # tokens below the veto's threshold; None without a veto
     older: tuple[Tensor, ...]  # for each step of the staleness scale, the valid tokens that reach it
-    needs: dict[str, Tensor]  # Σ x over valid tokens, of each sum that a criterion needs, every addition in float64
-    maxima: dict[str, Tensor] = largest()  # of each need: the largest x of a valid token
-    minima: dict[str, Tensor] = smallest()  # of each need: the smallest x of a valid token
+    needs: NeedSums | None  # x of criteria; None if they need none beside log ρ
 
     @property
     def num_tokens(self) -> Tensor:
@@ -227,11 +233,10 @@ def sum_tokens(
     tokens: Tokens, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
 ) -> SequenceSums:
     """The sums over the sequences of a block."""
-    valid, absent, level = decisions.valid, decisions.absent, tokens.level
+    valid, level = decisions.valid, tokens.level
     weights = None if decisions.weights is None else decisions.weights.bounded
     veto, steps = config.rollout_token_veto_threshold, config.staleness_scale.steps if config.staleness_scale else ()
     negative = tokens.negative if any(criterion.only_negative for criterion in config.criteria) else None
-    needed = [(need, decisions.values[need.divergence.name].double()) for need in config.needs]
 
     def kept_sums(flags: Tensor) -> KeptSums:
         weight = None if weights is None else sequences.sum(weights * numbers(flags))
@@ -244,19 +249,29 @@ def sum_tokens(
         rollout=sequences.exact_sum(decisions.rollout),
         weight=None if weights is None else sequences.sum(weights),
         kept=kept_sums(decisions.kept),
-        kept_negative=None if negative is None else kept_sums(decisions.kept & negative),
-        negative=None if negative is None else sequences.count(valid & negative),
+        negative=None
+        if negative is None
+        else NegativeSums(sequences.count(valid & negative), kept_sums(decisions.kept & negative)),
         vetoed=None if veto is None else sequences.count(valid & (decisions.log_ratio < math.log(veto))),
         older=tuple(sequences.count(valid & (level > i)) for i in range(len(steps)) if level is not None),
-        needs={need.name: sequences.exact_sum(x) for need, x in needed if need.how == "sum"},
-        maxima={need.name: sequences.largest(x, absent) for need, x in needed if need.how == "max"},
-        minima={need.name: sequences.smallest(x, absent) for need, x in needed if need.how == "min"},
+        needs=_need_sums(decisions, sequences, config) if config.needs else None,
+    )
+
+
+def _need_sums(decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig) -> NeedSums:
+    needed = [(need, decisions.values[need.divergence.name].double()) for need in config.needs]
+    return NeedSums(
+        sums={need.name: sequences.exact_sum(x) for need, x in needed if need.how == "sum"},
+        maxima={need.name: sequences.largest(x, decisions.absent) for need, x in needed if need.how == "max"},
+        minima={need.name: sequences.smallest(x, decisions.absent) for need, x in needed if need.how == "min"},
     )
 
 
 def statistics_of(sums: SequenceSums) -> SequenceValues:
     """The statistics of whole sequences."""
-    values = {"log_ratio": sums.log_ratio, **sums.needs, **sums.maxima, **sums.minima}
+    values = {"log_ratio": sums.log_ratio}
+    if sums.needs is not None:
+        values |= sums.needs.sums | sums.needs.maxima | sums.needs.minima
     return SequenceValues(sums.num_tokens, torch.zeros_like(sums.valid), values)
 
 
@@ -286,16 +301,16 @@ def decide_sequences(
         scale = config.staleness_scale.of(reached, sums.valid.dtype)
     if config.level is not None and config.level.unit == "sequence":
         log_weight = unit_log_weights(sums.log_ratio, sums.num_tokens, config)
-        weights = bound_weights(log_weight, exp_ratio(log_weight), config, scale)
+        weights = bounded_weights(log_weight, exp_ratio(log_weight), config, scale)
     accept, accept_negative, by_criterion = torch.ones_like(sums.valid, dtype=torch.bool), None, {}
     for criterion in config.criteria:
-        if criterion.of_tokens or (criterion.unit == "prompt" and prompts is None):
-            continue
-        if criterion.unit == "prompt":
-            verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]  # type: ignore[arg-type]
-        else:
+        if criterion.unit == "prompt" and prompts is not None:
+            verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]
+        elif criterion.unit == "sequence":
             # Without a valid token there is nothing to test.
             verdict = criterion.within_bounds(criterion.statistic(statistics_of(sums)), scale) | (sums.valid == 0)
+        else:
+            continue
         if criterion.only_negative and shards.advantages is not None:
             verdict = verdict | ~(shards.advantages < 0)
         by_criterion[criterion.name] = verdict
@@ -308,9 +323,9 @@ def decide_sequences(
     if config.bad_log_probs == "reject_sequence":
         accept = accept & (sums.response == sums.valid)
     tokens = sums.valid if config.bad_log_probs == "reject_token" else sums.response
-    accepted = map_record(sums.kept, lambda kept, _: torch.where(accept, kept, 0))
-    if accept_negative is not None and sums.kept_negative is not None:
-        lost = map_record(sums.kept_negative, lambda kept, _: torch.where(accept & ~accept_negative, kept, 0))
+    accepted: KeptSums = map_record(sums.kept, lambda kept, _: torch.where(accept, kept, 0))
+    if accept_negative is not None and sums.negative is not None:
+        lost: KeptSums = map_record(sums.negative.kept, lambda kept, _: torch.where(accept & ~accept_negative, kept, 0))
         weight = None if accepted.weight is None or lost.weight is None else accepted.weight - lost.weight
         accepted = KeptSums(accepted.tokens - lost.tokens, weight)
     return SequenceDecisions(scale, weights, tokens, accept, accept_negative, accepted, by_criterion)
@@ -318,14 +333,12 @@ def decide_sequences(
 
 def accepted_masks(kept: Sequence[Tensor], shards: Shards, decisions: SequenceDecisions) -> list[Tensor]:
     """M' of each micro-batch: the kept tokens of accepted sequences."""
-    found = []
-    for part, mask, accept in zip(shards.parts, kept, shards.expand(decisions.accept), strict=True):
-        mask = mask & accept
-        if part.advantages is not None and decisions.accept_negative is not None:
-            accept_negative = part.layout.expand(decisions.accept_negative[part.sequences])
-            mask = mask & (accept_negative | ~(part.advantages < 0))
-        found.append(mask)
-    return found
+    masks = [mask & accept for mask, accept in zip(kept, shards.expand(decisions.accept), strict=True)]
+    if decisions.accept_negative is not None:
+        spared = [~(part.advantages < 0) for part in shards.parts]  # type: ignore[operator]
+        accepts = shards.expand(decisions.accept_negative)
+        masks = [mask & (accept | other) for mask, accept, other in zip(masks, accepts, spared, strict=True)]
+    return masks
 
 
 def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:

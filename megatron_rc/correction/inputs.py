@@ -302,14 +302,14 @@ def _is_one_a_sequence(name: str, batches: Sequence[OneMicroBatch]) -> bool:
     Raises ValueError for another shape, or another dtype.
     """
     floating, may_be_per_token = name in ("advantages", "rewards"), name in ("advantages", "policy_versions")
-    layouts = [cast(SequenceLayout, one.layout) for one in batches]
-    values = [getattr(one, name) for one in batches]
-    of_sequences = all(value.shape == (layout.num_sequences,) for value, layout in zip(values, layouts, strict=True))
-    for value, layout in zip(values, layouts, strict=True):
-        shape = layout.shape if may_be_per_token and not of_sequences else (layout.num_sequences,)
-        if value.shape != shape or (not value.is_floating_point() if floating else value.dtype != torch.int64):
-            expected = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"
+    shapes = [(cast(SequenceLayout, one.layout).num_sequences,) for one in batches]
+    of_sequences = [getattr(one, name).shape for one in batches] == shapes
+    for one, shape in zip(batches, shapes, strict=True):
+        value, layout = getattr(one, name), cast(SequenceLayout, one.layout)
+        expected = layout.shape if may_be_per_token and not of_sequences else shape
+        if value.shape != expected or (not value.is_floating_point() if floating else value.dtype != torch.int64):
+            words = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"
             if may_be_per_token:
-                expected += f", or one a token {tuple(layout.shape)} in all micro-batches"
-            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {expected}")
+                words += f", or one a token {tuple(layout.shape)} in all micro-batches"
+            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {words}")
     return of_sequences

@@ -21,7 +21,7 @@ class Weights:
     bounded: Tensor  # w within its bounds
 
 
-def bound_weights(log: Tensor, raw: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None = None) -> Weights:
+def bounded_weights(log: Tensor, raw: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None = None) -> Weights:
     """Weights w = ``raw`` after ``rollout_is_mode``; ``scale`` multiplies their bounds in nats.
 
     - ``truncate``: min(w, upper). Ionides 2008, "Truncated Importance Sampling".
@@ -31,12 +31,11 @@ def bound_weights(log: Tensor, raw: Tensor, config: RolloutCorrectionConfig, sca
     if config.is_mode == "mask":
         accept = within(log if scale is None else log / scale, *config.is_log_bounds)
         return Weights(log, raw, raw * numbers(accept))
-    bounds: Any = scaled_bounds(config, scale)
-    lower, upper = bounds
+    lower, upper = scaled_bounds(config, scale)
     return Weights(log, raw, raw.clamp(max=upper) if config.is_mode == "truncate" else raw.clamp(lower, upper))
 
 
-def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor | None) -> tuple[float, float] | tuple[Tensor, Tensor]:
+def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor | None) -> tuple[Any, Any]:
     """(lower, upper) of the weights, or (lower^f, upper^f) for each factor f of ``scale``."""
     if scale is None:
         return config.is_bounds
@@ -45,13 +44,7 @@ def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor | None) -> tupl
 
 
 def unit_log_weights(log_ratio: Tensor, num_tokens: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """Log of the unbounded weight that all tokens of a sequence or turn share.
-
-    Args:
-        log_ratio: Σ log ρ over the tokens of the sequence or turn.
-        num_tokens: their number, at least 1.
-        config: the correction; ``rollout_is`` names the level.
-    """
+    """Log of the unbounded weight of a sequence or turn, from Σ log ρ over its tokens and their number, at least 1."""
     return log_ratio / num_tokens if config.level is not None and config.level.mean else log_ratio
 
 

@@ -174,11 +174,8 @@ class Shift:
 
 def shift_sums(parts: Sequence[Part]) -> Tensor:
     """[5, cells] float64: pairs, and distances of train_t and train_t+1 to rollout_t and rollout_t+1 in 2^-20 nats."""
-    some = [part for part in parts if part.mask.numel()]
-    if not some:
-        return torch.zeros(ROWS, CELLS, dtype=torch.float64, device=parts[0].mask.device)
-    stretch = max(_PAIRS, -(-sum(part.mask.numel() for part in some) // _WINDOWS))
-    windows = zip(*(_windows(part, stretch) for part in some), strict=True)
+    stretch = max(_PAIRS, -(-sum(part.mask.numel() for part in parts) // _WINDOWS))
+    windows = zip(*(_windows(part, stretch) for part in parts), strict=True)
     return _distances(*(torch.cat(values) for values in windows))
 
 
@@ -219,7 +216,7 @@ def _distances(train: Tensor, rollout: Tensor, mask: Tensor, followed: Tensor) -
     tokens = torch.stack([train[:-1], train[1:], rollout[:-1], rollout[1:]]).nan_to_num_(0.0, 0.0, 0.0)
     apart = (tokens[:2].unsqueeze(1) - tokens[2:]).abs_().clamp_(max=CLIP)
     # In whole numbers, which add up to the same in any order.
-    values = apart.view(4, -1).mul_(_UNITS).round_() * pairs
+    values = apart.flatten(0, 1).mul_(_UNITS).round_() * pairs
     sums = values.new_zeros(ROWS, CELLS)
     return sums.index_add_(1, _cells(tokens[:2]), torch.cat([pairs.unsqueeze(0), values]))
 

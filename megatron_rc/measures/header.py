@@ -16,12 +16,19 @@ from megatron_rc.parallel.collectives import largest, smallest
 
 
 @dataclass(frozen=True)
+class SideCounts(Generic[N]):
+    """Numbers outside of their bounds."""
+
+    above: N
+    below: N
+
+
+@dataclass(frozen=True)
 class WeightMeasures:
     """Sums over the valid tokens of each sequence, [n] float64, of token-level weights w."""
 
     raw_excess: Tensor | None  # Σ (w - 1) of the unbounded weights; None if they are ρ
-    above: Tensor  # tokens whose weight is above its bounds
-    below: Tensor  # tokens whose weight is below its bounds
+    outside: SideCounts[Tensor]  # tokens whose weight is outside of its bounds
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class WeightMoments(Generic[N]):
 
     total: N  # Σ w
     excess_squared: N  # Σ (w - 1)²
-    squared: N | None  # Σ w²; None for token-level weights: it follows from the others
+    squared: N | None  # Σ w²; None unless weights are of sequences: it follows from the others
     max: N = largest()
     min: N = smallest()
 
@@ -110,11 +117,9 @@ class WeightSums(Generic[N]):
     raw: WeightMoments[N]  # before their bounds, with the extremes of log w
     bounded: WeightMoments[N]  # within their bounds
     mean: WeightMoments[N]  # m, the mean bounded weight of the tokens of a sequence, over sequences
-    above: N  # tokens whose weight was above its bounds
-    below: N  # tokens whose weight was below its bounds
-    outside: N  # sequences with a weight outside of its bounds
-    mean_above: N  # sequences whose mean raw weight is above the bounds
-    mean_below: N  # sequences whose mean raw weight is below the bounds
+    outside: SideCounts[N]  # tokens whose weight was outside of its bounds
+    mean_outside: SideCounts[N]  # sequences whose mean raw weight is outside of the bounds
+    sequences_outside: N  # sequences with a weight outside of its bounds
     # [1 or 2, bins] cumulative counts of log m: row 0 counts sequences, row 1 tokens (sequence-level weights only).
     histograms: Any
 
@@ -127,27 +132,18 @@ class StatisticSums(Generic[N]):
     total: N  # Σ of the statistic over tokens
     statistic: N  # Σ of the statistic over sequences
     squared: N  # Σ of its square over sequences
-    high: N  # sequences whose statistic is above the upper bound
-    low: N  # sequences whose statistic is below the lower bound
+    outside: SideCounts[N]  # sequences whose statistic is outside of the bounds
     max: N = largest()
     min: N = smallest()
 
 
 @dataclass(frozen=True)
 class CriterionSums(Generic[N]):
-    """A criterion by itself."""
+    """A criterion, or the veto, by itself."""
 
     rejected: N  # valid tokens that it rejects
     sequences_rejected: N  # sequences with such a token
     statistic: StatisticSums[N] | None  # None if it is not measured
-
-
-@dataclass(frozen=True)
-class VetoSums(Generic[N]):
-    """The veto."""
-
-    catastrophic: N  # valid tokens below its threshold
-    vetoed: N  # sequences with such a token
 
 
 @dataclass(frozen=True)
@@ -182,7 +178,7 @@ class BatchHeader(Generic[N]):
     policy: PolicySums[N]
     tokens: TokenSums[N]
     weights: WeightSums[N] | None  # None without weights
-    veto: VetoSums[N] | None  # None without a veto
+    veto: CriterionSums[N] | None  # None without a veto
     criteria: dict[str, CriterionSums[N]]  # by name
     breakdowns: Breakdowns  # rejected tokens by length, reward and staleness
     bins: Any  # [bins] cumulative counts of log ρ

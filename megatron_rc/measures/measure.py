@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from megatron_rc.measures.header import (
     PerplexitySums,
     PolicySums,
     SequenceMeasures,
+    SideCounts,
     SpreadSums,
     StatisticSums,
     TestedSums,
     TokenSums,
-    VetoSums,
     WeightMeasures,
     WeightMoments,
     WeightSums,
@@ -86,20 +86,17 @@ def measure_block(
         lower, upper = config.is_log_bounds
         tested = weights.log if decisions.scale is None else weights.log / decisions.scale
         above, below = (sequences.count(decisions.valid & beyond) for beyond in (tested > upper, tested < lower))
-        of_weights = WeightMeasures(None, above, below)
+        of_weights = WeightMeasures(None, SideCounts(above, below))
         bounded = spread(weights.bounded - decisions.one, weights.bounded)
         if weights.raw is not decisions.ratio:
-            of_weights = WeightMeasures(sequences.sum(weights.raw - 1), above, below)
+            of_weights = WeightMeasures(sequences.sum(weights.raw - 1), SideCounts(above, below))
             raw = spread(weights.raw - 1, weights.log)
+    turns = [criterion.name for criterion in config.criteria if criterion.unit == "turn"]
     of_sequences = SequenceMeasures(
         excess=sequences.sum(excess),
         weights=of_weights,
-        accepted={name: sequences.count(accepted) for name, accepted in decisions.accepted.items()},
-        of_turns={
-            one.name: sequences.exact_sum(decisions.tested[one.name].double())
-            for one in config.criteria
-            if one.unit == "turn"
-        },
+        accepted={name: sequences.count(test.accepted) for name, test in decisions.tests.items()},
+        of_turns={name: sequences.exact_sum(decisions.tests[name].tested.double()) for name in turns},
     )
     of_tokens = TokenSums(
         # Both terms clamped, as in k3.
@@ -113,7 +110,7 @@ def measure_block(
 
 
 def _measure_test(criterion: Criterion, decisions: TokenDecisions, sequences: BlockSequences) -> TestedSums[Tensor]:
-    values = decisions.tested[criterion.name]
+    values = decisions.tests[criterion.name].tested
     tested = values if decisions.scale is None else values / decisions.scale
     factor = decisions.one if decisions.scale is None else decisions.one * decisions.scale
     clamped = tested.clamp(criterion.least, criterion.upper) * factor
@@ -140,20 +137,12 @@ def measure_batch(
     counted = (sums.valid > 0) & shards.is_first_cp_rank
     policy = policy_sums(sums, measures, decisions)
     weights = weight_sums(sums, measures, tokens, decisions, counted, config)
-    veto = None if sums.vetoed is None else VetoSums(sums.vetoed, sums.vetoed > 0)
+    veto = None if sums.vetoed is None else CriterionSums(sums.vetoed, sums.vetoed > 0, None)
     criteria = {one.name: criterion_sums(one, sums, measures, tokens, decisions) for one in config.criteria}
     policy, weights, veto, criteria = add_sequences((policy, weights, veto, criteria), sums, counted)
-    return BatchHeader(
-        denominators,
-        data_sums(shards, sums, config),
-        policy,
-        tokens,
-        weights,
-        veto,
-        criteria,
-        breakdowns(sums, decisions, local, mask, counted),
-        bins=local.bins.cumsum(0),
-    )
+    data, tables = data_sums(shards, sums, config), breakdowns(sums, decisions, local, mask, counted)
+    bins = local.bins.cumsum(0)
+    return BatchHeader(denominators, data, policy, tokens, weights, veto, criteria, tables, bins)
 
 
 def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
@@ -211,14 +200,13 @@ def weight_sums(
     if shared is not None:
         mean, tested, (lower, upper) = shared.bounded, shared.log, config.is_log_bounds
         tested = tested if scale is None else tested / scale
-        above, below = (torch.where(beyond, valid, 0) for beyond in (tested > upper, tested < lower))
+        outside = SideCounts(torch.where(tested > upper, valid, 0), torch.where(tested < lower, valid, 0))
         raw, bounded = _moments(shared.raw, valid, shared.log), _moments(mean, valid, mean)
         counts = torch.cat([counts, counts * valid])
     elif tokens.weights is not None and measures.weights is not None and sums.weight is not None:
-        mean, above, below = sums.weight / sums.num_tokens, measures.weights.above, measures.weights.below
+        mean, outside = sums.weight / sums.num_tokens, measures.weights.outside
         raw_excess = measures.excess if measures.weights.raw_excess is None else measures.weights.raw_excess
-        bounds: Any = scaled_bounds(config, scale)
-        tested, (lower, upper) = 1 + raw_excess / sums.num_tokens, bounds
+        tested, (lower, upper) = 1 + raw_excess / sums.num_tokens, scaled_bounds(config, scale)
         raw = _token_moments(tested * valid, tokens.raw_weights or tokens.ratio)
         bounded = _token_moments(mean * valid, tokens.weights)
     else:
@@ -226,20 +214,17 @@ def weight_sums(
     return WeightSums(
         raw=raw,
         bounded=bounded,
-        mean=_moments(mean, torch.ones_like(mean), mean),
-        above=above,
-        below=below,
-        outside=above + below > 0,
-        mean_above=tested > upper,
-        mean_below=tested < lower,
+        mean=WeightMoments(mean, (mean - 1).square(), None, mean, mean),
+        outside=outside,
+        mean_outside=SideCounts(tested > upper, tested < lower),
+        sequences_outside=outside.above + outside.below > 0,
         histograms=bins_of(mean.log(), counts).cumsum(1),
     )
 
 
 def _moments(weights: Tensor, times: Tensor, values: Tensor) -> WeightMoments[Tensor]:
     """The moments of weights that count several times each, with the extremes of ``values``."""
-    squares = (weights - 1).square() * times, weights.square() * times
-    return WeightMoments(weights * times, *squares, values, values)
+    return WeightMoments(weights * times, (weights - 1).square() * times, weights.square() * times, values, values)
 
 
 def _token_moments(total: Tensor, spread: SpreadSums[Tensor]) -> WeightMoments[Tensor]:
@@ -257,7 +242,7 @@ def criterion_sums(
     if criterion.of_tokens:
         rejected = sums.valid - measures.accepted[criterion.name]
     else:
-        tested = sums.valid if sums.negative is None or not criterion.only_negative else sums.negative
+        tested = sums.negative.valid if sums.negative is not None and criterion.only_negative else sums.valid
         rejected = torch.where(decisions.by_criterion[criterion.name], 0, tested)
     statistic = None
     if criterion.is_measured:
@@ -285,8 +270,7 @@ def _statistic_sums(
         total=statistic * sums.valid,
         statistic=statistic,
         squared=statistic.square(),
-        high=high,
-        low=tested < criterion.lower,
+        outside=SideCounts(high, tested < criterion.lower),
         max=statistic,
         min=statistic,
     )
@@ -301,9 +285,9 @@ def breakdowns(
     columns = torch.where(counted.unsqueeze(1), columns, 0)
     octave = (torch.frexp(sums.num_tokens).exponent - 1).clamp(max=LENGTH_BUCKETS - 1)
     signs = None if shards.rewards is None else shards.rewards.sign().long() + 1
-    if shards.parts[0].versions is None:
-        by_staleness = _by_staleness(shards.policy_versions, shards, columns)
-    else:
+    buckets = None if shards.policy_versions is None else _staleness_bucket(shards.policy_versions, shards)
+    by_staleness = _into_buckets(buckets, shards.counts.max_staleness + 1, columns)
+    if shards.parts[0].versions is not None:
         by_staleness = token_staleness(shards, local.valid, mask)
     return Breakdowns(
         by_length=_into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
@@ -321,15 +305,14 @@ def token_staleness(shards: Shards, valid: Sequence[Tensor], accepted: Sequence[
             train, rollout, versions, is_valid, kept = map(block.take, tensors)  # type: ignore[arg-type]
             log_ratio = torch.where(is_valid, train.double() - rollout.double(), 0)
             columns = torch.stack([is_valid, is_valid & ~kept, log_ratio], dim=-1).view(-1, 3)
-            table = table + _by_staleness(versions.reshape(-1), shards, columns)
+            bucket = _staleness_bucket(versions.reshape(-1), shards)
+            table = table + _into_buckets(bucket, len(table), columns)
     return table
 
 
-def _by_staleness(versions: Tensor | None, shards: Shards, columns: Tensor) -> Tensor:
-    """[buckets, k] float64: the sums of [n, k] columns by current_version - version, within [0, max_staleness]."""
-    most = shards.counts.max_staleness
-    buckets = None if versions is None else shards.counts.staleness(versions).clamp(0, most)
-    return _into_buckets(buckets, most + 1, columns)
+def _staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
+    """current_version - version, within [0, max_staleness]."""
+    return shards.counts.staleness(versions).clamp(0, shards.counts.max_staleness)
 
 
 def _into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:

@@ -172,10 +172,8 @@ def _warn_of_verl(config: RolloutCorrectionConfig) -> None:
             return
 
 
-def check_config(config: object) -> None:
-    """Raise ValueError, with the remedy, unless ``config`` is a :class:`RolloutCorrectionConfig`."""
-    if isinstance(config, RolloutCorrectionConfig):
-        return
+def wrong_config(config: object) -> ValueError:
+    """The error, with the remedy, for a ``config`` that is no :class:`RolloutCorrectionConfig`."""
     remedy = "a RolloutCorrectionConfig, for example RolloutCorrectionConfig.decoupled_token_is()"
     if isinstance(config, Mapping):
         remedy = "RolloutCorrectionConfig.from_dict(...)"
@@ -183,7 +181,7 @@ def check_config(config: object) -> None:
         remedy = "RolloutCorrectionConfig.from_yaml(...)"
         if config in PRESETS:
             remedy = f"the preset as RolloutCorrectionConfig.{config}()"
-    raise ValueError(f"config is a {type(config).__name__}: pass {remedy}")
+    return ValueError(f"config is a {type(config).__name__}: pass {remedy}")
 
 
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:

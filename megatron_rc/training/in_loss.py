@@ -19,8 +19,7 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.objective import ONE_STEP, check_left_out
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
-from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
-from megatron_rc.training.result import TrainingResult, index_of
+from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner, TrainingResult, index_of
 
 
 @dataclass(frozen=True)
