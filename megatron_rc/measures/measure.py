@@ -76,7 +76,8 @@ def measure_block(
 ) -> tuple[SequenceMeasures, TokenSums[Tensor]]:
     """The measures of whole sequences and of all tokens, from one block."""
     excess = decisions.ratio - 1  # to 6e-8 in float32; expm1 would cost six exponentials
-    absent, weights, of_weights, raw, bounded = decisions.absent, decisions.weights, None, None, None
+    absent, weights = decisions.absent, decisions.weights
+    of_weights = raw = bounded = None
 
     def spread(excess: Tensor, values: Tensor) -> SpreadSums[Tensor]:
         extremes = sequences.largest(values, absent), sequences.smallest(values, absent)

@@ -120,9 +120,8 @@ def plan_decoupled(
     header = result.header
     if refused is not None:
         header = map_record(header, lambda value, _: torch.full_like(value, torch.nan, dtype=torch.float64))
-    found = vars(result) | {"header": broadcast_record(header, groups.pp)}
-    found["allow_zero_log_probs"] = setup.allow_zero_log_probs
-    plan = DecoupledPlan(**found, loss=setup.loss, groups=groups, agreed=counts, steps=steps)
+    known = {"header": broadcast_record(header, groups.pp), "allow_zero_log_probs": setup.allow_zero_log_probs}
+    plan = DecoupledPlan(**vars(result) | known, loss=setup.loss, groups=groups, agreed=counts, steps=steps)
     if refused is not None or (inputs is None and math.isnan(plan.on_host.denominators.counts[0][0])):
         raise ValueError(first_text(refused, groups.pp))
     return plan
