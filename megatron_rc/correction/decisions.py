@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rc.correction.history import HistoryValues
 from megatron_rc.correction.inputs import Part, Shards
-from megatron_rc.correction.weights import Weights, bounded_weights, unit_log_weights
+from megatron_rc.correction.weights import Weights, bounded_weights
 from megatron_rc.numerics import cleared, exp_ratio, numbers, off_log_prob
 from megatron_rc.parallel.collectives import largest, map_record, smallest
 from megatron_rc.parallel.layout import Block
@@ -300,7 +300,7 @@ def decide_sequences(
         reached = torch.stack([tokens > 0 for tokens in sums.older]).sum(0)
         scale = config.staleness_scale.of(reached, sums.valid.dtype)
     if config.level is not None and config.level.unit == "sequence":
-        log_weight = unit_log_weights(sums.log_ratio, sums.num_tokens, config)
+        log_weight = sums.mean_log_ratio if config.level.mean else sums.log_ratio
         weights = bounded_weights(log_weight, exp_ratio(log_weight), config, scale)
     accept, accept_negative, by_criterion = torch.ones_like(sums.valid, dtype=torch.bool), None, {}
     for criterion in config.criteria:

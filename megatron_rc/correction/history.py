@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Part, Shards
-from megatron_rc.correction.weights import unit_log_weights
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.groups import Group
 from megatron_rc.parallel.recurrence import MINIMA, SUMS, Algebra, Recurrence, neighbouring_values
@@ -41,16 +40,15 @@ def history_values(shards: Shards, config: RolloutCorrectionConfig, cp: Group | 
         given = f"rollout_is={config.rollout_is!r}, rollout_rs={config.rollout_rs!r}"
         raise ValueError(f"{given} needs the other slices of a sequence before its sums: pass cp=, or whole sequences")
     level, criteria = config.level, [criterion for criterion in config.criteria if criterion.unit == "turn"]
-    weighs_turns = level is not None and level.unit == "turn"
     log_weights: list[Tensor | None] = [None] * len(shards.parts)
     turns: list[SequenceValues] = []
     if level is not None and level.before is not None:
         log_weights = [*_log_weights(shards, level.before, cp)]
-    if criteria or weighs_turns:
+    if criteria or (level is not None and level.unit == "turn"):
         needs = dict.fromkeys([Need("sum", K1), *(need for criterion in criteria for need in criterion.needs)])
         turns = _turns(shards, list(needs), cp)
-    if weighs_turns:
-        log_weights = [unit_log_weights(turn.sum(K1), turn.num_tokens, config) for turn in turns]
+    if level is not None and level.unit == "turn":
+        log_weights = [turn.sum(K1) / (turn.num_tokens if level.mean else 1) for turn in turns]
     found = []
     for number, (part, log_weight) in enumerate(zip(shards.parts, log_weights, strict=True)):
         statistics = {criterion.name: _cleared(criterion.statistic(turns[number]), part) for criterion in criteria}

@@ -43,11 +43,6 @@ def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor | None) -> tupl
     return (lower * scale).exp(), (upper * scale).exp()
 
 
-def unit_log_weights(log_ratio: Tensor, num_tokens: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """Log of the unbounded weight of a sequence or turn, from Σ log ρ over its tokens and their number, at least 1."""
-    return log_ratio / num_tokens if config.level is not None and config.level.mean else log_ratio
-
-
 def normalization(total: Tensor, count: Tensor) -> Tensor:
     """1 / w̄ with w̄ = total / count, 0-D; 1 if w̄ <= 1e-8 or nothing is counted."""
     mean = total / count.clamp(min=1)
