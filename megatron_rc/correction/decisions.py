@@ -291,10 +291,7 @@ class SequenceDecisions:
 def decide_sequences(
     sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
 ) -> SequenceDecisions:
-    """The decisions on whole sequences; ``prompts`` are the reduced :func:`prompt_columns`.
-
-    Criteria on prompts are left out if ``prompts`` is None.
-    """
+    """The decisions on whole sequences; criteria on prompts need ``prompts``, the reduced :func:`prompt_columns`."""
     scale = weights = None
     if config.staleness_scale is not None:
         reached = torch.stack([tokens > 0 for tokens in sums.older]).sum(0)
