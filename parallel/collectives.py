@@ -105,8 +105,8 @@ def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
     """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
     sums, maxima = pair
-    maxima = _all_reduce(maxima, group, dist.ReduceOp.MAX) if len(maxima) else maxima
-    return _all_reduce(sums, group, dist.ReduceOp.SUM), maxima
+    total = _all_reduce(sums, group, dist.ReduceOp.SUM)
+    return total, _all_reduce(maxima, group, dist.ReduceOp.MAX) if len(maxima) else maxima
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
