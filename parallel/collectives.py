@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rc.parallel.groups import Group, group_size
 
 Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
-Kinds = tuple[list[Tensor], list[Tensor]]  # sums and maxima; a smallest value is a negated maximum
+Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest; a field's sign 0, 1, -1 is the index
 R = TypeVar("R")
 
 
@@ -47,21 +47,16 @@ def map_record(record: Any, function: Callable[[Tensor, int], Any], sign: int = 
 
 
 def flatten(record: object) -> Kinds:
-    """The tensors of a record, in the order of its fields, as (sums, maxima); smallest values negated."""
-    found: Kinds = ([], [])
-    map_record(record, lambda value, sign: found[sign != 0].append(-value if sign < 0 else value))
+    """The tensors of a record, in the order of its fields, as (sums, largest, smallest)."""
+    found: Kinds = ([], [], [])
+    map_record(record, lambda value, sign: found[sign].append(value))
     return found
 
 
 def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
-    """A record like ``record`` with other values: the inverse of :func:`flatten`."""
-    sums, maxima = map(iter, kinds)
-
-    def take(_: Tensor, sign: int) -> Any:
-        return next(sums) if sign == 0 else next(maxima) if sign > 0 else -next(maxima)
-
-    found: R = map_record(record, take)
-    return found
+    """A record like ``record`` with other values: (sums, largest, smallest) in the order of :func:`flatten`."""
+    rest = [iter(kind) for kind in kinds]
+    return cast(R, map_record(record, lambda _, sign: next(rest[sign])))
 
 
 def concatenated(records: Sequence[R]) -> R:
@@ -72,15 +67,18 @@ def concatenated(records: Sequence[R]) -> R:
 
 def pack(record: object) -> Pair:
     """(sums, maxima) of a record, two flat float64 tensors; smallest values stand negated among the maxima."""
-    sums, maxima = flatten(record)
-    nothing = sums[0].new_empty(0, dtype=torch.float64)
-    sums, maxima = ([nothing, *(value.reshape(-1).double() for value in kind)] for kind in (sums, maxima))
-    return torch.cat(sums), torch.cat(maxima)
+    kinds = flatten(record)
+    nothing = kinds[0][0].new_empty(0, dtype=torch.float64)
+    sums, largest, smallest = (torch.cat([nothing, *(value.reshape(-1).double() for value in kind)]) for kind in kinds)
+    return sums, torch.cat([largest, -smallest])
 
 
 def unpack(record: R, pair: Pair) -> R:
     """The inverse of :func:`pack`: a record with the fields and shapes of ``record``, as views of the pair."""
-    return rebuild(record, (_cut(flat, kind) for flat, kind in zip(pair, flatten(record), strict=True)))
+    (sums, maxima), kinds = pair, flatten(record)
+    num_largest = sum(value.numel() for value in kinds[1])
+    flat = sums, maxima[:num_largest], -maxima[num_largest:]
+    return rebuild(record, (_cut(values, kind) for values, kind in zip(flat, kinds, strict=True)))
 
 
 def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:

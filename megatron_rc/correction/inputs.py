@@ -267,8 +267,8 @@ def _listed(name: str, value: Any, masks: Any) -> list[Any]:
     kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
     for index, each in enumerate(values):
         if not isinstance(each, kind):
-            place = f"{name}[{index}]" if is_list else name
-            raise ValueError(f"{place} is a {type(each).__name__}: expected {remedy}, or a list with one a micro-batch")
+            place, verb = (f"{name}[{index}]", "pass") if is_list else (name, "expected")
+            raise ValueError(f"{place} is a {type(each).__name__}: {verb} {remedy}, or a list with one a micro-batch")
     return [*values]
 
 

@@ -47,8 +47,12 @@ R = TypeVar("R")
 
 LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
 REWARD_SIGNS = ("negative", "zero", "positive")
-# How sums and maxima are put together, each with its value of nothing.
-_ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = ((0.0, torch.sum), (-torch.inf, torch.amax))
+# How sums, largest and smallest values are put together, each with its value of nothing.
+_ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
+    (0.0, torch.sum),
+    (-torch.inf, torch.amax),
+    (torch.inf, torch.amin),
+)
 
 
 @dataclass(frozen=True)
