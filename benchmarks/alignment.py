@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rc import PlanInputs
 from megatron_rc.correction.inputs import AgreedCounts, collect_shards
-from megatron_rc.measures.shift import find_lag, shift_sums
+from megatron_rc.measures.data import find_lag, shift_sums
 
 SHAPE = (9, 64)
 NOISES = (1e-3, 0.02, 0.1, 0.5, 1.0, 3.0)

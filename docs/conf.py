@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections\.abc|argparse|dataclasses|os|pathlib)\..*|InitVar"),
     ("py:class", r"megatron_rc\..*\.(Block|CorrectionInputs|OutOfRange|Progress|StepOwner)"),
     ("py:class", r"megatron_rc\..*\.(LossStatistics|Misuse|Part|PlannedStep|SequenceMeasures|SequenceSums|Source)"),
-    ("py:class", r"megatron_rc\..*\.(TokenTotals|Verdicts|_Item)"),
+    ("py:class", r"megatron_rc\..*\.(SequenceDecisions|TokenTotals|_Item)"),
     ("py:class", r"(megatron_rc\..*\.)?(BatchHeader|StepHeader|[CLNV])|Tensor"),
 ]
 

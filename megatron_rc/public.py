@@ -7,10 +7,9 @@ from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax
 from megatron_rc.advantages.token_baseline import optimal_token_baseline
 from megatron_rc.advantages.whitening import whiten
-from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.batch.sums import (
+from megatron_rc.batch.chain import (
     batch_sums,
+    correct_rollouts,
     finish,
     group_sums,
     reduce_batch,
@@ -18,6 +17,7 @@ from megatron_rc.batch.sums import (
     reduce_sequences,
     sequence_sums,
 )
+from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.loss.aggregation import aggregate_loss
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss

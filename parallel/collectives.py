@@ -7,8 +7,7 @@ sum, unless its field is a :func:`largest` or a :func:`smallest`. A group of siz
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -33,67 +32,50 @@ def smallest() -> Any:
     return dataclasses.field(metadata={"sign": -1})
 
 
-def map_record(record: R, function: Callable[[Tensor, int], Any], sign: int = 0) -> R:
+def map_record(record: Any, function: Callable[[Tensor, int], Any], sign: int = 0) -> Any:
     """The record with ``function(tensor, sign)`` instead of each tensor; sign: 0 sum, 1 largest, -1 smallest."""
-    found: Any = record
     if isinstance(record, Tensor):
-        found = function(record, sign)
-    elif isinstance(record, tuple):
-        found = tuple(map_record(value, function, sign) for value in record)
-    elif isinstance(record, Mapping):
-        found = {name: map_record(value, function, sign) for name, value in record.items()}
-    elif dataclasses.is_dataclass(record):
-        kind: Any = type(record)
-        found = kind(*(map_record(getattr(record, name), function, sign) for name, sign in _signs(kind)))
-    return cast(R, found)
-
-
-@functools.cache
-def _signs(record: type) -> list[tuple[str, int]]:
-    """The names of a record's fields, each with its sign."""
-    return [(field.name, field.metadata.get("sign", 0)) for field in dataclasses.fields(record)]
+        return function(record, sign)
+    if isinstance(record, tuple):
+        return tuple(map_record(value, function, sign) for value in record)
+    if isinstance(record, dict):
+        return {name: map_record(value, function, sign) for name, value in record.items()}
+    if record is None:
+        return None
+    fields = ((getattr(record, field.name), field.metadata.get("sign", 0)) for field in dataclasses.fields(record))
+    return type(record)(*(map_record(value, function, sign) for value, sign in fields))
 
 
 def flatten(record: object) -> Kinds:
     """The tensors of a record, in the order of its fields, as (sums, largest, smallest)."""
     found: Kinds = ([], [], [])
-
-    def note(value: Tensor, sign: int) -> Tensor:
-        found[sign].append(value)
-        return value
-
-    map_record(record, note)
+    map_record(record, lambda value, sign: found[sign].append(value))
     return found
 
 
 def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
     """A record like ``record`` with other values: (sums, largest, smallest) in the order of :func:`flatten`."""
     rest = [iter(kind) for kind in kinds]
-    return map_record(record, lambda _, sign: next(rest[sign]))
+    return cast(R, map_record(record, lambda _, sign: next(rest[sign])))
 
 
 def concatenated(records: Sequence[R]) -> R:
     """The records of consecutive blocks as one: concatenated tensors in float64."""
-
-    def one(values: tuple[Tensor, ...]) -> Tensor:
-        return (torch.cat(values) if len(values) > 1 else values[0]).double()
-
     kinds = zip(*map(flatten, records), strict=True)
-    return rebuild(records[0], (map(one, zip(*kind, strict=True)) for kind in kinds))
+    return rebuild(records[0], ([torch.cat(values).double() for values in zip(*kind, strict=True)] for kind in kinds))
 
 
 def pack(record: object) -> Pair:
     """(sums, maxima) of a record, two flat float64 tensors; smallest values stand negated among the maxima."""
     kinds = flatten(record)
-    nothing = next(value for kind in kinds for value in kind).new_empty(0, dtype=torch.float64)
+    nothing = kinds[0][0].new_empty(0, dtype=torch.float64)
     sums, largest, smallest = (torch.cat([nothing, *(value.reshape(-1).double() for value in kind)]) for kind in kinds)
     return sums, torch.cat([largest, -smallest])
 
 
 def unpack(record: R, pair: Pair) -> R:
     """The inverse of :func:`pack`: a record with the fields and shapes of ``record``, as views of the pair."""
-    kinds = flatten(record)
-    sums, maxima = pair
+    (sums, maxima), kinds = pair, flatten(record)
     num_largest = sum(value.numel() for value in kinds[1])
     flat = sums, maxima[:num_largest], -maxima[num_largest:]
     return rebuild(record, (_cut(values, kind) for values, kind in zip(flat, kinds, strict=True)))
@@ -121,7 +103,8 @@ def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
     """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
     sums, maxima = pair
-    return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima
+    total = _all_reduce(sums, group, dist.ReduceOp.SUM)
+    return total, _all_reduce(maxima, group, dist.ReduceOp.MAX) if len(maxima) else maxima
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:

@@ -36,23 +36,23 @@ def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zig
 
     Returns [length/cp], int64. ValueError if the length does not divide, or the rank lies outside the group.
     """
-    _check_rank(cp_rank, cp_size)
+    _check_cut(cp_rank, cp_size, split)
     chunks = _num_chunks(length, cp_size, split)
     grid = torch.arange(length).view(chunks, length // chunks)
     held = [cp_rank, chunks - 1 - cp_rank] if chunks > cp_size else [cp_rank]
     return grid[held].reshape(-1)
 
 
-def _check_rank(cp_rank: int, cp_size: int) -> None:
+def _check_cut(cp_rank: int, cp_size: int, split: Split) -> None:
     check_integer("cp_size", cp_size, least=1)
     check_integer("cp_rank", cp_rank)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in [0, {cp_size}): pass the rank inside the CP group")
+    one_of("split", split, ("zigzag", "contiguous"))
 
 
 def _num_chunks(length: int, cp_size: int, split: Split) -> int:
     """Number of equal chunks that a sequence is cut into; raises ValueError if its length does not divide."""
-    one_of("split", split, ("zigzag", "contiguous"))
     chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
     if length % chunks:
         raise ValueError(f"a sequence of {length} tokens does not divide into {chunks} chunks: pad it to a multiple")
@@ -77,7 +77,7 @@ class Block:
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
-        return torch.repeat_interleave(values, _sent(self.lengths, values.device), output_size=self.shape[0])
+        return torch.repeat_interleave(values, self.lengths, output_size=self.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,11 @@ class SequenceLayout:
         """
         for name, value in (("batch_size", batch_size), ("local_length", local_length)):
             check_integer(name, value, least=0)
-        _check_rank(cp_rank, cp_size)
+        _check_cut(cp_rank, cp_size, split)
+        return cls._rows(batch_size, local_length, cp_rank, cp_size, split)
+
+    @classmethod
+    def _rows(cls, batch_size: int, local_length: int, cp_rank: int, cp_size: int, split: Split) -> SequenceLayout:
         _num_chunks(local_length * cp_size, cp_size, split)
         return cls((local_length * cp_size,) * batch_size, (batch_size, local_length), cp_rank, cp_size, split)
 
@@ -144,7 +148,7 @@ class SequenceLayout:
         ):
             raise ValueError(f"local_cu_seqlens={local_cu_seqlens!r} must be whole numbers, one more than sequences")
         bounds = [int(bound) for bound in bounds]
-        _check_rank(cp_rank, cp_size)
+        _check_cut(cp_rank, cp_size, split)
         local = [after - before for before, after in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
@@ -165,7 +169,7 @@ class SequenceLayout:
             if tensor.dim() != 2:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}: without a layout it must be [b, s]")
             cp = None if groups is None else groups.cp
-            return cls.padded(*tensor.shape, cp_rank=group_rank(cp), cp_size=group_size(cp))
+            return cls._rows(tensor.shape[0], tensor.shape[1], group_rank(cp), group_size(cp), "zigzag")
         check_kind("layout", layout, cls, LAYOUT_REMEDY)
         if tuple(tensor.shape) != layout.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: the layout's local shape is {layout.shape}")
@@ -259,33 +263,23 @@ class SequenceLayout:
         place = self.positions().flatten() // chunk_lengths[self.sequence_index]
         return self.sequence_index * self.num_chunks + place
 
-    def blocks(self, num_tokens: int) -> list[Block]:
-        """The local shard in blocks of whole sequences: at most ``num_tokens`` tokens, or one longer sequence."""
-        if num_tokens not in self._blocks:
-            local = [length // self.cp_size for length in self.full_lengths]
-            starts = [0, *accumulate(local)]
-            first, found = 0, []
-            for number in range(1, len(local)):
-                if starts[number + 1] - starts[first] > num_tokens:
-                    found.append(self._block(slice(first, number), local[first:number], starts))
-                    first = number
-            self._blocks[num_tokens] = [*found, self._block(slice(first, len(local)), local[first:], starts)]
-        return self._blocks[num_tokens]
+    def blocks(self, num_tokens: int, device: torch.device) -> list[Block]:
+        """The shard in blocks of whole sequences: at most ``num_tokens`` tokens, or one longer sequence."""
+        local = [length // self.cp_size for length in self.full_lengths]
+        starts, cuts = [0, *accumulate(local)], [0]
+        for number in range(1, len(local)):
+            if starts[number + 1] - starts[cuts[-1]] > num_tokens:
+                cuts.append(number)
+        return [self._block(slice(*pair), local, starts, device) for pair in pairwise([*cuts, len(local)])]
 
-    def _block(self, sequences: slice, lengths: list[int], starts: list[int]) -> Block:
-        is_padded, is_even = len(self.shape) == 2, len(set(lengths)) == 1 and lengths[0] > 0
-        tokens = slice(starts[sequences.start], starts[sequences.stop])
-        shape = (len(lengths), lengths[0]) if is_even else (tokens.stop - tokens.start,)
+    def _block(self, sequences: slice, local: list[int], starts: list[int], device: torch.device) -> Block:
+        lengths, tokens = local[sequences], slice(starts[sequences.start], starts[sequences.stop])
+        index = sequences if len(self.shape) == 2 else tokens
+        if len(set(lengths)) == 1 and lengths[0] > 0:
+            return Block(sequences, index, None, (len(lengths), lengths[0]))
         return Block(
-            sequences,
-            sequences if is_padded else tokens,
-            None if is_even else torch.tensor(lengths, dtype=torch.int64),
-            shape,
+            sequences, index, _sent(torch.tensor(lengths, dtype=torch.int64), device), (tokens.stop - tokens.start,)
         )
-
-    @cached_property
-    def _blocks(self) -> dict[int, list[Block]]:
-        return {}
 
     def followed(self, places: Tensor) -> Tensor:
         """Whether the next local token has the next position of the same sequence: bool, like ``places``.

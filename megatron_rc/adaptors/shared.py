@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.numerics import k3
-from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.criterion import Criterion
 
@@ -59,7 +59,8 @@ def measured(
 
 def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> None:
     """Raise ValueError for a setting that needs more than the tokens of one micro-batch; ``program`` is its caller."""
-    check_config(config)
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     call = f"{program} calls for one micro-batch at a time"
     refuse(
         config,

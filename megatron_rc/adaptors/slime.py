@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, measured, refuse
 from megatron_rc.adaptors.slime_chunks import Chunks
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
 
 Answer = tuple[Tensor, list[Tensor], dict[str, Tensor]]
@@ -155,7 +155,8 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that slime's call cannot serve."""
-    check_config(config)
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     own = "slime's own --use-rollout-logprobs is PPO against the engine's log-probs, without weights"
     refuse(config, bypass_mode=f"slime computes its loss's ratio itself; {own}")
     for criterion in config.criteria:

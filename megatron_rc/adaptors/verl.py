@@ -22,7 +22,7 @@ from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_number, one_of
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.records.formats.rows import numbered
-from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 
 class VerlCorrection:
@@ -156,7 +156,8 @@ class VerlCorrection:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that verl's calls cannot serve."""
-    check_config(config)
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     reasons = dict.fromkeys(
         ("proximal_interpolation", "rollout_staleness_scale"), "verl's batch has no weight versions"
     )

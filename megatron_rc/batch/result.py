@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_rc.measures.data import check_data
-from megatron_rc.measures.distributions import derive_distributions
 from megatron_rc.measures.header import BatchHeader
-from megatron_rc.measures.histogram import Distribution
+from megatron_rc.measures.histogram import Distribution, derive_distributions
 from megatron_rc.measures.metrics import derive_metrics, sequence_eff_sample_size
 from megatron_rc.parallel.collectives import on_host
 from megatron_rc.settings.config import RolloutCorrectionConfig

@@ -16,8 +16,8 @@ from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.groups import Group
 from megatron_rc.parallel.recurrence import MINIMA, SUMS, Algebra, Recurrence, neighbouring_values
 from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.criteria import K1
 from megatron_rc.settings.criterion import Need, SequenceValues
-from megatron_rc.settings.levels import PRODUCT
 
 
 @dataclass(frozen=True)
@@ -28,32 +28,29 @@ class HistoryValues:
     statistics: dict[str, Tensor]  # by the name of each criterion on turns: its statistic
 
 
-def history_values(shards: Shards, config: RolloutCorrectionConfig, cp: Group | None) -> list[HistoryValues] | None:
-    """The numbers of each micro-batch; None if the correction needs none.
+def history_values(shards: Shards, config: RolloutCorrectionConfig, cp: Group | None) -> list[HistoryValues]:
+    """The numbers of each micro-batch, if the correction needs any (``config.needs_history``).
 
     Collectives: one SUM over ``cp`` for weights of prefixes, two for turns.
 
     Raises:
         ValueError: slices of sequences without ``cp``.
     """
-    level, criteria = config.level, [criterion for criterion in config.criteria if criterion.unit == "turn"]
-    before = None if level is None else level.before
-    of_turn = level.of_sums if level is not None and level.unit == "turn" else None
-    if before is None and of_turn is None and not criteria:
-        return None
     if cp is None and shards.parts[0].layout.cp_size > 1:
         given = f"rollout_is={config.rollout_is!r}, rollout_rs={config.rollout_rs!r}"
         raise ValueError(f"{given} needs the other slices of a sequence before its sums: pass cp=, or whole sequences")
+    level, criteria = config.level, [criterion for criterion in config.criteria if criterion.unit == "turn"]
     log_weights: list[Tensor | None] = [None] * len(shards.parts)
     turns: list[SequenceValues] = []
-    if before is not None:
-        log_weights = [*_log_weights(shards, before, cp)]
-    if criteria or of_turn is not None:
-        needs = dict.fromkeys([*PRODUCT, *(need for criterion in criteria for need in criterion.needs)])
+    if level is not None and level.before is not None:
+        log_weights = [*_log_weights(shards, level.before, cp)]
+    if criteria or (level is not None and level.unit == "turn"):
+        needs = dict.fromkeys([Need("sum", K1), *(need for criterion in criteria for need in criterion.needs)])
         turns = _turns(shards, list(needs), cp)
+    if level is not None and level.unit == "turn":
+        log_weights = [turn.sum(K1) / (turn.num_tokens if level.mean else 1) for turn in turns]
     found = []
-    for number, part in enumerate(shards.parts):
-        log_weight = log_weights[number] if of_turn is None else of_turn(turns[number])
+    for number, (part, log_weight) in enumerate(zip(shards.parts, log_weights, strict=True)):
         statistics = {criterion.name: _cleared(criterion.statistic(turns[number]), part) for criterion in criteria}
         found.append(HistoryValues(None if log_weight is None else _cleared(log_weight, part), statistics))
     return found

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
-from megatron_rc.parallel.arguments import check_integer, check_kind
+from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -20,6 +22,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 Tensors = Tensor | Sequence[Tensor]
 Layouts = SequenceLayout | Sequence[SequenceLayout]
 
+_LEAST = {"num_mini_batches": 1, "num_groups": 1, "max_staleness": 0}
 # Inputs with one value a sequence; advantages and policy_versions may have one a token instead.
 PER_SEQUENCE = ("sequence_ids", "mini_batch_ids", "group_ids", "policy_versions", "advantages", "rewards")
 
@@ -80,12 +83,10 @@ class AgreedCounts:
     max_staleness: int = 0
 
     def __post_init__(self) -> None:
-        check_integer("num_mini_batches", self.num_mini_batches, least=1)
-        if self.num_groups is not None:
-            check_integer("num_groups", self.num_groups, least=1)
-        if self.current_version is not None:
-            check_integer("current_version", self.current_version)
-        check_integer("max_staleness", self.max_staleness, least=0)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not field.default:
+                check_integer(field.name, value, least=_LEAST.get(field.name, -math.inf))
         if self.max_staleness and self.current_version is None:
             raise ValueError(
                 f"max_staleness={self.max_staleness} does nothing without policy_versions and current_version"
@@ -137,15 +138,15 @@ class Shards:
     is_list: bool  # the caller gave lists, and gets lists back
     counts: AgreedCounts
     dtype: torch.dtype  # of the arithmetic and of the weights
-    sequence_ids: Tensor  # int64
-    mini_batch_ids: Tensor  # int64
-    group_ids: Tensor | None  # int64, the prompt of each sequence
-    advantages: Tensor | None  # one a sequence; None if they are one a token or not given
-    rewards: Tensor | None
-    versions: Tensor | None  # int64, one a sequence; None if they are one a token or not given
     rank: int  # of this process among the data-parallel ranks
     has_default_ids: bool  # the caller gave no sequence ids
     out_of_range: Tensor  # [6, n] bool, by PER_SEQUENCE: the value was not finite, or was moved into its range
+    sequence_ids: Tensor  # int64
+    mini_batch_ids: Tensor  # int64
+    group_ids: Tensor | None = None  # int64, the prompt of each sequence
+    advantages: Tensor | None = None  # one a sequence; None if they are one a token or not given
+    rewards: Tensor | None = None
+    policy_versions: Tensor | None = None  # int64, one a sequence; None if they are one a token or not given
 
     @property
     def is_first_cp_rank(self) -> bool:
@@ -181,62 +182,38 @@ def collect_shards(
     if groups is not None:
         groups.check_sums()
     batches = split_inputs(inputs, groups)
-    parts = _parts(batches)
-    device, number = parts[0].mask.device, parts[-1].sequences.stop
-    found: dict[str, Tensor] = {}
-    wrong = torch.zeros(len(PER_SEQUENCE), number, dtype=torch.bool, device=device)
+    device, ends = batches[0].response_mask.device, list(accumulate(one.layout.num_sequences for one in batches))  # type: ignore[union-attr]
+    every = torch.arange(ends[-1], device=device)
+    found = {"sequence_ids": every + first_sequence, "mini_batch_ids": torch.zeros_like(every)}
+    wrong = torch.zeros(len(PER_SEQUENCE), ends[-1], dtype=torch.bool, device=device)
     for row, name in enumerate(PER_SEQUENCE):
-        if getattr(inputs, name) is not None and not is_per_token(name, batches):
+        if getattr(inputs, name) is not None and _is_one_a_sequence(name, batches):
             given = on_device(torch.cat([getattr(one, name).detach() for one in batches]), device)
             found[name] = _into_range(name, given, counts)
             wrong[row] = found[name] != given
-    dtypes = (values.dtype for part in parts for values in (part.train, part.rollout))
-    every = torch.arange(number, device=device)
+    parts = tuple(_part(one, end, found) for one, end in zip(batches, ends, strict=True))
+    dtypes = [values.dtype for part in parts for values in (part.train, part.rollout)]
     return Shards(
         parts,
-        not isinstance(inputs.response_mask, Tensor),
+        isinstance(inputs.response_mask, (list, tuple)),
         counts,
         functools.reduce(torch.promote_types, dtypes),
-        sequence_ids=found.get("sequence_ids", every + first_sequence),
-        mini_batch_ids=found.get("mini_batch_ids", torch.zeros_like(every)),
-        group_ids=found.get("group_ids"),
-        advantages=found.get("advantages"),
-        rewards=found.get("rewards"),
-        versions=found.get("policy_versions"),
         rank=0 if groups is None else group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
         has_default_ids=inputs.sequence_ids is None,
         out_of_range=wrong,
+        **found,
     )
 
 
 def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMicroBatch]:
     """The checked inputs of each micro-batch; without a layout, padded rows cut as ``groups.cp`` says."""
-    is_list = not isinstance(inputs.response_mask, Tensor)
-    masks = _listed("response_mask", inputs.response_mask, is_list)
-    if not masks:
-        raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
-    columns: dict[str, list[Any]] = {}
     # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
-    for field in reversed(dataclasses.fields(CorrectionInputs)):
-        value = getattr(inputs, field.name)
-        columns[field.name] = [None] * len(masks) if value is None else _listed(field.name, value, is_list)
-        if len(columns[field.name]) != len(masks):
-            raise ValueError(f"{field.name} has {len(value)} entries: expected one a micro-batch, {len(masks)}")
-    layouts = zip(columns["layout"], masks, strict=True)
-    columns["layout"] = [SequenceLayout.given(layout, "response_mask", mask, groups) for layout, mask in layouts]
-    rows = zip(*columns.values(), strict=True)
-    batches = [OneMicroBatch(**dict(zip(columns, values, strict=True))) for values in rows]
-    for one in batches:
-        _check_tokens(one)
-    for name in PER_SEQUENCE:
-        if getattr(inputs, name) is not None:
-            _check_sequences(name, batches)
-    return batches
-
-
-def is_per_token(name: str, batches: Sequence[OneMicroBatch]) -> bool:
-    """Whether an input that is given has one value a token; of two equal shapes it has one a sequence."""
-    return any(getattr(one, name).shape != (one.layout.num_sequences,) for one in batches)  # type: ignore[union-attr]
+    names, masks = [field.name for field in reversed(dataclasses.fields(CorrectionInputs))], inputs.response_mask
+    columns = {name: _listed(name, getattr(inputs, name), masks) for name in names}
+    if not columns["response_mask"]:
+        raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
+    rows = (dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return [_checked(OneMicroBatch(**row), groups) for row in rows]
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -244,20 +221,14 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=device.type != "cpu")
 
 
-def _parts(batches: Sequence[OneMicroBatch]) -> tuple[Part, ...]:
-    def of_tokens(name: str, one: OneMicroBatch) -> Tensor | None:
-        value: Tensor | None = getattr(one, name)
-        return None if value is None or not is_per_token(name, batches) else value.detach()
-
-    parts, start = [], 0
-    for one in batches:
-        train, rollout = one.train_log_probs.detach(), one.rollout_log_probs.detach()  # type: ignore[union-attr]
-        sequences = slice(start, start + one.layout.num_sequences)  # type: ignore[union-attr]
-        sides = of_tokens("advantages", one), of_tokens("policy_versions", one)
-        turn_ids = one.response_mask if one.turn_ids is None else one.turn_ids
-        parts.append(Part(train, rollout, one.response_mask, one.layout, sequences, *sides, turn_ids))  # type: ignore[arg-type]
-        start = sequences.stop
-    return tuple(parts)
+def _part(one: OneMicroBatch, end: int, per_sequence: Collection[str]) -> Part:
+    """A micro-batch, up to sequence number ``end`` of all; inputs that are not ``per_sequence`` are one a token."""
+    train, rollout = one.train_log_probs.detach(), one.rollout_log_probs.detach()  # type: ignore[union-attr]
+    advantages = None if "advantages" in per_sequence else one.advantages
+    versions = None if "policy_versions" in per_sequence else one.policy_versions
+    turn_ids = one.response_mask if one.turn_ids is None else one.turn_ids
+    sequences = slice(end - one.layout.num_sequences, end)  # type: ignore[union-attr]
+    return Part(train, rollout, one.response_mask, one.layout, sequences, advantages, versions, turn_ids)  # type: ignore[arg-type]
 
 
 def _into_range(name: str, value: Tensor, counts: AgreedCounts) -> Tensor:
@@ -283,22 +254,28 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
         raise ValueError(f"num_mini_batches={counts.num_mini_batches} needs mini_batch_ids, one a sequence")
 
 
-def _listed(name: str, value: T | Sequence[T], is_list: bool) -> list[T]:
-    """One value for each micro-batch, given as a list or, for a single one, as it is."""
-    kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
-    given = type(value).__name__
-    if not isinstance(value, (kind, list, tuple)):
-        raise ValueError(f"{name} is a {given}: expected {remedy}, or a list with one a micro-batch")
+def _listed(name: str, value: Any, masks: Any) -> list[Any]:
+    """One value for each micro-batch, given like the masks: as a list or, for a single one, as it is."""
+    is_list, given = isinstance(masks, (list, tuple)), type(value).__name__
+    if value is None and name != "response_mask":
+        return [None] * (len(masks) if is_list else 1)
     if is_list != isinstance(value, (list, tuple)):
         raise ValueError(f"{name} is a {given}: give tensors for everything, or lists for everything")
-    values: list[T] = list(value) if isinstance(value, (list, tuple)) else [cast(T, value)]
+    values = value if is_list else [value]
+    if is_list and len(values) != len(masks):
+        raise ValueError(f"{name} has {len(values)} entries: expected one a micro-batch, {len(masks)}")
+    kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
     for index, each in enumerate(values):
-        check_kind(f"{name}[{index}]", each, kind, remedy)
-    return values
+        if not isinstance(each, kind):
+            place, verb = (f"{name}[{index}]", "pass") if is_list else (name, "expected")
+            raise ValueError(f"{place} is a {type(each).__name__}: {verb} {remedy}, or a list with one a micro-batch")
+    return [*values]
 
 
-def _check_tokens(one: OneMicroBatch) -> None:
+def _checked(one: OneMicroBatch, groups: ParallelGroups | None) -> OneMicroBatch:
+    """The micro-batch with its layout; ValueError for tensors that do not fit together."""
     mask, rollout = one.response_mask, one.rollout_log_probs
+    layout = SequenceLayout.given(one.layout, "response_mask", mask, groups)
     check_mask("response_mask", mask)
     for name, value in (("rollout_log_probs", rollout), ("train_log_probs", one.train_log_probs)):
         if value is None:
@@ -316,16 +293,23 @@ def _check_tokens(one: OneMicroBatch) -> None:
     if torch.finfo(rollout.dtype).bits < 32:
         remedy = "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow"
         raise ValueError(f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: {remedy}")
+    return dataclasses.replace(one, layout=layout)
 
 
-def _check_sequences(name: str, batches: Sequence[OneMicroBatch]) -> None:
-    """Raise ValueError unless an input has one value a sequence, or one a token if it may have."""
+def _is_one_a_sequence(name: str, batches: Sequence[OneMicroBatch]) -> bool:
+    """Whether an input has one value a sequence, not one a token; of two equal shapes it has one a sequence.
+
+    Raises ValueError for another shape, or another dtype.
+    """
     floating, may_be_per_token = name in ("advantages", "rewards"), name in ("advantages", "policy_versions")
-    for one in batches:
+    shapes = [(cast(SequenceLayout, one.layout).num_sequences,) for one in batches]
+    of_sequences = [getattr(one, name).shape for one in batches] == shapes
+    for one, shape in zip(batches, shapes, strict=True):
         value, layout = getattr(one, name), cast(SequenceLayout, one.layout)
-        shape = layout.shape if may_be_per_token and is_per_token(name, batches) else (layout.num_sequences,)
-        if value.shape != shape or (not value.is_floating_point() if floating else value.dtype != torch.int64):
-            expected = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"
+        expected = layout.shape if may_be_per_token and not of_sequences else shape
+        if value.shape != expected or (not value.is_floating_point() if floating else value.dtype != torch.int64):
+            words = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"
             if may_be_per_token:
-                expected += f", or one a token {tuple(layout.shape)} in all micro-batches"
-            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {expected}")
+                words += f", or one a token {tuple(layout.shape)} in all micro-batches"
+            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {words}")
+    return of_sequences

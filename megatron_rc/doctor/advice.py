@@ -15,7 +15,7 @@ from megatron_rc.doctor.other_words import OWN, settings_lines
 from megatron_rc.doctor.rule import REPAIR, Verdict
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.signs import K3
-from megatron_rc.measures.sequence_measures import REWARD_SIGNS
+from megatron_rc.measures.measure import REWARD_SIGNS
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
 EXP_LIMIT = 20.0  # nats; larger log-ratios are clamped

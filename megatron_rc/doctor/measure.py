@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts, of_tokens
 from megatron_rc.doctor.sampled import Sampled
-from megatron_rc.measures.shift import measure_shift
+from megatron_rc.measures.data import measure_shift
 
 MAX_TOKENS = 2**18  # the slower facts use only the first tokens
 NOISE = 0.02  # nats; smaller log-ratios are rounding

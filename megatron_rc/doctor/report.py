@@ -13,7 +13,7 @@ from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.rule import WEIGHTS, Rule, Verdict
 from megatron_rc.doctor.rules import judge, not_looked_at
 from megatron_rc.doctor.signs import OTHER_DISTANCES
-from megatron_rc.measures.sequence_measures import REWARD_SIGNS
+from megatron_rc.measures.measure import REWARD_SIGNS
 
 HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
 # Upper limit of k3 in nats for each sentence.

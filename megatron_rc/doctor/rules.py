@@ -8,7 +8,7 @@ from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import REPAIR, WEIGHTS, Rule, Verdict
 from megatron_rc.doctor.signs import K3
-from megatron_rc.measures.shift import MIN_PAIRS, RATIO
+from megatron_rc.measures.data import MIN_PAIRS, SHIFT_RATIO
 
 LIU = "Liu et al. 2025, When Speed Kills Stability"
 VERL = "verl, docs/algo/rollout_corr.md"
@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
         "shift",
         "log-probs shifted by one position",
         (("shift_share", "shift_lag"),),
-        lambda facts: facts["shift_share"] < RATIO,
+        lambda facts: facts["shift_share"] < SHIFT_RATIO,
         f"over at least {MIN_PAIRS} pairs (equal pairs count once), log-probs of neighbouring positions differ by less "
         "than half as much as log-probs of equal positions",
         "the engine's log-prob of a token is nearer to the trainer's log-prob of its neighbour (lag {shift_lag:+.0f}): "

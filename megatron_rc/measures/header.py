@@ -1,4 +1,4 @@
-"""The numbers that are known of a whole batch, as records: sums and extremes that merge over ranks and micro-batches.
+"""The measures of tokens, of sequences and of the whole batch, as records that merge over ranks and micro-batches.
 
 Records are written on the device, with N a tensor, and read on the host, with N a float. Tables are tensors on the
 device and lists on the host.
@@ -9,9 +9,75 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from megatron_rc.correction.verdicts import Denominators, N
-from megatron_rc.measures.token_measures import TestedSums, TokenSums
+from torch import Tensor
+
+from megatron_rc.correction.denominators import Denominators, N
 from megatron_rc.parallel.collectives import largest, smallest
+
+
+@dataclass(frozen=True)
+class SideCounts(Generic[N]):
+    """Numbers outside of their bounds."""
+
+    above: N
+    below: N
+
+
+@dataclass(frozen=True)
+class WeightMeasures:
+    """Sums over the valid tokens of each sequence, [n] float64, of token-level weights w."""
+
+    raw_excess: Tensor | None  # Σ (w - 1) of the unbounded weights; None if they are ρ
+    outside: SideCounts[Tensor]  # tokens whose weight is outside of its bounds
+
+
+@dataclass(frozen=True)
+class SequenceMeasures:
+    """Sums over the valid tokens of each whole sequence, [n] float64."""
+
+    excess: Tensor  # Σ (ρ_t - 1)
+    weights: WeightMeasures | None  # None unless weights are token-level
+    accepted: dict[str, Tensor]  # for each criterion on tokens or turns, by name, the tokens that it accepts
+    of_turns: dict[str, Tensor]  # for each criterion on turns, Σ over the tokens of their turn's statistic
+
+
+@dataclass(frozen=True)
+class TestedSums(Generic[N]):
+    """The number x that a criterion tests, over valid tokens; a sequence's statistic counts once for each token."""
+
+    high: N  # tests that fail above the upper bound
+    clamped: N  # Σ x within its bounds
+    clamped_squared: N  # Σ x² within its bounds
+    max: N = largest()
+    min: N = smallest()
+
+
+@dataclass(frozen=True)
+class SpreadSums(Generic[N]):
+    """Ratios w over valid tokens, and the extremes of log w, or of w if it is within bounds."""
+
+    excess_squared: N  # Σ (w - 1)²
+    max: N = largest()
+    min: N = smallest()
+
+
+@dataclass(frozen=True)
+class TokenSums(Generic[N]):
+    """Sums and extremes over all valid tokens: of a block's sequences [n], later of the whole batch."""
+
+    k3: N  # Σ k3
+    ratio: SpreadSums[N]  # ρ, and log ρ
+    raw_weights: SpreadSums[N] | None  # unbounded weights, and their logs; None unless token-level and other than ρ
+    weights: SpreadSums[N] | None  # bounded weights; None unless weights are token-level
+    tests: dict[str, TestedSums[N]]  # by the name of each criterion on tokens or turns
+
+
+@dataclass(frozen=True)
+class PerplexitySums(Generic[N]):
+    """The mean x over the valid tokens of each sequence."""
+
+    log: N  # Σ x over sequences
+    plain: N  # Σ exp(x) over sequences
 
 
 @dataclass(frozen=True)
@@ -22,48 +88,40 @@ class PolicySums(Generic[N]):
     sequences: N  # sequences with a valid token
     log_ratio: N  # Σ log ρ over tokens
     excess: N  # Σ (ρ - 1) over tokens
-    training_log_ppl: N  # Σ over sequences of the mean of -log π_train
-    rollout_log_ppl: N  # Σ over sequences of the mean of -log π_rollout
-    log_ppl_diff: N  # Σ over sequences of their difference
-    training_ppl: N  # Σ over sequences of exp of the mean of -log π_train
-    rollout_ppl: N  # Σ over sequences of exp of the mean of -log π_rollout
-    ppl_ratio: N  # Σ over sequences of exp of the difference
-    log_ppl_abs_diff: N  # Σ over sequences of the absolute difference
+    training: PerplexitySums[N]  # of -log π_train
+    rollout: PerplexitySums[N]  # of -log π_rollout
+    difference: PerplexitySums[N]  # of -log ρ
+    abs_difference: N  # Σ over sequences of the absolute mean of log ρ
     sequence_excess: N  # Σ (Π ρ - 1)
     sequence_excess_squared: N  # Σ (Π ρ - 1)²
     sequences_with_rejected: N  # sequences with a valid token that is rejected
-    log_ppl_diff_max: N = largest()
-    log_ppl_diff_min: N = smallest()
+    difference_max: N = largest()
+    difference_min: N = smallest()
+
+
+@dataclass(frozen=True)
+class WeightMoments(Generic[N]):
+    """Weights w, and their extremes, or those of log w."""
+
+    total: N  # Σ w
+    excess_squared: N  # Σ (w - 1)²
+    squared: N | None  # Σ w²; None unless weights are of sequences: it follows from the others
+    max: N = largest()
+    min: N = smallest()
 
 
 @dataclass(frozen=True)
 class WeightSums(Generic[N]):
-    """Weights w of all valid tokens, raw (before their bounds) and bounded; a sequence's counts once for each token.
+    """Weights of all valid tokens; a sequence's counts once for each token."""
 
-    m is the mean bounded weight of the tokens of a sequence.
-    """
-
-    raw: N  # Σ raw w
-    raw_squared: N | None  # Σ (raw w)²; None for token-level weights: it follows from the others
-    raw_excess_squared: N  # Σ (raw w - 1)²
-    bounded: N  # Σ w
-    bounded_squared: N | None  # Σ w²; None for token-level weights
-    bounded_excess_squared: N  # Σ (w - 1)²
-    above: N  # tokens whose weight was above its bounds
-    below: N  # tokens whose weight was below its bounds
-    outside: N  # sequences with a weight outside of its bounds
-    mean_excess: N  # Σ (m - 1) over sequences
-    mean_excess_squared: N  # Σ (m - 1)² over sequences
-    mean_above: N  # sequences whose mean raw weight is above the bounds
-    mean_below: N  # sequences whose mean raw weight is below the bounds
+    raw: WeightMoments[N]  # before their bounds, with the extremes of log w
+    bounded: WeightMoments[N]  # within their bounds
+    mean: WeightMoments[N]  # m, the mean bounded weight of the tokens of a sequence, over sequences
+    outside: SideCounts[N]  # tokens whose weight was outside of its bounds
+    mean_outside: SideCounts[N]  # sequences whose mean raw weight is outside of the bounds
+    sequences_outside: N  # sequences with a weight outside of its bounds
     # [1 or 2, bins] cumulative counts of log m: row 0 counts sequences, row 1 tokens (sequence-level weights only).
     histograms: Any
-    log_raw_max: N = largest()
-    log_raw_min: N = smallest()
-    bounded_max: N = largest()
-    bounded_min: N = smallest()
-    mean_max: N = largest()
-    mean_min: N = smallest()
 
 
 @dataclass(frozen=True)
@@ -74,27 +132,18 @@ class StatisticSums(Generic[N]):
     total: N  # Σ of the statistic over tokens
     statistic: N  # Σ of the statistic over sequences
     squared: N  # Σ of its square over sequences
-    high: N  # sequences whose statistic is above the upper bound
-    low: N  # sequences whose statistic is below the lower bound
+    outside: SideCounts[N]  # sequences whose statistic is outside of the bounds
     max: N = largest()
     min: N = smallest()
 
 
 @dataclass(frozen=True)
 class CriterionSums(Generic[N]):
-    """A criterion by itself."""
+    """A criterion, or the veto, by itself."""
 
     rejected: N  # valid tokens that it rejects
     sequences_rejected: N  # sequences with such a token
     statistic: StatisticSums[N] | None  # None if it is not measured
-
-
-@dataclass(frozen=True)
-class VetoSums(Generic[N]):
-    """The veto."""
-
-    catastrophic: N  # valid tokens below its threshold
-    vetoed: N  # sequences with such a token
 
 
 @dataclass(frozen=True)
@@ -129,7 +178,7 @@ class BatchHeader(Generic[N]):
     policy: PolicySums[N]
     tokens: TokenSums[N]
     weights: WeightSums[N] | None  # None without weights
-    veto: VetoSums[N] | None  # None without a veto
+    veto: CriterionSums[N] | None  # None without a veto
     criteria: dict[str, CriterionSums[N]]  # by name
     breakdowns: Breakdowns  # rejected tokens by length, reward and staleness
     bins: Any  # [bins] cumulative counts of log ρ

@@ -1,4 +1,4 @@
-"""Quantiles of log ρ that merge over ranks: a histogram with fixed bins.
+"""Histograms of log ρ and of the importance weights that merge over ranks, and their quantiles: fixed bins.
 
 A bin is a run of float32 numbers that share sign, exponent and the five leading bits of the mantissa. So a bin around x
 is at most |x|/32 wide. Magnitudes below 2⁻¹⁵ share one bin, magnitudes above 2⁵ the outermost ones. A quantile is
@@ -8,13 +8,19 @@ interpolated inside its bin: it is off by at most 1/32 of its value, or 2⁻¹�
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_rc.measures.header import BatchHeader
+from megatron_rc.numerics import EXP_LIMIT
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _DROPPED_BITS = 18  # of the 23 of the mantissa
 _PER_OCTAVE = 32
@@ -24,6 +30,7 @@ NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of the remaining bits, sign incl
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+WEIGHT_QUANTILES = (25, 50, 75)
 _EVEN_BINS = 40
 _GPU_COUNTERS = 32
 
@@ -66,8 +73,6 @@ class CodeCounter:
         self._in_turns = device.type != "cpu"
         counters = _GPU_COUNTERS if self._in_turns else torch.get_num_threads()
         self.counts = torch.zeros(counters, NUM_CODES, dtype=torch.float64, device=device)
-        self.num_values = 0
-        self._one = self.counts.new_ones(1, 1)
 
     def add(self, codes: Tensor) -> None:
         """Count codes, of any shape."""
@@ -76,24 +81,23 @@ class CodeCounter:
         self._add(self.counts, codes[rest:])
         if rest:
             self._add(self.counts[:1], codes[:rest])
-        self.num_values += codes.numel()
 
     def _add(self, counts: Tensor, codes: Tensor) -> None:
         # Threads of a GPU that run side by side read neighbours, so these belong to different counters there.
         shares = codes.view(-1, len(counts)).t() if self._in_turns else codes.view(len(counts), -1)
-        counts.scatter_add_(1, shares, self._one.expand(shares.shape))
+        counts.scatter_add_(1, shares, counts.new_ones(1, 1).expand(shares.shape))
 
 
-def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
+def bins_from_codes(codes: Tensor, num_values: Tensor) -> Tensor:
     """[NUM_BINS] float64, ascending: the histogram, from the ``counts`` of a :class:`CodeCounter`.
 
-    ``num_zeros``, 0-D, of the counted values were no data but exact zeros in its place.
+    ``num_values``, 0-D, of the counted values are data; the others are exact zeros in the place of data.
     """
     # For each sign, by magnitude: in the bin around 0, in bins of their own, and beyond the last power.
     signs = codes.sum(0).view(2, -1)
     near, inside, far = signs.tensor_split((_FIRST, _FIRST + _HALF - 1), dim=1)
     positive, negative = torch.cat([inside, far.sum(1, keepdim=True)], dim=1)
-    return torch.cat([negative.flip(0), (near.sum() - num_zeros).view(1), positive])
+    return torch.cat([negative.flip(0), (near.sum() - signs.sum() + num_values).view(1), positive])
 
 
 @functools.cache
@@ -162,3 +166,81 @@ def _edges() -> list[float]:
         2.0 ** (_LOWEST + step // _PER_OCTAVE) * (1 + step % _PER_OCTAVE / _PER_OCTAVE) for step in range(_HALF + 1)
     ]
     return [-end for end in reversed(ends)] + ends
+
+
+@dataclass(frozen=True)
+class WeightHistogram:
+    """A histogram of bounded weights w, made from one of log w before the bounds."""
+
+    logs: Histogram
+    lower: float = 0.0
+    upper: float = math.inf
+    above: float = 0.0  # how many lie above the bounds and are 0: the mode ``mask``
+    below: float = 0.0  # how many lie below them and are 0
+
+    @property
+    def zeros(self) -> float:
+        """How many weights the bounds made 0."""
+        return self.above + self.below
+
+    def quantile(self, share: float) -> float:
+        """The weight below which this share of them lies; the zeros come first."""
+        rank = share * self.logs.total
+        return 0.0 if rank < self.zeros else self._weight(self.logs.value_at(rank - self.above))
+
+    def count_below(self, weight: float) -> float:
+        """How many weights lie below this one."""
+        if weight >= self.upper:
+            return self.logs.total
+        if weight <= self.lower:
+            return self.zeros
+        inside = min(max(self.logs.below(math.log(weight)), self.below), self.logs.total - self.above)
+        return self.above + inside
+
+    def distribution(self) -> Distribution:
+        """The weights in bins of one width."""
+        low, high = map(self._weight, self.logs.ends)
+        return even_bins(0.0 if self.zeros else low, high, self.logs.total, self.count_below)
+
+    def _weight(self, log: float) -> float:
+        # A weight that is not 0 has a log of at least -20.
+        weight = math.exp(min(log, EXP_LIMIT)) if log > -EXP_LIMIT - 1 else 0.0
+        return min(max(weight, self.lower), self.upper)
+
+
+def weight_histograms(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, WeightHistogram]:
+    """``rollout_is_seq``, the mean weight of each sequence, and ``rollout_is``, the weight of each token.
+
+    Token-level weights have no ``rollout_is`` if they are no ratios of tokens, or have bounds by staleness; without
+    weights there are none.
+    """
+    if header.weights is None:
+        return {}
+    per_sequence, *per_token = map(Histogram, header.weights.histograms)
+    found = {"rollout_is_seq": WeightHistogram(per_sequence)}
+    if per_token:
+        found["rollout_is"] = WeightHistogram(per_token[0])
+    elif config.weighs_single_tokens and config.staleness_scale is None:
+        lower, upper = config.is_bounds
+        lower = math.exp(-EXP_LIMIT) if config.is_mode == "truncate" else lower
+        zeros = (header.weights.outside.above, header.weights.outside.below) if config.is_mode == "mask" else (0.0, 0.0)
+        found["rollout_is"] = WeightHistogram(Histogram(header.bins), lower, upper, *zeros)
+    return found
+
+
+def derive_distributions(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, Distribution]:
+    """``<metric_prefix>log_ratio``, log ρ of the tokens, and :func:`weight_histograms`; none without a valid token."""
+    if not header.policy.valid:
+        return {}
+    bins = Histogram(header.bins)
+    found = {"log_ratio": even_bins(*bins.ends, bins.total, bins.below)}
+    found |= {name: histogram.distribution() for name, histogram in weight_histograms(header, config).items()}
+    return {config.metric_prefix + name: distribution for name, distribution in found.items()}
+
+
+def derive_quantiles(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Quantiles of log ρ (``log_ratio_p01`` …) and of the weights (``rollout_is_p25`` …); 0 without a valid token."""
+    found = quantiles(Histogram(header.bins))
+    for name, weights in weight_histograms(header, config).items():
+        found |= {f"{name}_p{percent}": weights.quantile(percent / 100) for percent in WEIGHT_QUANTILES}
+    return found if header.policy.valid else dict.fromkeys(found, 0.0)

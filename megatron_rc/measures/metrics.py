@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from megatron_rc.measures.distributions import derive_quantiles
-from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, PolicySums, StatisticSums
-from megatron_rc.measures.sequence_measures import REWARD_SIGNS
-from megatron_rc.measures.token_measures import TokenSums
-from megatron_rc.measures.weight_metrics import extreme, ratio, sample_std, spread, weight_metrics
+from megatron_rc.measures.header import (
+    BatchHeader,
+    Breakdowns,
+    CriterionSums,
+    PolicySums,
+    StatisticSums,
+    TokenSums,
+    WeightMoments,
+    WeightSums,
+)
+from megatron_rc.measures.histogram import derive_quantiles
+from megatron_rc.measures.measure import REWARD_SIGNS
+from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
 
@@ -47,15 +56,20 @@ def sequence_eff_sample_size(policy: PolicySums[float]) -> float:
 
 def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dict[str, float]:
     tokens, sequences = sums.valid, sums.sequences
-    means = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio")
-    differences = ("log_ppl_diff", "log_ppl_abs_diff")
-    return {name: ratio(getattr(sums, name), sequences) for name in (*means, *differences)} | {
+    means = {"training_ppl": sums.training.plain, "training_log_ppl": sums.training.log}
+    means |= {
+        "rollout_ppl": sums.rollout.plain,
+        "rollout_log_ppl": sums.rollout.log,
+        "ppl_ratio": sums.difference.plain,
+    }
+    means |= {"log_ppl_diff": sums.difference.log, "log_ppl_abs_diff": sums.abs_difference}
+    return {name: ratio(total, sequences) for name, total in means.items()} | {
         "kl": ratio(-sums.log_ratio, tokens),
         "k3_kl": ratio(of_tokens.k3, tokens),
-        "log_ppl_diff_max": extreme(sums.log_ppl_diff_max),
-        "log_ppl_diff_min": extreme(sums.log_ppl_diff_min),
+        "log_ppl_diff_max": extreme(sums.difference_max),
+        "log_ppl_diff_min": extreme(sums.difference_min),
         # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
-        "chi2_token": ratio(of_tokens.excess_squared + 2 * sums.excess, tokens),
+        "chi2_token": ratio(of_tokens.ratio.excess_squared + 2 * sums.excess, tokens),
         "chi2_seq": ratio(sums.sequence_excess_squared + 2 * sums.sequence_excess, sequences),
         "num_tokens": tokens,
         "num_sequences": sequences,
@@ -79,8 +93,8 @@ def _rejection_metrics(header: BatchHeader[float], config: RolloutCorrectionConf
         for now, then in (("rho_fraction_above", "high"), ("rho_fraction_below", "low")):
             metrics[f"rollout_rs_ratio_fraction_{then}"] = metrics[f"rollout_rs_{of_ratios[0]}_{now}"]
     if header.veto is not None:
-        metrics["rollout_is_veto_fraction"] = ratio(header.veto.vetoed, sequences)
-        metrics["rollout_is_catastrophic_token_fraction"] = ratio(header.veto.catastrophic, tokens)
+        metrics["rollout_is_veto_fraction"] = ratio(header.veto.sequences_rejected, sequences)
+        metrics["rollout_is_catastrophic_token_fraction"] = ratio(header.veto.rejected, tokens)
     return metrics
 
 
@@ -106,7 +120,7 @@ def _statistic_metrics(
         top, bottom = extreme(largest), extreme(smallest)
         return (-bottom + 0.0, -top + 0.0) if turned else (top, bottom)
 
-    sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.high, sums.low))
+    sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.outside.above, sums.outside.below))
     sequence_top, sequence_bottom = extremes(sums.max, sums.min)
     above, below = sequence_above, sequence_below
     if criterion.of_tokens:
@@ -149,3 +163,83 @@ def _breakdowns(tables: Breakdowns) -> dict[str, float]:
                 metrics[f"{label(bucket)}_token_fraction"] = tokens / total
                 metrics[f"{label(bucket)}_kl"] = -log_ratio[0] / tokens + 0.0
     return metrics
+
+
+def weight_metrics(
+    header: BatchHeader[float], sums: WeightSums[float], config: RolloutCorrectionConfig
+) -> dict[str, float]:
+    """All of the batch's importance weights, before and after their bounds, and as applied."""
+    tokens, sequences = header.policy.valid, header.policy.sequences
+    mean = ratio(header.denominators.total_weight, header.denominators.weight_count)
+    factor = 1.0 if not config.rollout_is_batch_normalize or mean <= NORMALIZE_LIMIT else 1 / mean
+    extremes = {"max": _safe_exp(sums.raw.max), "min": _safe_exp(sums.raw.min)}
+    raw = weight_moments(sums.raw, tokens) | extremes
+    bounded = weight_moments(sums.bounded, tokens)
+    bounded |= {"max": extreme(sums.bounded.max), "min": extreme(sums.bounded.min)}
+    applied = {name: value if name == "eff_sample_size" else value * factor for name, value in bounded.items()}
+    if not config.weighs_tokens:
+        # verl's extremes of sequence weights are those before any bound.
+        bounded |= extremes
+    found = {f"raw_{name}": value for name, value in raw.items()} | bounded
+    found |= {f"applied_{name}": value for name, value in applied.items()} | _mean_metrics(sums, sequences)
+    above, below = ratio(sums.outside.above, tokens), ratio(sums.outside.below, tokens)
+    if config.rollout_is == "sequence":
+        above, below = ratio(sums.mean_outside.above, sequences), ratio(sums.mean_outside.below, sequences)
+    found |= {"ratio_fraction_high": above, "ratio_fraction_low": below}
+    outside = ratio(sums.outside.above + sums.outside.below, tokens)
+    if config.is_mode != "truncate":
+        found["oob_ratio"] = outside
+    if config.is_mode == "mask":
+        found |= {"masked_fraction": outside, "seq_masked_fraction": ratio(sums.sequences_outside, sequences)}
+    if config.rollout_is_batch_normalize:
+        found |= {"batch_norm_factor": 1 / factor, "batch_norm_skipped": float(mean <= NORMALIZE_LIMIT)}
+    return {f"rollout_is_{name}": value for name, value in found.items()}
+
+
+def _mean_metrics(sums: WeightSums[float], sequences: float) -> dict[str, float]:
+    """Metrics of the mean weight of each sequence's tokens."""
+    mean = sums.mean
+    return {
+        "seq_mean": ratio(mean.total, sequences),
+        "seq_std": sample_std(mean.total - sequences, mean.excess_squared, sequences),
+        "seq_max": extreme(mean.max),
+        "seq_min": extreme(mean.min),
+        "seq_max_deviation": max(abs(mean.max - 1), abs(mean.min - 1)) if sequences else 0.0,
+        "seq_fraction_high": ratio(sums.mean_outside.above, sequences),
+        "seq_fraction_low": ratio(sums.mean_outside.below, sequences),
+    }
+
+
+def _safe_exp(log: float) -> float:
+    return 0.0 if math.isinf(log) else math.exp(max(-EXP_LIMIT, min(EXP_LIMIT, log)))
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """The quotient; 0 if nothing was counted."""
+    # + 0.0 turns a negative zero into a positive one.
+    return numerator / denominator + 0.0 if denominator else 0.0
+
+
+def extreme(value: float) -> float:
+    """A largest or smallest value; 0 of no values."""
+    return 0.0 if math.isinf(value) else value + 0.0
+
+
+def spread(mean: float, mean_square: float) -> float:
+    """The standard deviation."""
+    return math.sqrt(max(mean_square - mean * mean, 0.0))
+
+
+def sample_std(total: float, total_square: float, count: float) -> float:
+    """The standard deviation with n - 1, as verl's over sequences; 0 for fewer than two."""
+    return math.sqrt(max(total_square - total * total / count, 0.0) / (count - 1)) if count > 1 else 0.0
+
+
+def weight_moments(sums: WeightMoments[float], count: float) -> dict[str, float]:
+    """Mean, standard deviation and effective sample size of so many weights."""
+    mean = ratio(sums.total, count)
+    # About 1, so that a small variance is not the difference of two large numbers.
+    std = spread(mean - 1, ratio(sums.excess_squared, count)) if count else 0.0
+    mean_square = std**2 + mean**2 if sums.squared is None else ratio(sums.squared, count)
+    # ESS = (Σ w)² / (n Σ w²), a fraction of the tokens.
+    return {"mean": mean, "std": std, "eff_sample_size": ratio(mean**2, mean_square)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.replay.gradient import Effect, Uncorrected, effect
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig

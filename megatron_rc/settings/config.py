@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
 import warnings
@@ -21,6 +22,7 @@ from megatron_rc.settings.dialects import known_elsewhere, probable_dialects, tr
 from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.fields import FIELDS, CorrectionFields
 from megatron_rc.settings.files import read_fields
+from megatron_rc.settings.levels import LEVELS
 from megatron_rc.settings.presets import NEWEST, PRESETS, Presets
 from megatron_rc.settings.staleness import parse_staleness_scale
 
@@ -44,21 +46,35 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         check_values(self)
         self._take_policy_gradient(use_policy_gradient)
         check_idle(self)
-        mode, bounds = weight_bounds(self.rollout_is_threshold, self.rollout_is_mode, self.rollout_is_threshold_lower)
-        criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
-        of_sequences = [criterion for criterion in criteria if criterion.unit != "turn"]
-        derived = {
-            "is_mode": mode,
-            "is_bounds": bounds,
-            "criteria": criteria,
-            # The sums and extremes that the criteria need of each sequence, and their divergences; each once.
-            "needs": tuple(dict.fromkeys(need for one in of_sequences for need in one.needs)),
-            "divergences": tuple(dict.fromkeys(divergence for one in of_sequences for divergence in one.divergences)),
-            "staleness_scale": parse_staleness_scale(self.rollout_staleness_scale),
-        }
-        for name, value in derived.items():
+        for name, value in self._derived().items():
             object.__setattr__(self, name, value)
         check_together(self)
+
+    def _derived(self) -> dict[str, Any]:
+        """The derived fields, by name."""
+        mode, bounds = weight_bounds(self.rollout_is_threshold, self.rollout_is_mode, self.rollout_is_threshold_lower)
+        criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
+        units = [criterion.unit for criterion in criteria]
+        of_sequences = [criterion for criterion in criteria if criterion.unit != "turn"]
+        needs = [need for criterion in of_sequences for need in criterion.needs]
+        level = None if self.rollout_is is None else LEVELS[self.rollout_is]
+        fields = repr(sorted(self.to_dict().items()))
+        in_the_ratio = self.bypass_mode and not OBJECTIVES[self.loss_type].weighed_in_bypass
+        return {
+            "level": level,
+            "weighs_tokens": level is not None and level.unit != "sequence",
+            "applies_weights": level is not None and self.rollout_is_apply and not in_the_ratio,
+            "is_mode": mode,
+            "is_bounds": bounds,
+            "is_log_bounds": (math.log(bounds[0]), math.log(bounds[1])),
+            "criteria": criteria,
+            "needs": tuple(need for need in dict.fromkeys(needs) if need.name != "log_ratio"),
+            "divergences": tuple(dict.fromkeys(divergence for one in of_sequences for divergence in one.divergences)),
+            "needs_prompts": "prompt" in units,
+            "needs_history": "turn" in units or (level is not None and (level.unit == "turn" or bool(level.before))),
+            "staleness_scale": parse_staleness_scale(self.rollout_staleness_scale),
+            "fingerprint": int(hashlib.sha256(fields.encode()).hexdigest()[:12], 16),
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields alone: the derived criteria hold functions."""
@@ -156,10 +172,8 @@ def _warn_of_verl(config: RolloutCorrectionConfig) -> None:
             return
 
 
-def check_config(config: object) -> None:
-    """Raise ValueError, with the remedy, unless ``config`` is a :class:`RolloutCorrectionConfig`."""
-    if isinstance(config, RolloutCorrectionConfig):
-        return
+def wrong_config(config: object) -> ValueError:
+    """The error, with the remedy, for a ``config`` that is no :class:`RolloutCorrectionConfig`."""
     remedy = "a RolloutCorrectionConfig, for example RolloutCorrectionConfig.decoupled_token_is()"
     if isinstance(config, Mapping):
         remedy = "RolloutCorrectionConfig.from_dict(...)"
@@ -167,7 +181,7 @@ def check_config(config: object) -> None:
         remedy = "RolloutCorrectionConfig.from_yaml(...)"
         if config in PRESETS:
             remedy = f"the preset as RolloutCorrectionConfig.{config}()"
-    raise ValueError(f"config is a {type(config).__name__}: pass {remedy}")
+    return ValueError(f"config is a {type(config).__name__}: pass {remedy}")
 
 
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:

@@ -9,9 +9,8 @@ import dataclasses
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
-from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
-from megatron_rc.settings.levels import LEVELS, WeightLevel
+from megatron_rc.settings.levels import WeightLevel
 from megatron_rc.settings.staleness import StalenessScale
 
 
@@ -78,37 +77,32 @@ class CorrectionFields:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     use_policy_gradient: InitVar[bool | None] = None
     # Derived from the fields above, once, by the config.
+    level: WeightLevel | None = field(init=False, compare=False, repr=False)  # of the weights; None without weights
+    weighs_tokens: bool = field(init=False, compare=False, repr=False)  # tokens of one sequence have different weights
+    # The loss is multiplied by the weights: not in bypass ``ppo_clip``, whose ratio is the correction.
+    applies_weights: bool = field(init=False, compare=False, repr=False)
     is_mode: str = field(init=False, compare=False, repr=False)
-    is_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)
+    is_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)  # of the weights
+    is_log_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)  # the same in nats
     criteria: tuple[Criterion, ...] = field(init=False, compare=False, repr=False)
+    # The sums and extremes that the criteria need of each sequence beside Σ log ρ, and all divergences; each once.
     needs: tuple[Need, ...] = field(init=False, compare=False, repr=False)
     divergences: tuple[Divergence, ...] = field(init=False, compare=False, repr=False)
+    needs_prompts: bool = field(init=False, compare=False, repr=False)  # a criterion tests all responses of a prompt
+    needs_history: bool = field(init=False, compare=False, repr=False)  # weights of prefixes or turns, tests of turns
     staleness_scale: StalenessScale | None = field(init=False, compare=False, repr=False)
-
-    @property
-    def level(self) -> WeightLevel | None:
-        """The level of the importance weights; None without weights."""
-        return None if self.rollout_is is None else LEVELS[self.rollout_is]
-
-    @property
-    def weighs_tokens(self) -> bool:
-        """True if tokens of one sequence have different weights."""
-        return self.level is not None and self.level.of_tokens
+    # Below 2⁴⁸; two configs share it only if all their fields are equal (or by a rare chance).
+    fingerprint: int = field(init=False, compare=False, repr=False)
 
     @property
     def weighs_single_tokens(self) -> bool:
         """True if the weight of a token is its own ratio."""
-        return self.level is not None and self.level.of_single_tokens
+        return self.level is not None and self.level.unit == "token" and self.level.before is None
 
     @property
     def corrects_in_loss(self) -> bool:
         """True if the correction is computed inside the loss."""
         return self.bypass_mode or self.proximal_interpolation
-
-    @property
-    def needs_prompts(self) -> bool:
-        """True if a criterion tests all responses of a prompt."""
-        return any(criterion.unit == "prompt" for criterion in self.criteria)
 
     @property
     def rejects(self) -> bool:
@@ -124,12 +118,6 @@ class CorrectionFields:
     def rejecting_veto(self) -> float | None:
         """The veto's threshold; None without a veto, and with ``rollout_is_apply=False``, which only measures it."""
         return self.rollout_token_veto_threshold if self.rollout_is_apply else None
-
-    @property
-    def applies_weights(self) -> bool:
-        """True if the loss is multiplied by the weights: not in bypass ``ppo_clip``, whose ratio is the correction."""
-        in_the_ratio = self.bypass_mode and not OBJECTIVES[self.loss_type].weighed_in_bypass
-        return self.rollout_is is not None and self.rollout_is_apply and not in_the_ratio
 
     @property
     def may_weigh_nothing(self) -> bool:

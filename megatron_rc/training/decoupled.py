@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.batch.chain import empty_header, finish, local_batch, reduce_batch
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.batch.sums import correct_batch, empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
-from megatron_rc.correction.tokens import normalization
+from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.collectives import broadcast_record, first_text, map_record
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
-from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
-from megatron_rc.training.result import TrainingResult
+from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner, TrainingResult
 
 _TOLERANCE = 1e-5  # relative, of sums of float32 weights in another order
 
@@ -94,16 +93,11 @@ class DecoupledPlan(TrainingResult, Plan):
     def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
         if self.sequence_lengths is None:
             raise ValueError("micro_batches() on a pipeline stage without log-probs: the loss is on the last one")
-        return {
-            "weights": _one_each(self.weights, layouts),
-            "mask": _one_each(self.mask, layouts),
-            "sequence_lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
-        }
-
-
-def _one_each(value: Any, layouts: Sequence[SequenceLayout]) -> list[Any]:
-    """The entries of a list; else the value for each layout."""
-    return list(value) if isinstance(value, (list, tuple)) else [value] * len(layouts)
+        weights, mask = (
+            found if isinstance(found, list) else [found] * len(layouts) for found in (self.weights, self.mask)
+        )
+        lengths = list(self.sequence_lengths.split([layout.num_sequences for layout in layouts]))
+        return {"weights": weights, "mask": mask, "sequence_lengths": lengths}
 
 
 def plan_decoupled(
@@ -116,7 +110,8 @@ def plan_decoupled(
     config, groups, result, refused = setup.config, setup.groups, None, None
     if inputs is not None:
         try:
-            result = correct_batch(inputs, config, counts, groups, compile=setup.compile)
+            batch = local_batch(inputs, config, counts, groups, compile=setup.compile)
+            result = finish(batch, reduce_batch(batch.pair, groups))
         except ValueError as error:
             if group_size(groups.pp) == 1:
                 raise
@@ -125,19 +120,8 @@ def plan_decoupled(
     header = result.header
     if refused is not None:
         header = map_record(header, lambda value, _: torch.full_like(value, torch.nan, dtype=torch.float64))
-    plan = DecoupledPlan(
-        config=config,
-        header=broadcast_record(header, groups.pp),
-        weights=result.weights,
-        measured_weights=result.measured_weights,
-        mask=result.mask,
-        sequence_lengths=result.sequence_lengths,
-        allow_zero_log_probs=setup.allow_zero_log_probs,
-        loss=setup.loss,
-        groups=groups,
-        agreed=counts,
-        steps=steps,
-    )
+    known = {"header": broadcast_record(header, groups.pp), "allow_zero_log_probs": setup.allow_zero_log_probs}
+    plan = DecoupledPlan(**vars(result) | known, loss=setup.loss, groups=groups, agreed=counts, steps=steps)
     if refused is not None or (inputs is None and math.isnan(plan.on_host.denominators.counts[0][0])):
         raise ValueError(first_text(refused, groups.pp))
     return plan

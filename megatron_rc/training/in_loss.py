@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.sums import local_batch
+from megatron_rc.batch.chain import local_batch
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
-from megatron_rc.correction.tokens import normalization
+from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.proximal import interpolate
 from megatron_rc.measures.header import BatchHeader
@@ -19,8 +19,7 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.objective import ONE_STEP, check_left_out
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
-from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
-from megatron_rc.training.result import TrainingResult, index_of
+from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner, TrainingResult, index_of
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class InLossPlan(Plan):
         (part,) = shards.parts
         versions = part.versions
         if versions is None:
-            versions = part.layout.expand(shards.versions)  # type: ignore[arg-type]
+            versions = part.layout.expand(shards.policy_versions)  # type: ignore[arg-type]
         staleness = counts.staleness(versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
 

@@ -9,8 +9,8 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.denominators import N
 from megatron_rc.correction.inputs import OneMicroBatch
-from megatron_rc.correction.verdicts import N
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.parallel.layout import SequenceLayout

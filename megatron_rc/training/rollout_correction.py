@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -13,16 +11,14 @@ from megatron_rc.parallel.arguments import check_kind
 from megatron_rc.parallel.collectives import pack, unpack
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
-from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.objective import ONE_STEP, denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
-from megatron_rc.training.finish_step import Steps
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
-from megatron_rc.training.optimizer_step import StepResult
-from megatron_rc.training.plan import Plan, PlannedStep, Setup
-from megatron_rc.training.result import TrainingResult, index_of
+from megatron_rc.training.optimizer_step import StepResult, Steps
+from megatron_rc.training.plan import Plan, PlannedStep, Setup, TrainingResult, index_of
 
 
 class RolloutCorrection:
@@ -58,7 +54,8 @@ class RolloutCorrection:
         allow_zero_log_probs: bool = False,
         compile: bool = False,
     ) -> None:
-        check_config(config)
+        if not isinstance(config, RolloutCorrectionConfig):
+            raise wrong_config(config)
         check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
         check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses, one_pass=one_pass)
@@ -159,9 +156,10 @@ class RolloutCorrection:
             )
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
-        tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
-        tokens = dataclasses.replace(tokens, sequence_ids=sequence_ids, turn_ids=turn_ids)
-        inputs = dataclasses.replace(tokens, policy_versions=policy_versions)
+        of_tokens = (log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
+        inputs = OneMicroBatch(
+            *of_tokens, sequence_ids=sequence_ids, policy_versions=policy_versions, turn_ids=turn_ids
+        )
         with torch.no_grad():
             found = plan.from_theta(inputs)
         if torch.is_grad_enabled():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.sequences import BlockSequences
+from megatron_rc.correction.decisions import BlockSequences
 from tests.support.correction_comparison import use_blocks
 
 CONFIG = RolloutCorrectionConfig(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.batch import sums
+from megatron_rc.batch import chain
 from tests.support import correction_oracle as oracle
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
 from tests.support.correction_comparison import assert_same, config_of, correct, numbers, pack, use_blocks
@@ -222,7 +222,7 @@ def trace_blocks(monkeypatch):
             return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(sums, "_compiled", functools.cache(sums._compiled.__wrapped__))
+    monkeypatch.setattr(chain, "_compiled", functools.cache(chain._compiled.__wrapped__))
     return calls
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc import AgreedCounts, RolloutCorrectionConfig
-from megatron_rc.batch.sums import empty_header
-from megatron_rc.measures.header import VetoSums
+from megatron_rc.batch.chain import empty_header
+from megatron_rc.measures.header import SideCounts
 from megatron_rc.parallel.collectives import flatten, largest, map_record, on_host, pack, rebuild, smallest, unpack
 from tests.support.correction_cases import CASES, clear_batch, sizes
 from tests.support.correction_comparison import config_of, correct
@@ -77,8 +77,8 @@ def test_records_add_up_in_the_order_of_their_fields():
     record = made(2)
     assert on_host(rebuild(record, flatten(record))) == on_host(record)
     assert on_host(map_record(record, lambda value, sign: value * (sign == 0))).least == 0
-    assert VetoSums(catastrophic=1.0, vetoed=0.0).catastrophic == 1
+    assert SideCounts(above=1.0, below=0.0).above == 1
     with pytest.raises(TypeError, match="another"):
-        VetoSums(catastrophic=1.0, vetoed=0.0, another=1.0)
-    with pytest.raises(TypeError, match="vetoed"):
-        VetoSums(catastrophic=1.0)
+        SideCounts(above=1.0, below=0.0, another=1.0)
+    with pytest.raises(TypeError, match="below"):
+        SideCounts(above=1.0)

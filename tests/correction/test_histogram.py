@@ -27,7 +27,7 @@ def bins_of(values, num_zeros=0):
     counter = CodeCounter(values.device)
     counter.add(codes_of(values))
     assert counter.counts.shape[1:] == (NUM_CODES,)
-    return bins_from_codes(counter.counts, torch.tensor(num_zeros))
+    return bins_from_codes(counter.counts, torch.tensor(values.numel() - num_zeros))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

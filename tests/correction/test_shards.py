@@ -120,7 +120,7 @@ def test_shards_match_the_oracle(ranks, layout, form):
 
 def correct_wrongly(batches, variant):
     """As ``correct_shards``, with one deliberate mistake in a reduction."""
-    from megatron_rc.batch import sums
+    from megatron_rc.batch import chain
 
     right = ParallelGroups.from_megatron()
     wrong = {
@@ -132,12 +132,12 @@ def correct_wrongly(batches, variant):
         "prompts over cp": ("reduce_groups", ParallelGroups(dp_cp=right.cp)),
     }
     name, groups = wrong[variant]
-    original = getattr(sums, name)
-    setattr(sums, name, lambda pair, _: original(pair, groups))
+    original = getattr(chain, name)
+    setattr(chain, name, lambda pair, _: original(pair, groups))
     try:
         return correct_shards(batches, [6, 6], "padded")
     finally:
-        setattr(sums, name, original)
+        setattr(chain, name, original)
 
 
 @pytest.mark.parametrize(

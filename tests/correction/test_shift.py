@@ -5,7 +5,7 @@ import torch
 
 from megatron_rc import PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
-from megatron_rc.measures.shift import MIN_CELLS, MIN_PAIRS, _window_places, find_lag, measure_shift, shift_sums
+from megatron_rc.measures.data import MIN_CELLS, MIN_PAIRS, _window_places, find_lag, measure_shift, shift_sums
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")

@@ -1,4 +1,4 @@
-"""A rollout batch in pure functions between collectives, on the local shard of one rank.
+"""``correct_rollouts``, as a chain of pure functions between collectives, on the local shard of one rank.
 
     sequence_sums → reduce_sequences (cp) → [group_sums → reduce_groups (dp_cp)]
     → batch_sums → reduce_batch (dp_cp) → finish
@@ -19,24 +19,37 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.correction.history import history_values
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, Shards, check_needs, collect_shards
-from megatron_rc.correction.sequences import BlockSequences, SequenceSums, sequence_weights, sum_tokens
-from megatron_rc.correction.tokens import Tokens, decide_tokens, normalization, token_blocks
-from megatron_rc.correction.verdicts import Verdicts, accepted_masks, decide_sequences, prompt_columns
-from megatron_rc.measures.header import BatchHeader
-from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
-from megatron_rc.measures.sequence_measures import add_sequences, measure_batch
-from megatron_rc.measures.token_measures import (
-    LocalSums,
-    SequenceMeasures,
-    TokenSums,
-    measure_sequences,
-    measure_tokens,
+from megatron_rc.correction.decisions import (
+    BlockSequences,
+    SequenceDecisions,
+    SequenceSums,
+    Tokens,
+    accepted_masks,
+    decide_sequences,
+    decide_tokens,
+    prompt_columns,
+    sum_tokens,
+    token_blocks,
 )
+from megatron_rc.correction.denominators import count_batch
+from megatron_rc.correction.history import history_values
+from megatron_rc.correction.inputs import (
+    AgreedCounts,
+    AnyInputs,
+    Layouts,
+    PlanInputs,
+    Shards,
+    Tensors,
+    check_needs,
+    collect_shards,
+)
+from megatron_rc.correction.weights import normalization
+from megatron_rc.measures.header import BatchHeader, SequenceMeasures, TokenSums
+from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
+from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
 from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
 # these limits out of the way it makes one.
@@ -47,13 +60,84 @@ _ONE_LOOP: dict[str, Any] = dict.fromkeys(
 Found = tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], tuple[SequenceSums, SequenceMeasures, TokenSums[Tensor]]]
 
 
+@torch.no_grad()
+def correct_rollouts(
+    train_log_probs: Tensors,
+    rollout_log_probs: Tensors,
+    response_mask: Tensors,
+    config: RolloutCorrectionConfig,
+    layout: Layouts | None = None,
+    groups: ParallelGroups | None = None,
+    *,
+    advantages: Tensors | None = None,
+    rewards: Tensors | None = None,
+    group_ids: Tensors | None = None,
+    num_groups: int | None = None,
+    sequence_ids: Tensors | None = None,
+    policy_versions: Tensors | None = None,
+    current_version: int | None = None,
+    max_staleness: int = 0,
+    mini_batch_ids: Tensors | None = None,
+    num_mini_batches: int = 1,
+    turn_ids: Tensors | None = None,
+    allow_zero_log_probs: bool = False,
+    compile: bool = False,
+) -> CorrectionResult:
+    """Importance weights, accepted mask, denominators and metrics of a whole rollout batch.
+
+    Every tensor argument and the layout may be lists with one entry a micro-batch; weights and mask then are lists too.
+
+    Args:
+        train_log_probs: log π_train, the layout's local shape, nats; detached.
+        rollout_log_probs: log π_rollout of the same tokens, of the same shape.
+        response_mask: bool, of the same shape; values elsewhere change no bit of any result.
+        config: the correction.
+        layout: which tokens these are. Default: padded ``[b, s]``, whole sequences.
+        groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
+        advantages: [n], or like the log-probs; ``opsm`` needs them.
+        rewards: [n]; rejected shares are reported by their sign.
+        group_ids: [n] int64 in [0, num_groups): the prompt of each sequence; group criteria need them.
+        num_groups: prompts of the whole batch.
+        sequence_ids: [n] int64, unique over DP, below 2²¹; error messages name them. Default: the local index.
+        policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled.
+        current_version: of the weights that train; staleness is its distance from ``policy_versions``.
+        max_staleness: the last bucket of staleness holds this one and all above.
+        mini_batch_ids: [n] int64 in [0, num_mini_batches); may be left out with one mini-batch.
+        num_mini_batches: optimizer steps that share the batch.
+        turn_ids: int64, like the log-probs: consecutive tokens with one id are a turn. Default: each run of trained
+            tokens is one.
+        allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs sum to
+            exactly 0, which only greedy sampling gives. Without it they are an error: the engine returned no log-probs.
+        compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
+            configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
+
+    The counts ``num_*``, ``current_version`` and ``max_staleness`` are the same on every rank.
+
+    Returns:
+        The result; call its ``check()`` before any optimizer step.
+
+    Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion), one SUM and one MAX over ``dp_cp`` (and
+    one SUM of ``[num_groups, k]`` with a group criterion); none for a group of size 1. Weights of prefixes add one SUM
+    over ``cp``, turns two. The sizes do not depend on the number of tokens.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit together (alike on all ranks).
+    """
+    groups = ParallelGroups.given(groups)
+    counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
+    per_sequence = (advantages, rewards, group_ids, sequence_ids, policy_versions, mini_batch_ids)
+    inputs = PlanInputs(train_log_probs, rollout_log_probs, response_mask, layout, *per_sequence, turn_ids)
+    batch = local_batch(inputs, config, counts, groups, compile=compile)
+    return finish(batch, reduce_batch(batch.pair, groups), allow_zero_log_probs=allow_zero_log_probs)
+
+
 @dataclass(frozen=True)
 class BatchSums:
     """The decisions on this rank's tokens, and its part of the whole batch."""
 
     local: LocalSums  # the local tokens
     sums: SequenceSums  # over whole sequences, reduced over ``cp``
-    verdicts: Verdicts  # on whole sequences
+    decisions: SequenceDecisions  # on whole sequences
     mask: list[Tensor]  # m' of each micro-batch
     header: BatchHeader[Tensor]  # this rank's part of the numbers of the whole batch
 
@@ -65,16 +149,18 @@ class BatchSums:
     @property
     def sequence_lengths(self) -> Tensor:
         """[n] float64: n_i, the tokens of each local sequence under D."""
-        return self.verdicts.accepted if self.local.config.rejection_denominator == "accepted" else self.verdicts.tokens
+        accepted = self.local.config.rejection_denominator == "accepted"
+        return self.decisions.accepted.tokens if accepted else self.decisions.tokens
 
     def weights(self, factor: Tensor | None = None) -> list[Tensor] | None:
         """The bounded weights of each micro-batch, times 1 / w̄; None without weights."""
-        local, shared = self.local, sequence_weights(self.sums, self.local.config)
+        local, shared = self.local, self.decisions.weights
         if shared is None:
             if local.weights is None or factor is None:
                 return local.weights
             return [weights * factor.to(weights.dtype) for weights in local.weights]
-        spread = local.shards.expand((shared if factor is None else shared * factor).to(local.shards.dtype))
+        weights = shared.bounded if factor is None else shared.bounded * factor
+        spread = local.shards.expand(weights.to(local.shards.dtype))
         return [torch.where(valid, weight, 0) for valid, weight in zip(local.valid, spread, strict=True)]
 
 
@@ -96,22 +182,21 @@ def sequence_sums(
         ValueError: the config needs advantages, prompts or versions that are not there, or other slices without
             ``cp``, or is no config.
     """
-    check_config(config)
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
     shape = None
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
     weights = _room(shards, shards.dtype) if config.weighs_tokens else None
     records, counter = [], CodeCounter(shards.device)
-    history = history_values(shards, config, cp)
+    history = history_values(shards, config, cp) if config.needs_history else None
     for number, block, tokens in token_blocks(shards, config, history, compile=compile):
-        lengths = None if block.lengths is None else block.lengths.to(shards.device, non_blocking=True)
-        sequences = BlockSequences(lengths)
-        if compile and sequences.lengths is None and shape in (None, tokens.mask.shape):
+        if compile and block.lengths is None and shape in (None, tokens.mask.shape):
             shape = tokens.mask.shape
             (*of_tokens, codes), record = _find_compiled(tokens, config)
         else:
-            (*of_tokens, codes), record = _find(tokens, sequences, config)
+            (*of_tokens, codes), record = _find(tokens, BlockSequences(block.lengths), config)
         for room, values in zip((valid, kept, weights), of_tokens, strict=True):
             if room is not None and values is not None:
                 block.take(room[number]).copy_(values)
@@ -119,9 +204,8 @@ def sequence_sums(
         records.append(record)
         del of_tokens, codes, values  # before the next block needs room
     sums, measures, per_sequence = concatenated(records)
-    every = torch.ones_like(sums.valid, dtype=torch.bool)
-    bins = bins_from_codes(counter.counts, counter.num_values - sums.valid.sum())
-    totals = add_sequences(per_sequence, sums, every)
+    totals = add_sequences(per_sequence, sums, torch.ones_like(sums.valid, dtype=torch.bool))
+    bins = bins_from_codes(counter.counts, sums.valid.sum())
     return LocalSums(shards, config, sums, measures, totals, bins, valid, kept, weights)
 
 
@@ -145,9 +229,12 @@ def reduce_groups(pair: Pair, groups: ParallelGroups) -> Pair:
 def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> BatchSums:
     """Verdicts, accepted mask, and the local part of the batch's numbers, from reduced pairs. Collectives: none."""
     sums, measures = unpack((local.sums, local.measures), sequences)
-    verdicts = decide_sequences(sums, local.shards, local.config, None if prompts is None else prompts[0])
-    mask = accepted_masks(local.kept, local.shards, verdicts)
-    return BatchSums(local, sums, verdicts, mask, measure_batch(local, sums, measures, verdicts, mask))
+    shards, config = local.shards, local.config
+    decisions = decide_sequences(sums, shards, config, None if prompts is None else prompts[0])
+    mask = accepted_masks(local.kept, shards, decisions)
+    denominators = count_batch(sums, decisions, shards, config)
+    header = measure_batch(local, sums, measures, decisions, mask, denominators)
+    return BatchSums(local, sums, decisions, mask, header)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -183,20 +270,6 @@ def local_batch(
     return batch_sums(local, sequences, prompts)
 
 
-def correct_batch(
-    inputs: AnyInputs,
-    config: RolloutCorrectionConfig,
-    counts: AgreedCounts,
-    groups: ParallelGroups,
-    *,
-    compile: bool = False,
-    allow_zero_log_probs: bool = False,
-) -> CorrectionResult:
-    """The whole chain; arguments as in :func:`correct_rollouts`."""
-    batch = local_batch(inputs, config, counts, groups, compile=compile)
-    return finish(batch, reduce_batch(batch.pair, groups), allow_zero_log_probs=allow_zero_log_probs)
-
-
 def empty_header(
     config: RolloutCorrectionConfig, counts: AgreedCounts, device: torch.device | None = None
 ) -> BatchHeader[Tensor]:
@@ -226,16 +299,17 @@ def _find(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionCo
     """The arithmetic on one block: plain expressions, also inside ``torch.compile``."""
     decisions = decide_tokens(tokens, config)
     sums = sum_tokens(tokens, decisions, sequences, config)
-    measures = measure_sequences(decisions, sequences, config), measure_tokens(decisions, sequences, config)
+    measures = measure_block(decisions, sequences, config)
+    weights = None if decisions.weights is None else decisions.weights.bounded
     codes = codes_of(decisions.log_ratio)  # invalid tokens have the code of 0
-    return (decisions.valid, decisions.kept, decisions.weights, codes), (sums, *measures)
+    return (decisions.valid, decisions.kept, weights, codes), (sums, *measures)
 
 
 def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig) -> Found:
     """``_find`` through ``torch.compile``, which makes a program for one shape: for all blocks of the first shape."""
     zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-    given = (tokens.train, tokens.rollout, tokens.mask.view(torch.uint8), tokens.negative, tokens.level)
-    found: Found = _compiled(config, zero.device.type)(*given, tokens.log_weight, tokens.statistics, zero)
+    given = vars(tokens) | {"mask": tokens.mask.view(torch.uint8)}
+    found: Found = _compiled(config, zero.device.type)(zero, *given.values())
     return found
 
 
@@ -247,17 +321,8 @@ def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., Any
     result depends on the sequence, as the sums do: so ``zero``, [n, 1], is in the mask.
     """
 
-    def program(
-        train: Tensor,
-        rollout: Tensor,
-        mask: Tensor,
-        negative: Tensor | None,
-        level: Tensor | None,
-        log_weight: Tensor | None,
-        statistics: dict[str, Tensor],
-        zero: Tensor,
-    ) -> Found:
-        tokens = Tokens(train, rollout, mask.float() + zero != 0, negative, level, log_weight, statistics)
+    def program(zero: Tensor, train: Tensor, rollout: Tensor, mask: Tensor, *others: Any) -> Found:
+        tokens = Tokens(train, rollout, mask.float() + zero != 0, *others)
         (valid, kept, weights, codes), record = _find(tokens, BlockSequences(), config)
         valid, kept = (torch.where(flags, 1.0, 0.0).to(torch.uint8) for flags in (valid, kept))
         return (valid, kept, weights, codes), record

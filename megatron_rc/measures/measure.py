@@ -1,0 +1,326 @@
+"""The measures of a batch, from the decisions: of blocks of tokens, of whole sequences, and their sums on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.decisions import (
+    BlockSequences,
+    SequenceDecisions,
+    SequenceSums,
+    TokenDecisions,
+    blocks_of,
+    statistics_of,
+)
+from megatron_rc.correction.denominators import Denominators
+from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.weights import scaled_bounds
+from megatron_rc.measures.data import data_sums
+from megatron_rc.measures.header import (
+    BatchHeader,
+    Breakdowns,
+    CriterionSums,
+    PerplexitySums,
+    PolicySums,
+    SequenceMeasures,
+    SideCounts,
+    SpreadSums,
+    StatisticSums,
+    TestedSums,
+    TokenSums,
+    WeightMeasures,
+    WeightMoments,
+    WeightSums,
+)
+from megatron_rc.measures.histogram import bins_of
+from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT
+from megatron_rc.parallel.collectives import Pair, flatten, pack, rebuild
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.criterion import Criterion
+
+R = TypeVar("R")
+
+LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
+REWARD_SIGNS = ("negative", "zero", "positive")
+# How sums, largest and smallest values are put together, each with its value of nothing.
+_ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
+    (0.0, torch.sum),
+    (-torch.inf, torch.amax),
+    (torch.inf, torch.amin),
+)
+
+
+@dataclass(frozen=True)
+class LocalSums:
+    """All that this rank knows of its own tokens."""
+
+    shards: Shards  # the input
+    config: RolloutCorrectionConfig
+    sums: SequenceSums  # over the local parts of whole sequences: decisions
+    measures: SequenceMeasures  # over the local parts of whole sequences: measures
+    tokens: TokenSums[Tensor]  # over all local tokens: measures
+    bins: Tensor  # [bins] float64, histogram of log ρ over the local tokens
+    valid: list[Tensor]  # for each micro-batch the valid tokens, bool
+    kept: list[Tensor]  # for each micro-batch the tokens that all token-level criteria accept, bool
+    weights: list[Tensor] | None  # for each micro-batch the bounded weights, 0 if invalid; None unless token-level
+
+    @property
+    def pair(self) -> Pair:
+        """([sums · n], [maxima · n]), to be reduced over ``cp``."""
+        return pack((self.sums, self.measures))
+
+
+def measure_block(
+    decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
+) -> tuple[SequenceMeasures, TokenSums[Tensor]]:
+    """The measures of whole sequences and of all tokens, from one block."""
+    excess = decisions.ratio - 1  # to 6e-8 in float32; expm1 would cost six exponentials
+    absent, weights = decisions.absent, decisions.weights
+    of_weights = raw = bounded = None
+
+    def spread(excess: Tensor, values: Tensor) -> SpreadSums[Tensor]:
+        extremes = sequences.largest(values, absent), sequences.smallest(values, absent)
+        return SpreadSums(sequences.sum(excess.square()), *extremes)
+
+    if weights is not None:
+        lower, upper = config.is_log_bounds
+        tested = weights.log if decisions.scale is None else weights.log / decisions.scale
+        above, below = (sequences.count(decisions.valid & beyond) for beyond in (tested > upper, tested < lower))
+        of_weights = WeightMeasures(None, SideCounts(above, below))
+        bounded = spread(weights.bounded - decisions.one, weights.bounded)
+        if weights.raw is not decisions.ratio:
+            of_weights = WeightMeasures(sequences.sum(weights.raw - 1), SideCounts(above, below))
+            raw = spread(weights.raw - 1, weights.log)
+    turns = [criterion.name for criterion in config.criteria if criterion.unit == "turn"]
+    of_sequences = SequenceMeasures(
+        excess=sequences.sum(excess),
+        weights=of_weights,
+        accepted={name: sequences.count(test.accepted) for name, test in decisions.tests.items()},
+        of_turns={name: sequences.exact_sum(decisions.tests[name].tested.double()) for name in turns},
+    )
+    of_tokens = TokenSums(
+        # Both terms clamped, as in k3.
+        k3=sequences.sum(excess - decisions.log_ratio.clamp(max=EXP_LIMIT)),
+        ratio=spread(excess, decisions.log_ratio),
+        raw_weights=raw,
+        weights=bounded,
+        tests={one.name: _measure_test(one, decisions, sequences) for one in config.criteria if one.of_tokens},
+    )
+    return of_sequences, of_tokens
+
+
+def _measure_test(criterion: Criterion, decisions: TokenDecisions, sequences: BlockSequences) -> TestedSums[Tensor]:
+    values = decisions.tests[criterion.name].tested
+    tested = values if decisions.scale is None else values / decisions.scale
+    factor = decisions.one if decisions.scale is None else decisions.one * decisions.scale
+    clamped = tested.clamp(criterion.least, criterion.upper) * factor
+    return TestedSums(
+        high=sequences.count(decisions.valid & (tested > criterion.upper)),
+        clamped=sequences.sum(clamped),
+        clamped_squared=sequences.sum(clamped.square()),
+        max=sequences.largest(values, decisions.absent),
+        min=sequences.smallest(values, decisions.absent),
+    )
+
+
+def measure_batch(
+    local: LocalSums,
+    sums: SequenceSums,
+    measures: SequenceMeasures,
+    decisions: SequenceDecisions,
+    mask: Sequence[Tensor],
+    denominators: Denominators[Tensor],
+) -> BatchHeader[Tensor]:
+    """This rank's part of the numbers of the whole batch, from whole sequences and from local tokens (m': ``mask``)."""
+    shards, config, tokens = local.shards, local.config, local.tokens
+    # Whole sequences, which all ranks of cp know, are counted on the first one.
+    counted = (sums.valid > 0) & shards.is_first_cp_rank
+    policy = policy_sums(sums, measures, decisions)
+    weights = weight_sums(sums, measures, tokens, decisions, counted, config)
+    veto = None if sums.vetoed is None else CriterionSums(sums.vetoed, sums.vetoed > 0, None)
+    criteria = {one.name: criterion_sums(one, sums, measures, tokens, decisions) for one in config.criteria}
+    policy, weights, veto, criteria = add_sequences((policy, weights, veto, criteria), sums, counted)
+    data, tables = data_sums(shards, sums, config), breakdowns(sums, decisions, local, mask, counted)
+    bins = local.bins.cumsum(0)
+    return BatchHeader(denominators, data, policy, tokens, weights, veto, criteria, tables, bins)
+
+
+def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
+    """A record with each [n] tensor, float64 or bool, added up over sequences; other tensors stay.
+
+    ``counted`` are the sequences whose sums this rank counts. Extremes are over sequences with a valid token, and
+    infinite without one.
+    """
+    kinds = []
+    for kind, (filler, add) in zip(flatten(record), _ADDED, strict=True):
+        # Together with float64 numbers, flags become such too.
+        table = torch.stack([sums.valid, *(value for value in kind if value.dim() == 1)])[1:]
+        table = torch.where(sums.valid > 0 if filler else counted, table, filler)
+        # One more column, so that no sequence has an extreme too.
+        totals = iter(add(torch.cat([table, table.new_full((len(table), 1), filler)], dim=1), 1))
+        kinds.append([next(totals) if value.dim() == 1 else value for value in kind])
+    return rebuild(record, kinds)
+
+
+def policy_sums(sums: SequenceSums, measures: SequenceMeasures, decisions: SequenceDecisions) -> PolicySums[Tensor]:
+    """How far the two policies are apart, in each sequence."""
+    excess = torch.expm1(sums.log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))
+    difference = -sums.mean_log_ratio
+
+    def perplexity(mean: Tensor) -> PerplexitySums[Tensor]:
+        return PerplexitySums(mean, mean.clamp(-PPL_LIMIT, PPL_LIMIT).exp())
+
+    return PolicySums(
+        valid=sums.valid,
+        sequences=sums.valid > 0,
+        log_ratio=sums.log_ratio,
+        excess=measures.excess,
+        training=perplexity(-sums.train / sums.num_tokens),
+        rollout=perplexity(-sums.rollout / sums.num_tokens),
+        difference=perplexity(difference),
+        abs_difference=difference.abs(),
+        sequence_excess=excess,
+        sequence_excess_squared=excess.square(),
+        sequences_with_rejected=decisions.accepted.tokens < sums.valid,
+        difference_max=difference,
+        difference_min=difference,
+    )
+
+
+def weight_sums(
+    sums: SequenceSums,
+    measures: SequenceMeasures,
+    tokens: TokenSums[Tensor],
+    decisions: SequenceDecisions,
+    counted: Tensor,
+    config: RolloutCorrectionConfig,
+) -> WeightSums[Tensor] | None:
+    """The importance weights of each sequence; None without weights."""
+    shared, scale, valid, counts = decisions.weights, decisions.scale, sums.valid, counted.double().unsqueeze(0)
+    if shared is not None:
+        mean, tested, (lower, upper) = shared.bounded, shared.log, config.is_log_bounds
+        tested = tested if scale is None else tested / scale
+        outside = SideCounts(torch.where(tested > upper, valid, 0), torch.where(tested < lower, valid, 0))
+        raw, bounded = _moments(shared.raw, valid, shared.log), _moments(mean, valid, mean)
+        counts = torch.cat([counts, counts * valid])
+    elif tokens.weights is not None and measures.weights is not None and sums.weight is not None:
+        mean, outside = sums.weight / sums.num_tokens, measures.weights.outside
+        raw_excess = measures.excess if measures.weights.raw_excess is None else measures.weights.raw_excess
+        tested, (lower, upper) = 1 + raw_excess / sums.num_tokens, scaled_bounds(config, scale)
+        raw = _token_moments(tested * valid, tokens.raw_weights or tokens.ratio)
+        bounded = _token_moments(mean * valid, tokens.weights)
+    else:
+        return None
+    return WeightSums(
+        raw=raw,
+        bounded=bounded,
+        mean=WeightMoments(mean, (mean - 1).square(), None, mean, mean),
+        outside=outside,
+        mean_outside=SideCounts(tested > upper, tested < lower),
+        sequences_outside=outside.above + outside.below > 0,
+        histograms=bins_of(mean.log(), counts).cumsum(1),
+    )
+
+
+def _moments(weights: Tensor, times: Tensor, values: Tensor) -> WeightMoments[Tensor]:
+    """The moments of weights that count several times each, with the extremes of ``values``."""
+    return WeightMoments(weights * times, (weights - 1).square() * times, weights.square() * times, values, values)
+
+
+def _token_moments(total: Tensor, spread: SpreadSums[Tensor]) -> WeightMoments[Tensor]:
+    return WeightMoments(total, spread.excess_squared, None, spread.max, spread.min)
+
+
+def criterion_sums(
+    criterion: Criterion,
+    sums: SequenceSums,
+    measures: SequenceMeasures,
+    tokens: TokenSums[Tensor],
+    decisions: SequenceDecisions,
+) -> CriterionSums[Tensor]:
+    """The tokens that a criterion rejects by itself, and its statistic."""
+    if criterion.of_tokens:
+        rejected = sums.valid - measures.accepted[criterion.name]
+    else:
+        tested = sums.negative.valid if sums.negative is not None and criterion.only_negative else sums.valid
+        rejected = torch.where(decisions.by_criterion[criterion.name], 0, tested)
+    statistic = None
+    if criterion.is_measured:
+        statistic = _statistic_sums(criterion, _statistic_of(criterion, sums, measures), sums, tokens, decisions.scale)
+    return CriterionSums(rejected, rejected > 0, statistic)
+
+
+def _statistic_of(criterion: Criterion, sums: SequenceSums, measures: SequenceMeasures) -> Tensor:
+    """[n] the statistic of each sequence; of a criterion on turns its mean over the tokens."""
+    if criterion.unit == "turn":
+        return measures.of_turns[criterion.name] / sums.num_tokens
+    # Without a valid token the largest value is -inf.
+    return torch.where(sums.valid > 0, criterion.statistic(statistics_of(sums)), 0)
+
+
+def _statistic_sums(
+    criterion: Criterion, statistic: Tensor, sums: SequenceSums, tokens: TokenSums[Tensor], scale: Tensor | None
+) -> StatisticSums[Tensor]:
+    scale = torch.ones_like(sums.valid) if scale is None else scale
+    tested = statistic / scale
+    high, clamped = tested > criterion.upper, tested.clamp(criterion.least, criterion.upper) * scale
+    shared = TestedSums(high, clamped * sums.valid, clamped.square() * sums.valid, statistic, statistic)
+    return StatisticSums(
+        tested=tokens.tests.get(criterion.name, shared),
+        total=statistic * sums.valid,
+        statistic=statistic,
+        squared=statistic.square(),
+        outside=SideCounts(high, tested < criterion.lower),
+        max=statistic,
+        min=statistic,
+    )
+
+
+def breakdowns(
+    sums: SequenceSums, decisions: SequenceDecisions, local: LocalSums, mask: Sequence[Tensor], counted: Tensor
+) -> Breakdowns:
+    """Valid and rejected tokens by length, by the reward's sign and by staleness; ``mask``: m'."""
+    shards = local.shards
+    columns = torch.stack([sums.valid, sums.valid - decisions.accepted.tokens, sums.log_ratio], dim=1)
+    columns = torch.where(counted.unsqueeze(1), columns, 0)
+    octave = (torch.frexp(sums.num_tokens).exponent - 1).clamp(max=LENGTH_BUCKETS - 1)
+    signs = None if shards.rewards is None else shards.rewards.sign().long() + 1
+    buckets = None if shards.policy_versions is None else _staleness_bucket(shards.policy_versions, shards)
+    by_staleness = _into_buckets(buckets, shards.counts.max_staleness + 1, columns)
+    if shards.parts[0].versions is not None:
+        by_staleness = token_staleness(shards, local.valid, mask)
+    return Breakdowns(
+        by_length=_into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
+        by_reward=_into_buckets(signs, len(REWARD_SIGNS), columns[:, :2]),
+        by_staleness=by_staleness,
+    )
+
+
+def token_staleness(shards: Shards, valid: Sequence[Tensor], accepted: Sequence[Tensor]) -> Tensor:
+    """[buckets, 3] float64: valid tokens, rejected tokens and Σ log ρ by staleness, if versions are one a token."""
+    table = torch.zeros(shards.counts.max_staleness + 1, 3, dtype=torch.float64, device=shards.device)
+    for part, of_valid, of_accepted in zip(shards.parts, valid, accepted, strict=True):
+        for block in blocks_of(part):
+            tensors = part.train, part.rollout, part.versions, of_valid, of_accepted
+            train, rollout, versions, is_valid, kept = map(block.take, tensors)  # type: ignore[arg-type]
+            log_ratio = torch.where(is_valid, train.double() - rollout.double(), 0)
+            columns = torch.stack([is_valid, is_valid & ~kept, log_ratio], dim=-1).view(-1, 3)
+            bucket = _staleness_bucket(versions.reshape(-1), shards)
+            table = table + _into_buckets(bucket, len(table), columns)
+    return table
+
+
+def _staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
+    """current_version - version, within [0, max_staleness]."""
+    return shards.counts.staleness(versions).clamp(0, shards.counts.max_staleness)
+
+
+def _into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
+    """[count, k] float64: the sums of [n, k] columns by bucket; zeros without an index."""
+    buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
+    return buckets if index is None else buckets.index_add_(0, index, columns.double())
