@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import Batch, Comparison
 from megatron_rc.adaptors.check.shards import on_ranks
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs
 from megatron_rc.settings.config import RolloutCorrectionConfig

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import ROWS, WIDTH, Batch
-from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
