@@ -161,7 +161,11 @@ class BatchSums:
             return [weights * factor.to(weights.dtype) for weights in local.weights]
         weights = shared.bounded if factor is None else shared.bounded * factor
         spread = local.shards.expand(weights.to(local.shards.dtype))
-        return [torch.where(valid, weight, 0) for valid, weight in zip(local.valid, spread, strict=True)]
+        # Written over the spread weights: a second tensor of their size would be the largest part of the memory.
+        zero = weights.new_zeros((), dtype=local.shards.dtype)
+        return [
+            torch.where(valid, weight, zero, out=weight) for valid, weight in zip(local.valid, spread, strict=True)
+        ]
 
 
 def sequence_sums(
