@@ -162,10 +162,8 @@ class BatchSums:
         weights = shared.bounded if factor is None else shared.bounded * factor
         spread = local.shards.expand(weights.to(local.shards.dtype))
         # Written over the spread weights: a second tensor of their size would be the largest part of the memory.
-        zero = weights.new_zeros((), dtype=local.shards.dtype)
-        return [
-            torch.where(valid, weight, zero, out=weight) for valid, weight in zip(local.valid, spread, strict=True)
-        ]
+        pairs = zip(local.valid, spread, strict=True)
+        return [torch.where(valid, weight, weight.new_zeros(()), out=weight) for valid, weight in pairs]
 
 
 def sequence_sums(
