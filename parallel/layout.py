@@ -299,7 +299,8 @@ class SequenceLayout:
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
         """[k] int64: positions in their whole sequences of local tokens.
 
-        ``sequences`` and ``offsets``, [k] int64, are a token's sequence, and its index among the local tokens of it.
+        ``offsets``, [k] int64, are indices among the local tokens of a sequence; ``sequences`` are the sequences, [k]
+        int64, or [1] for all tokens.
         """
         if self.cp_size == 1:
             return offsets

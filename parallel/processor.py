@@ -68,8 +68,8 @@ def log_prob_processor(
         ``weight.main_grad`` if Megatron's config has ``gradient_accumulation_fusion``. Collectives: the function's.
 
     Raises:
-        ValueError: by the returned function: no labels; a ``tp_group`` that has not the ranks of the output layer's
-            group; fused, an output layer without a weight, or a ``scale_logits`` that does more than multiply by a
+        ValueError: by the returned function: no labels; a ``tp_group`` with another number of ranks than the output
+            layer's group; fused, an output layer without a weight, or a ``scale_logits`` that does more than multiply by a
             positive number; and the errors of the two functions.
     """
     options: dict[str, Any] = {
@@ -173,7 +173,9 @@ def _factor(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
 
 def _by_columns(ids: Tensor | None, offsets: Tensor | None, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The kept tokens in the order of ``labels.t()``; offsets that are none of these labels stay, and are refused."""
-    if ids is None or offsets is None or min(labels.shape) < 2 or offsets.shape != (labels.numel() + 1,):
+    if not isinstance(ids, Tensor) or not isinstance(offsets, Tensor):
+        return ids, offsets
+    if min(labels.shape) < 2 or offsets.shape != (labels.numel() + 1,):
         return ids, offsets
     counts, device = offsets.diff(), offsets.device
     valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (counts >= 0).all()

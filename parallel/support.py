@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, SoftmaxOptions, arithmetic
 
-BLOCK_ENTRIES = 2**17  # ids of a block of rows on a CPU: their logits are gathered while the cache has the rows
+BLOCK_ENTRIES = 2**16  # ids of a block of rows on a CPU: their logits are gathered while the cache has the rows
 
 
 def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> None:

@@ -129,7 +129,7 @@ class VllmEngine:
             return [None if experts is None else torch.from_numpy(experts.astype("int32")) for experts in found]
         (tables,) = self._llm.collective_rpc("take_experts")
         # The worker's name of a request is the output's with a random ending.
-        by_request = {name.rpartition("-")[0]: table for name, table in tables.items()}
+        by_request = tables | {name.rpartition("-")[0]: table for name, table in tables.items()}
         return [torch.tensor(by_request[output.request_id], dtype=torch.int32) for output in outputs]
 
     def _start(self, path: str) -> Any:

@@ -165,7 +165,7 @@ class VllmServerEngine(ServerEngine):
         if limit is not None and found > limit:
             raise EngineError(
                 f"{where} the response has {found} versions of weights, --rollout-max-versions allows {limit}: raise "
-                "it, or give the server more memory, so that it sets no response aside"
+                "it, or lower --rollout-concurrency, so that the server sets no response aside"
             )
         return versions
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class GoodSamples:
     def __init__(self, config: RunConfig, engine: RolloutEngine, replica: int) -> None:
         self.config, self.engine, self.replica = config, engine, replica
         self.policy = config.guards.bad_samples
-        self.bad = 0  # bad responses so far, retries included
+        self._counts = threading.local()  # --rl-partial-rollouts evaluates while a thread samples
         self.file = bad_folder(config) / SAMPLES_FILE
         engines = config.engine.rollout_url
         self.name = engines.split(",")[replica] if engines else f"--rollout-engine {config.engine.rollout_engine}"
@@ -52,7 +53,7 @@ class GoodSamples:
             if faults and self.policy == "stop":
                 raise EngineError(next(iter(faults.values())))
             self._write(faults, prompts, samples, number)
-            self.bad += len(faults)
+            self._counts.bad = self.bad + len(faults)
             if number == tries or not faults:
                 break
             again = self.engine.sample(
@@ -61,6 +62,11 @@ class GoodSamples:
             for index, sample in zip(faults, again, strict=True):
                 samples[index] = sample
         return [Sample([], [], "abort") if index in faults else one for index, one in enumerate(samples)]
+
+    @property
+    def bad(self) -> int:
+        """Number of bad responses to this thread so far, retries included."""
+        return getattr(self._counts, "bad", 0)
 
     def fault_of(self, sample: Sample, longest: int, index: int) -> str | None:
         """Error message if the response to a prompt is bad."""

@@ -106,7 +106,7 @@ class TokenDecisions:
     values: dict[str, Tensor]  # x of each divergence that a criterion needs, float64 (log ρ in its own dtype)
     tests: dict[str, TokenTest]  # of each criterion on tokens or turns
     kept: Tensor  # bool: the valid tokens that all criteria on tokens and turns accept
-    weights: Weights | None  # 0 if invalid; None unless weights are token-level
+    weights: Weights | None  # of an invalid token bounded 0, log 0, raw 1; None unless weights are token-level
 
 
 def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecisions:
@@ -291,7 +291,7 @@ class SequenceDecisions:
 def decide_sequences(
     sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
 ) -> SequenceDecisions:
-    """The decisions on whole sequences; criteria on prompts need ``prompts``, the reduced :func:`prompt_columns`."""
+    """The decisions on whole sequences; without ``prompts``, the reduced :func:`prompt_columns`, not those on prompts."""
     scale = weights = None
     if config.staleness_scale is not None:
         reached = torch.stack([tokens > 0 for tokens in sums.older]).sum(0)

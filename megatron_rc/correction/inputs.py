@@ -209,11 +209,15 @@ def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMi
     """The checked inputs of each micro-batch; without a layout, padded rows cut as ``groups.cp`` says."""
     # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
     names, masks = [field.name for field in reversed(dataclasses.fields(CorrectionInputs))], inputs.response_mask
-    columns = {name: _listed(name, getattr(inputs, name), masks) for name in names}
-    if not columns["response_mask"]:
+    if isinstance(masks, (list, tuple)) and not masks:
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
+    columns = {name: _listed(name, getattr(inputs, name), masks) for name in names}
     rows = (dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    return [_checked(OneMicroBatch(**row), groups) for row in rows]
+    batches = [_checked(OneMicroBatch(**row), groups) for row in rows]
+    for name in PER_SEQUENCE:
+        if getattr(inputs, name) is not None:
+            _is_one_a_sequence(name, batches)
+    return batches
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:

@@ -5,8 +5,8 @@ id · 2³² + 8 · position + 4 · policy + kind; policy is 0 for π_train and 1
 or positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in float64; the smallest one of all ranks wins.
 Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper bits.
 
-Rollout log-probs that are shifted by one position against the training ones:
-neighbouring pairs of valid tokens are compared straight and crosswise: with d(a, b) = min(|a - b|, 2) nats, a rollout
+Rollout log-probs may be shifted by one position against the training ones.
+Neighbouring pairs of valid tokens are compared straight and crosswise: with d(a, b) = min(|a - b|, 2) nats, a rollout
 tensor that is one position late has a small d(train_t, rollout_{t+1}) and a large d(train_t, rollout_t). A lag is
 reported if the crosswise distance is less than half of the straight one. Honest batches stay near or above 1: among
 3,000 batches of 512 pairs, from unrelated policies that are certain of 98 % of their tokens, the smallest quotient was

@@ -160,14 +160,28 @@ def test_a_host_that_is_not_there_cannot_be_compared(monkeypatch, capsys, host):
     assert f"run this in an environment in which {host}." in capsys.readouterr().err
 
 
-def test_a_host_with_other_arguments_cannot_be_compared(monkeypatch, capsys):
-    class Other(ClippedLoss):
-        def __call__(self, logprobs, data):
-            raise AssertionError
+class Other(ClippedLoss):
+    def __call__(self, logprobs, data):
+        raise AssertionError
 
-    with_nemo_rl(monkeypatch, Other)
+
+class Crashing(ClippedLoss):
+    def __call__(self, *args, **more):
+        raise RuntimeError("no kernel")
+
+
+@pytest.mark.parametrize(("loss", "error"), [(Other, "TypeError"), (Crashing, "RuntimeError: no kernel")])
+def test_a_host_that_fails_cannot_be_compared(monkeypatch, capsys, loss, error):
+    with_nemo_rl(monkeypatch, loss)
     assert main(["nemo_rl"]) == UNUSABLE
-    assert "nemo_rl could not be called: TypeError" in capsys.readouterr().err
+    assert f"nemo_rl could not be called: {error}" in capsys.readouterr().err
+
+
+def test_a_comparison_needs_a_batch(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["verl", "--seeds", "0"])
+    assert ended.value.code == UNUSABLE
+    assert "--seeds 0" in capsys.readouterr().err
 
 
 def test_differences_are_relative_and_nan_is_one():

@@ -417,6 +417,9 @@ def test_the_plan_makes_the_micro_batches():
                     torch.testing.assert_close(got, value, rtol=1e-12, atol=0)
         with pytest.raises(ValueError, match="advantages are missing"):
             whole.micro_batches(dataclasses.replace(inputs, advantages=None))
+        for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.int64)):
+            with pytest.raises(ValueError, match="advantages"):
+                whole.micro_batches(dataclasses.replace(inputs, advantages=[wrong] * 4))
 
 
 def test_the_benchmark_of_steps_times_methods_that_are_there():

@@ -134,8 +134,10 @@ def _check_replay(config: RunConfig) -> None:
     of_engine, of_trainer = _router_dtype_of_engine(config), config.dtype
     if config.megatron.given.get("moe_router_dtype") == "fp32":
         of_trainer = torch.float32
-    # Another dtype of the whole model differs in more than its routers: a float32 trainer is not asked.
-    differs = config.replays_rollouts and config.dtype is not torch.float32 and of_engine is not of_trainer
+    # A float32 trainer is not asked: another dtype of the whole model differs in more than its routers. Nor are
+    # records, which do not name their engine's dtype.
+    asked = config.replays_rollouts and config.dtype is not torch.float32 and not config.rollouts.load_rollouts
+    differs = asked and of_engine is not of_trainer
     mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
     wrong = {
         "{moe_enable_routing_replay} with {moe_router_fusion}: the fused router chooses by itself; drop one of them": (
@@ -156,10 +158,10 @@ def _check_replay(config: RunConfig) -> None:
 
 
 def _router_dtype_of_engine(config: RunConfig) -> torch.dtype:
-    """Dtype of the engine's router logits.
+    """Dtype of the engine's router logits, as vLLM and transformers have it; taken for SGLang's too.
 
-    vLLM and transformers compute sigmoid routers (DeepSeek-V3, GLM-4.5) in float32, softmax routers (Qwen, Mixtral) in
-    the model's dtype. transformers computes in float32 on a CPU.
+    They compute sigmoid routers (DeepSeek-V3, GLM-4.5) in float32, softmax routers (Qwen, Mixtral) in the model's
+    dtype. transformers computes in float32 on a CPU.
     """
     engine, scores = config.engine, config.experts and config.experts.moe_router_score_function
     on_cpu = engine.rollout_engine == "transformers" and config.launch.on_cpu

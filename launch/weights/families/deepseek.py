@@ -30,6 +30,13 @@ _HEADS = Row(
     lambda config: config.transformer.num_query_groups == config.transformer.num_attention_heads,
 )
 
+# transformers computes the router in float32 anyway; vLLM does if the file says so.
+_ROUTER_DTYPE = Row(
+    lambda file: {},
+    lambda config: {"moe_router_dtype": "float32"} if config.megatron.given.get("moe_router_dtype") == "fp32" else {},
+    lambda config: True,
+)
+
 
 _LAYER, _ATTENTION = "model.layers.{layer}.", "model.layers.{layer}.self_attn."
 
@@ -77,6 +84,7 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
             only("rope_interleave", True),
             only("moe_layer_freq", 1),
             _HEADS,
+            _ROUTER_DTYPE,
             entry(
                 "q_lora_rank",
                 "q-lora-rank",

@@ -55,7 +55,8 @@ def comparisons(seed: int) -> Iterator[Comparison]:
         }
         for layout, (mine, accepted) in (found | shards[name]).items():
             yield Comparison.of(f"{name}, mask, {layout}", accepted != 0, mask, 0)
-            if weights is not None and mine is not None:
+            if weights is not None:
+                mine = torch.full_like(weights, torch.nan) if mine is None else mine
                 yield Comparison.of(f"{name}, weights, {layout}", mine * batch.mask, weights * batch.mask)
         for metric in (f"rollout_corr/{one}" for one in METRICS):
             if metric in metrics:

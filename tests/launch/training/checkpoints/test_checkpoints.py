@@ -451,6 +451,18 @@ def test_what_all_ranks_share_and_says_otherwise_is_one_error_on_all_stages(rank
     assert "AgreedError: --load" in first[0]
 
 
+def test_the_hostile_files_are_hostile(saved, copy, tmp_path):
+    """PyTorch and Megatron alone run what is in them."""
+    folder = iteration_folder(copy, 2)
+    in_index(folder, Hostile(tmp_path / "index"))
+    with (folder / ".metadata").open("rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "index").exists()
+    torch.save(Hostile(tmp_path / "entry"), tmp_path / "file")
+    torch.load(tmp_path / "file", weights_only=False)
+    assert (tmp_path / "entry").exists()
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", "a\\b", "\0", 3, None])
 def test_an_index_stays_inside_its_folder(saved, copy, name):
     folder = iteration_folder(copy, 2)
