@@ -1,5 +1,6 @@
 """The commands for machines with a GPU, as far as a machine without one can tell."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,12 +10,13 @@ import sys
 import time
 import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu import __main__ as program
-from tests.gpu import check_kernels, environment, machine, wheels
+from tests.gpu import check_correction, check_kernels, check_training, environment, machine, measure, wheels
 from tests.support import recorded_training, vocab_cases
 from tests.support.errors import largest_error
 from tests.support.paths import ROOT
@@ -82,13 +84,6 @@ def test_comes_after(): pass
 @pytest.mark.timeout(1)
 def test_hangs(): time.sleep(60)
 
-@pytest.fixture
-def dies():
-    yield
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def test_passes_and_dies(dies): pass
-
 def test_needs_a_package(): require("no_such_package.inside")
 
 @pytest.mark.gpus(5)
@@ -104,59 +99,40 @@ def left_behind():
     raise RuntimeError("cannot be cleaned up")
 
 def test_last(left_behind): pass
-
-def test_dies_in_the_last_process(dies): pass
-def test_is_left(): pass
-"""
-
-
-def write_checks(folder, code):
-    for name in ("pytest.ini", "conftest.py"):
-        shutil.copy(ROOT / "tests" / "gpu" / name, folder)
-    checks = folder / "check_some.py"
-    checks.write_text(code, encoding="utf-8")
-    return checks
-
-
-# Each check's result, and words of its message.
-ROWS = """
-passes passed
-fails failed not equal
-dies crashed SIGSEGV
-comes_after passed
-hangs crashed Timeout
-passes_and_dies passed
-- crashed SIGSEGV
-needs_a_package skipped no_such_package.inside
-needs_many skipped 5
-misses_a_target failed share is 0.7
-last passed
-last failed cleaned up
-dies_in_the_last_process passed
-is_left not reached
 """
 
 
 @pytest.mark.processes
-def test_every_check_has_its_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "PROCESSES_PER_FILE", 4)
-    found, checks = tmp_path / "out" / "found.json", write_checks(tmp_path, CHECKS.format(root=str(ROOT)))
-    with pytest.raises(SystemExit) as ended:
-        run_here(monkeypatch, "--device=cpu", f"--json={found}", str(checks))
+def test_every_check_has_its_row(tmp_path):
+    for name in ("pytest.ini", "conftest.py"):
+        shutil.copy(ROOT / "tests" / "gpu" / name, tmp_path)
+    found, checks = tmp_path / "out" / "found.json", tmp_path / "check_some.py"
+    checks.write_text(CHECKS.format(root=str(ROOT)), encoding="utf-8")
+    status, output, error = run(sys.executable, "-m", "tests.gpu", "--device=cpu", f"--json={found}", str(checks))
+    assert (status, error) == (1, "")
     content = json.loads(found.read_text(encoding="utf-8"))
-    rows = [row["name"].partition("::test_")[2] or "-" for row in content["checks"]]
-    assert (ended.value.code, rows) == (1, [line.split()[0] for line in ROWS.strip().splitlines()])
-    for line, row in zip(ROWS.strip().splitlines(), content["checks"], strict=True):
-        told = line.partition(" ")[2]
-        assert told.startswith(row["result"])
-        assert told.removeprefix(row["result"]).strip() in row["message"]
+    rows = [(row["name"].partition("::")[2], row["result"]) for row in content["checks"]]
+    assert rows == [
+        ("test_passes", "passed"),
+        ("test_fails", "failed"),
+        ("test_dies", "crashed"),
+        ("test_comes_after", "passed"),
+        ("test_hangs", "crashed"),
+        ("test_needs_a_package", "skipped"),
+        ("test_needs_many", "skipped"),
+        ("test_misses_a_target", "failed"),
+        ("test_last", "passed"),
+        ("test_last", "failed"),
+    ]
+    words = ["", "not equal", "SIGSEGV", "", "Timeout", "no_such_package.inside", "5", "share is 0.7", "", "cleaned up"]
+    for word, row in zip(words, content["checks"], strict=True):
+        assert word in row["message"]
     assert content["checks"][0]["figures"] == {"error": 0.00012345, "launches": 2}
     figures = {"share": 0.7, "share_target": ">=0.85", "peak": 1.01, "peak_target": "<=1.02"}
-    assert content["checks"][9]["figures"] == figures
-    output = capsys.readouterr().out
-    assert "check_some.py::test_passes" in output
-    assert "error=0.000123 launches=2" in output
-    assert "5 passed, 3 failed, 3 crashed, 2 skipped, 1 not reached" in output
+    assert content["checks"][7]["figures"] == figures
+    assert content["machine"]["torch"]
+    for line in ("check_some.py::test_passes", "error=0.000123 launches=2", "3 passed, 3 failed, 2 crashed, 2 skipped"):
+        assert line in output
 
 
 @pytest.mark.parametrize(
@@ -183,6 +159,36 @@ def test_success_is_that_something_passed_and_nothing_failed_or_was_left(tmp_pat
     content = json.loads((tmp_path / "out" / "found.json").read_text(encoding="utf-8"))
     assert content["machine"] == {"torch": "1"}
     assert [row["result"] for row in content["checks"]] == [row.result for row in rows if row.result != "Ctrl-C"]
+
+
+DYING = """
+import os, signal, pytest
+@pytest.fixture
+def dies():
+    yield
+    os.kill(os.getpid(), signal.SIGSEGV)
+def test_one(dies): pass
+def test_two(dies): pass
+def test_three(): pass
+"""
+
+
+def write_checks(folder, code):
+    for name in ("pytest.ini", "conftest.py"):
+        shutil.copy(ROOT / "tests" / "gpu" / name, folder)
+    checks = folder / "check_some.py"
+    checks.write_text(code, encoding="utf-8")
+    return checks
+
+
+@pytest.mark.processes
+def test_processes_that_die_between_checks_leave_the_rest_not_reached(tmp_path, monkeypatch):
+    checks = write_checks(tmp_path, DYING)
+    monkeypatch.setattr(program, "PROCESSES_PER_FILE", 2)
+    rows = list(program.run_file(Path(sys.executable), checks, "cpu", "", time.monotonic() + 600))
+    assert [row.result for row in rows] == ["passed", "crashed", "passed", "crashed", "not reached"]
+    assert "SIGSEGV" in rows[1].message
+    assert rows[-1].message == "2 processes of this file came to an end before it"
 
 
 HANGING = """
@@ -236,6 +242,44 @@ def test_nan_anywhere_is_a_failure(monkeypatch):
         with pytest.raises(AssertionError):
             check_kernels.assert_case(case, torch.device("cpu"), figures.update)
         assert math.isnan(figures["forward_error"])
+
+
+def test_a_metric_that_is_nan_fails():
+    weights, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
+    results = [
+        types.SimpleNamespace(metrics=lambda found=found: found, weights=weights, mask=mask)
+        for found in ({"a": 1.0, "b": math.nan}, {"a": 1.0, "b": 2.0})
+    ]
+    of_metrics, of_weights = check_correction.differences(*results)
+    assert math.isnan(of_metrics)
+    assert of_weights == 0
+
+
+def test_every_case_fails_where_one_metric_is_nan(monkeypatch):
+    def correct(name, batch, layout=None):
+        return types.SimpleNamespace(metrics=lambda: {"a": 1.0, "b": math.nan}, weights=None, mask=batch.mask)
+
+    monkeypatch.setattr(check_correction, "correct", correct)
+    found = {}
+    with pytest.raises(AssertionError):
+        check_correction.test_every_case_is_that_of_the_cpu(torch.device("cpu"), found.update, packed=False)
+    assert math.isnan(found["metric_error"])
+
+
+def test_a_gradient_that_is_nan_in_one_mini_batch_fails(monkeypatch):
+    want = {"weight": torch.ones(3)}
+    got = [want, {"weight": torch.full((3,), torch.nan)}]
+    expected = types.SimpleNamespace(gradients=[want] * len(got))
+    monkeypatch.setattr(check_training.training_cases, "expected", lambda objective: expected)
+    monkeypatch.setattr(check_training.matrix, "whole_gradients", lambda everywhere, index: got[index])
+    assert math.isnan(check_training.distance_of(None, check_training.CASES["decoupled"]))
+
+
+def test_a_profiler_that_sees_no_kernel_counts_none(monkeypatch):
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "profile", lambda **_: contextlib.nullcontext(types.SimpleNamespace(events=list)))
+    with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
+        measure.count_launches(lambda: None)
 
 
 def test_the_list_of_wheels_names_each_package_once():
@@ -305,6 +349,12 @@ def test_environments_that_wheels_cannot_make(tmp_path, capsys, monkeypatch, nam
         environment.prepare(tmp_path / "made", tmp_path)
     assert stopped.value.code == environment.UNUSABLE
     assert named in capsys.readouterr().err
+
+
+def test_without_the_drivers_library_devices_are_counted(monkeypatch):
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [f"/dev/nvidia{index}" for index in range(2)])
+    assert machine.count_gpus() == 2
 
 
 ON_A_GPU = """
