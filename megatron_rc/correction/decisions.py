@@ -291,7 +291,7 @@ class SequenceDecisions:
 def decide_sequences(
     sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
 ) -> SequenceDecisions:
-    """The decisions on whole sequences; without ``prompts``, the reduced :func:`prompt_columns`, not those on prompts."""
+    """The decisions on sequences, and on prompts if ``prompts``, the reduced :func:`prompt_columns`, are given."""
     scale = weights = None
     if config.staleness_scale is not None:
         reached = torch.stack([tokens > 0 for tokens in sums.older]).sum(0)
