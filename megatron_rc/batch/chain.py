@@ -159,10 +159,9 @@ class BatchSums:
             if local.weights is None or factor is None:
                 return local.weights
             return [weights * factor.to(weights.dtype) for weights in local.weights]
-        weights = shared.bounded if factor is None else shared.bounded * factor
-        spread = local.shards.expand(weights.to(local.shards.dtype))
+        weights = (shared.bounded if factor is None else shared.bounded * factor).to(local.shards.dtype)
         # Written over the spread weights: a second tensor of their size would be the largest part of the memory.
-        pairs = zip(local.valid, spread, strict=True)
+        pairs = zip(local.valid, local.shards.expand(weights), strict=True)
         return [torch.where(valid, weight, weight.new_zeros(()), out=weight) for valid, weight in pairs]
 
 

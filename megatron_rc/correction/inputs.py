@@ -187,7 +187,7 @@ def collect_shards(
     found = {"sequence_ids": every + first_sequence, "mini_batch_ids": torch.zeros_like(every)}
     wrong = torch.zeros(len(PER_SEQUENCE), ends[-1], dtype=torch.bool, device=device)
     for row, name in enumerate(PER_SEQUENCE):
-        if getattr(inputs, name) is not None and _is_one_a_sequence(name, batches):
+        if getattr(inputs, name) is not None and is_one_a_sequence(name, batches):
             given = on_device(torch.cat([getattr(one, name).detach() for one in batches]), device)
             found[name] = _into_range(name, given, counts)
             wrong[row] = found[name] != given
@@ -206,18 +206,14 @@ def collect_shards(
 
 
 def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMicroBatch]:
-    """The checked inputs of each micro-batch; without a layout, padded rows cut as ``groups.cp`` says."""
+    """The inputs of each micro-batch, those of tokens checked; without a layout, padded rows cut over ``groups.cp``."""
     # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
     names, masks = [field.name for field in reversed(dataclasses.fields(CorrectionInputs))], inputs.response_mask
     if isinstance(masks, (list, tuple)) and not masks:
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
     columns = {name: _listed(name, getattr(inputs, name), masks) for name in names}
     rows = (dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    batches = [_checked(OneMicroBatch(**row), groups) for row in rows]
-    for name in PER_SEQUENCE:
-        if getattr(inputs, name) is not None:
-            _is_one_a_sequence(name, batches)
-    return batches
+    return [_checked(OneMicroBatch(**row), groups) for row in rows]
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -300,7 +296,7 @@ def _checked(one: OneMicroBatch, groups: ParallelGroups | None) -> OneMicroBatch
     return dataclasses.replace(one, layout=layout)
 
 
-def _is_one_a_sequence(name: str, batches: Sequence[OneMicroBatch]) -> bool:
+def is_one_a_sequence(name: str, batches: Sequence[OneMicroBatch]) -> bool:
     """Whether an input has one value a sequence, not one a token; of two equal shapes it has one a sequence.
 
     Raises ValueError for another shape, or another dtype.

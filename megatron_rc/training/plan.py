@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, split_inputs
+from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, is_one_a_sequence, split_inputs
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.measures.header import BatchHeader
@@ -191,6 +191,9 @@ class Plan(ABC):
         if inputs.advantages is None:
             raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")
         batches = split_inputs(inputs, self.groups)
+        for name in PER_SEQUENCE:
+            if getattr(inputs, name) is not None:
+                is_one_a_sequence(name, batches)
         found = self._found([one.layout for one in batches if one.layout is not None])
         of_each = ({name: column[index] for name, column in found.items()} for index in range(len(batches)))
         return [MicroBatch(**vars(one), **results) for one, results in zip(batches, of_each, strict=True)]
