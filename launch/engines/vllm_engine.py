@@ -125,8 +125,7 @@ class VllmEngine:
     def _recorded_experts(self, outputs: Sequence[Any]) -> list[Tensor | None]:
         """The experts of each output, by this project's record on a CPU, else by vLLM's own."""
         if not self._records_experts:
-            found = [getattr(output.outputs[0], "routed_experts", None) for output in outputs]
-            return [None if experts is None else torch.from_numpy(experts.astype("int32")) for experts in found]
+            return [_experts_of(output) for output in outputs]
         (tables,) = self._llm.collective_rpc("take_experts")
         # The worker's name of a request is the output's with a random ending.
         by_request = tables | {name.rpartition("-")[0]: table for name, table in tables.items()}
@@ -188,6 +187,12 @@ def _sampling_params(ask: Ask) -> Any:
         detokenize=False,
         ignore_eos=True,  # stop at the trainer's end-of-text token, not at the model config's
     )
+
+
+def _experts_of(output: Any) -> Tensor | None:
+    """The experts that vLLM itself reports."""
+    found = getattr(output.outputs[0], "routed_experts", None)
+    return None if found is None else torch.from_numpy(found.astype("int32"))
 
 
 def _to_sample(ask: Ask, output: Any, experts: Tensor | None) -> Sample:

@@ -29,7 +29,7 @@ def allocated(config, in_flight):
         for parameter in chunk.parameters():
             parameter.register_post_accumulate_grad_hook(memory._forget_gradient)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            outputs = [memory._forward(config, chunk) for _ in range(in_flight)]
+            outputs = [memory._under_way(config, chunk)[0] for _ in range(in_flight)]
             chunk.set_input_tensor(None)
             while outputs:
                 output = outputs.pop(0)
