@@ -140,5 +140,6 @@ class EngineSection:
     )
     sync_probe_interval: int | None = option(
         "compare the log-probs of engine and trainer on a few prompts after every N-th weight sync; default: after "
-        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on"
+        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on",
+        needs="!rollout_staleness",
     )

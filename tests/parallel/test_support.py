@@ -382,11 +382,12 @@ def test_compiled_chunks_do_the_same(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(("number", "entries"), [(100, 400), (2, support.BLOCK_ENTRIES)])
 @pytest.mark.parametrize(("dtype", "over"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_beside_the_support_it_needs_a_few_numbers_for_each_id_of_a_block(dtype, over):
-    """Less than one percent of the logits, for any number of ids; the support itself is the caller's."""
+def test_beside_the_support_it_needs_a_few_numbers_for_each_id_of_a_block(dtype, over, number, entries):
+    """Less than one percent of the logits, for many ids, and for few, whose block has all rows; the ids are given."""
     logits, labels, mask = make_large(dtype)
-    ids = torch.rand(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).topk(100).indices
+    ids = torch.rand(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).topk(number).indices
     ids[:, 0] = labels
     kept = {"support_ids": ids.flatten(), "support_offsets": torch.arange(TOKENS + 1) * ids.shape[1]}
 
@@ -394,7 +395,7 @@ def test_beside_the_support_it_needs_a_few_numbers_for_each_id_of_a_block(dtype,
         results = vocab_parallel_log_probs_and_entropy(logits, labels, mask=mask, chunk_size=4, **more)
         return torch.autograd.grad(sum(result.sum() for result in results), logits)
 
-    with mock.patch.object(support, "BLOCK_ENTRIES", 400):
+    with mock.patch.object(support, "BLOCK_ENTRIES", entries):
         without, _ = allocated(gradient)
         peak, held = allocated(lambda: gradient(**kept, entropy_over_support=over))
     assert peak - without <= 0.01 * COPY

@@ -29,6 +29,7 @@ CONFIG = LlamaConfig(
     head_dim=32,  # vLLM's CPU attention has no smaller one
     max_position_embeddings=LONGEST,
     tie_word_embeddings=True,
+    initializer_range=0.3,
 )
 
 

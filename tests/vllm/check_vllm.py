@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
@@ -24,21 +24,11 @@ from megatron_rc.launch.engines.router_record import RouterRecord
 from megatron_rc.launch.engines.vllm_engine import CPU_DEFAULTS, TORCHRUN, VllmEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.records.rollout import SamplingParams
+from tests.support.partial_rollouts import CONFIG as LLAMA
+from tests.support.partial_rollouts import LONGEST, VOCABULARY
 
-EOS, VOCABULARY, LONGEST = 1, 29, 320
+EOS = 1
 TORCHRUN_VALUES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-LLAMA = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,  # vLLM's CPU attention has no smaller one
-    max_position_embeddings=LONGEST,
-    tie_word_embeddings=True,
-    initializer_range=0.3,
-)
 GPT2 = GPT2Config(
     vocab_size=VOCABULARY,
     n_embd=64,

@@ -13,7 +13,12 @@ from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.flags.checks.parallel import check_batches, check_intervals, check_parallelism
-from megatron_rc.launch.flags.checks.rollouts import check_correction, check_engine, check_recorded
+from megatron_rc.launch.flags.checks.rollouts import (
+    check_correction,
+    check_engine,
+    check_partial_rollouts,
+    check_recorded,
+)
 from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts, check_rewards
 from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_reference
 from megatron_rc.launch.run_config import RunConfig
@@ -33,6 +38,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_recorded(config)
     check_correction(config)
     check_engine(config, samples)
+    check_partial_rollouts(config)
     check_critic(config)
     check_guards(config)
     check_profiling(config)

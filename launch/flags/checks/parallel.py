@@ -98,10 +98,7 @@ def _check_micro_batches(config: RunConfig) -> None:
 
 
 def check_intervals(config: RunConfig, samples: bool) -> None:
-    """Check that whole rollout batches lie between saves, updates of the reference, the critic's start and syncs.
-
-    Also check that the bound of the versions within a response is one.
-    """
+    """Check that whole rollout batches lie between saves, updates of the reference, the critic's start and syncs."""
     critic, steps = config.critic, config.updates_per_rollout
     interval, staleness = config.evaluation.eval_interval, config.rollouts.rollout_staleness
     intervals = {
@@ -122,12 +119,4 @@ def check_intervals(config: RunConfig, samples: bool) -> None:
         "{eval_interval} must be a multiple of {rollout_staleness}, the optimizer steps after which the engine gets "
         "new weights"
     ] = interval and staleness and not config.engine.rl_partial_rollouts and interval % staleness
-    bound, most = config.engine.rollout_max_versions, 1 + (staleness or 0) // steps
-    wrong |= {
-        "{rollout_max_versions} leaves no response two versions: give 2 or more, or drop --rl-partial-rollouts": (
-            bound == 1
-        ),
-        "{rollout_max_versions} does nothing with {rollout_staleness}: no response has more than {most} versions; drop "
-        "it": bound is not None and bound >= most,
-    }
-    refuse(config, wrong, most=most)
+    refuse(config, wrong)

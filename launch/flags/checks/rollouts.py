@@ -54,6 +54,20 @@ def check_correction(config: RunConfig) -> None:
     refuse(config, wrong, mode=mode, given=given, last=last, oldest=rollouts.rollout_staleness or 0)
 
 
+def check_partial_rollouts(config: RunConfig) -> None:
+    """Check that the bound of the versions within a response is one."""
+    bound, most = config.engine.rollout_max_versions, 1
+    most += (config.rollouts.rollout_staleness or 0) // config.updates_per_rollout
+    wrong = {
+        "{rollout_max_versions} leaves no response two versions: give 2 or more, or drop --rl-partial-rollouts": (
+            bound == 1
+        ),
+        "{rollout_max_versions} does nothing with {rollout_staleness}: no response has more than {most} versions; drop "
+        "it": bound is not None and bound >= most,
+    }
+    refuse(config, wrong, most=most)
+
+
 def check_engine(config: RunConfig, samples: bool) -> None:
     """Check the engine's package, the flags that it needs, its servers' addresses, and that it reports what is used."""
     name = config.engine.rollout_engine

@@ -32,12 +32,10 @@ _HEADS = Row(
 
 # transformers computes the router in float32 anyway; vLLM does if the file says so.
 _ROUTER_DTYPE = Row(
-    lambda file: {},
-    lambda config: {"moe_router_dtype": "float32"} if config.megatron.given.get("moe_router_dtype") == "fp32" else {},
-    lambda config: True,
+    write=lambda config: (
+        {"moe_router_dtype": "float32"} if config.megatron.given.get("moe_router_dtype") == "fp32" else {}
+    )
 )
-
-
 _LAYER, _ATTENTION = "model.layers.{layer}.", "model.layers.{layer}.self_attn."
 
 

@@ -174,6 +174,7 @@ TABLES = {
         @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
         --moe-enable-routing-replay :: --moe-enable-routing-replay | --num-experts
         @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
+        --sync-probe-interval=2 --rollout-staleness=2 :: --sync-probe-interval 2 | --rollout-staleness 2
         """,
     ),
     "schedule": (

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from unittest import mock
 
 import pytest
@@ -201,3 +202,13 @@ def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     assert ranks.run(run_training, layout, [*words, load]) == [None] * 2
     (again,) = rows(tmp_path)
     assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]
+
+
+def test_bad_responses_are_counted_for_the_thread_that_asked(tmp_path):
+    """An evaluation on another thread does not count in the batch that is sampled meanwhile."""
+    samples = good_samples(tmp_path, Engine([GOOD, BAD["empty"][0], GOOD]), "--bad-samples=drop")
+    found = []
+    thread = threading.Thread(target=lambda: (ask(samples), found.append(samples.bad)))
+    thread.start()
+    thread.join()
+    assert (found, samples.bad) == ([1], 0)

@@ -67,3 +67,13 @@ def test_the_flags_in_the_documents_are_the_family(tmp_path, model, name, words)
     config = run_config([*sizes, *given, *COMMON, f"--runs-dir={tmp_path}"])
     assert find_family(config).name == name
     assert config.model.rope_scaling == ("3.1" in model)
+
+
+@pytest.mark.parametrize("dtype", ["", "--moe-router-dtype=fp32"])
+def test_vllm_is_told_the_dtype_of_deepseeks_router(tmp_path, dtype):
+    """It reads it from the model's ``config.json``; transformers has no such entry, and keeps it."""
+    given = words_of_row({name: rest for name, _, rest in ROWS}["DeepSeek-V3, Moonlight"])
+    sizes = [word for word in SIZES if "groups" not in word]
+    config = run_config([*sizes, *given, *COMMON, *dtype.split(), f"--runs-dir={tmp_path}"])
+    written = FAMILIES["deepseek_v3"].hugging_face_config(config).to_dict()
+    assert written.get("moe_router_dtype") == ("float32" if dtype else None)
