@@ -76,12 +76,14 @@ study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) $(if $(DATA),--data $(DATA))
 
 PYTEST = $(VENV)/bin/python -m pytest
+# The option of a whole run that writes its row in docs/reliability.md.
+WHOLE = -p tests.support.whole_run --whole-run "make $(1)"
 
 # Three files at a time on two cores, because ranks wait for each other a quarter of their time; each file's fixtures are
 # set up once. In the order of tests/conftest.py.
 test: $(INSTALLED)
 	@echo "== the whole suite"
-	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(if $(WHOLE_RUN),$(call WHOLE,$(WHOLE_RUN)))
 
 # All tests of one process, in about 85 seconds; no file's set-up takes long, so that tests go to any idle worker.
 test-fast: $(INSTALLED)
@@ -91,7 +93,7 @@ test-fast: $(INSTALLED)
 # Tests of minutes each: thousands of steps, real kills, failing servers and disks. One at a time: they measure time.
 test-long: $(INSTALLED)
 	@echo "== the long tests"
-	$(VENV)/bin/python -m pytest -m long --durations 0 --log-cli-level INFO
+	$(PYTEST) -m long --durations 0 --log-cli-level INFO $(call WHOLE,$@)
 
 # Damaged files and answers for every reader, for MINUTES.
 fuzz: $(INSTALLED)
@@ -105,17 +107,17 @@ coverage: $(INSTALLED)
 
 # Python 3.12 with the newest Megatron-Core that constraints.txt names for it.
 test-latest:
-	$(MAKE) test PYTHON=python3.12 VENV=.venv-latest
+	$(MAKE) test PYTHON=python3.12 VENV=.venv-latest WHOLE_RUN=$@
 
 # The vLLM engines against vLLM itself, on a CPU, in a separate environment (3 GB).
 test-vllm: $(VLLM_INSTALLED)
 	@echo "== the vLLM engines against vLLM"
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(call WHOLE,$@)
 
 # The adaptors, called by verl 0.9.1's own code, in a separate environment.
 test-adaptors: $(ADAPTORS_INSTALLED)
 	@echo "== the adaptors against verl"
-	$(ADAPTORS_VENV)/bin/python -m pytest tests/adaptors/verl
+	$(ADAPTORS_VENV)/bin/python -m pytest tests/adaptors/verl $(call WHOLE,$@)
 
 # Whole training steps of SmolLM2, beside TRL's GRPOTrainer.
 bench-peers: $(PEERS_INSTALLED)

@@ -159,7 +159,7 @@ def test_every_target_that_is_named_exists():
     """Of the Makefile, in documents, in the workflow and in what must pass before a change lands."""
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     habits = [ROOT / ".github" / "workflows" / "ci.yml", ROOT / ".ci" / "run"]
-    for path in (*DOCUMENTS, *habits):
+    for path in (*DOCUMENTS, *habits, ROOT / ".github" / "workflows" / "nightly.yml"):
         commands = re.findall(
             r"`[^`\n]+`|^[ -]*(?:run: )?make .*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE
         )
@@ -168,7 +168,9 @@ def test_every_target_that_is_named_exists():
         assert {"test", "lint"} <= set(MAKE.findall(path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("name", [".pre-commit-config.yaml", ".github/workflows/ci.yml"])
+@pytest.mark.parametrize(
+    "name", [".pre-commit-config.yaml", ".github/workflows/ci.yml", ".github/workflows/nightly.yml"]
+)
 def test_files_of_services_are_yaml(name):
     assert isinstance(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), dict)
 

@@ -103,7 +103,7 @@ class _Chunk:
 
 def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
     """The chunks of a stage. Of many equal layers 2 and 3 are measured, then extrapolated linearly."""
-    chunks = config.parallel.pipeline_model_parallel_size * (config.parallel.virtual_pipeline_model_parallel_size or 1)
+    chunks = config.parallel.pipeline_model_parallel_size * config.parallel.chunks_of_a_stage
     layers = config.transformer.num_layers // chunks
     if layers <= _FEW_LAYERS + 1 or not _layers_are_alike(config):
         return _measure(config, local, stage)
@@ -116,18 +116,15 @@ def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chu
 
 def _kinds_of_layers(config: RunConfig, stage: int) -> tuple[bool, ...]:
     """For each layer of a stage, chunk by chunk: whether it has experts."""
-    stages, chunks = config.layers_of_stages, config.parallel.virtual_pipeline_model_parallel_size or 1
-    turns = [stages[number % len(stages)] // chunks for number in range(len(stages) * chunks)]
-    starts = [sum(turns[:number]) for number in range(len(turns))]
-    own = range(stage, len(turns), len(stages))
-    return tuple(kind for turn in own for kind in config.layers_with_experts[starts[turn] :][: turns[turn]])
+    kinds = zip(config.stages_of_layers, config.layers_with_experts, strict=True)
+    return tuple(has_experts for own, has_experts in kinds if own == stage)
 
 
 def _layers_are_alike(config: RunConfig) -> bool:
     if len(set(config.layers_with_experts)) > 1:
         return False
     compute, given = config.compute, config.megatron.given
-    if any(word in name for name in given for word in ("layer", "freq", "split")):
+    if any(word in name for name in given for word in ("layer", "layout", "freq", "split")):
         return False
     return compute.recompute_granularity != "full" or (
         compute.recompute_method == "uniform" and compute.recompute_num_layers == 1

@@ -19,6 +19,7 @@ from megatron_rc.launch.flags.idle import drop_idle, drop_idle_in_loss
 from megatron_rc.launch.flags.parser import PENALTIES
 from megatron_rc.launch.flags.resolve_task import choose_prompts, resolve_task
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
+from megatron_rc.launch.run_config.layer_patterns import layers_of_layout
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.run_config.needs import is_met
 from megatron_rc.launch.run_config.options import Option, Section, options_of, out_of_range
@@ -29,6 +30,7 @@ from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_cor
 from megatron_rc.settings.objective import resolve_objective
 
 _log = logging.getLogger("megatron_rc")
+_LAYERS_OF_A_CHUNK = "num_layers_per_virtual_pipeline_stage"
 # Flags that a value of another flag cannot do without.
 _COMPANIONS = {
     "recompute_granularity=full": ("recompute_method", "recompute_num_layers"),
@@ -156,10 +158,13 @@ def _resolve_launch(args: argparse.Namespace) -> None:
 
 
 def _resolve_stages(args: argparse.Namespace) -> None:
-    """Work out the model chunks of a pipeline stage from the layers of a chunk."""
-    name = "num_layers_per_virtual_pipeline_stage"
-    layers, pp = getattr(args, name), args.pipeline_model_parallel_size
+    """Work out the model chunks of a pipeline stage from the layout of all stages, or from the layers of a chunk."""
+    name, pp = _LAYERS_OF_A_CHUNK, args.pipeline_model_parallel_size
+    layers = getattr(args, name)
     args.virtual_pipeline_model_parallel_size = None
+    if getattr(args, "pipeline_model_parallel_layout", None) is not None:
+        args.virtual_pipeline_model_parallel_size = _chunks_of_layout(args)
+        return
     if layers is None:
         return
     if layers <= 0:
@@ -170,6 +175,24 @@ def _resolve_stages(args: argparse.Namespace) -> None:
     chunks = args.num_layers // pp // layers
     # One chunk a stage is the plain schedule.
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+
+
+def _chunks_of_layout(args: argparse.Namespace) -> int | None:
+    """Model chunks of a pipeline stage; None for the plain schedule, which has one."""
+    layout, pp, other = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size, _LAYERS_OF_A_CHUNK
+    typed = f"--pipeline-model-parallel-layout {layout}"
+    if pp == 1:
+        raise ConfigurationError(f"{typed} needs --pipeline-model-parallel-size above 1")
+    if getattr(args, other) is not None:
+        raise ConfigurationError(f"{typed} gives each stage its layers: drop {flag(other)} {getattr(args, other)}")
+    try:
+        chunks = len(layers_of_layout(layout, pp, args.num_layers)) // pp
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{typed} with --num-layers {args.num_layers} and --pipeline-model-parallel-size {pp}: {error}; write E, "
+            "then t for each layer, then L, and | between stages, such as Et|ttL"
+        ) from error
+    return chunks if chunks > 1 else None
 
 
 def _resolve_correction(

@@ -18,7 +18,7 @@ import torch
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
-from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
+from megatron_rc.launch.run_config.layer_patterns import layers_of_layout, number_or_pattern
 from megatron_rc.launch.run_config.learning import AdvantageSection, CriticSection, ReferenceSection, RewardSection
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
@@ -89,13 +89,19 @@ class RunConfig:
         return self.rollouts.sequences // self.training.global_batch_size * self.rollouts.grpo_iterations
 
     @property
-    def layers_of_stages(self) -> list[int]:
-        """Number of layers of each pipeline stage; the first and the last may differ from the others."""
-        stages, ends = self.parallel.pipeline_model_parallel_size, self.megatron.layers_at_ends
+    def layers_of_chunks(self) -> list[int]:
+        """Number of layers of each model chunk, in the order of the layers.
+
+        Chunk ``i`` lies on pipeline stage ``i % stages``, and is virtual stage ``i // stages`` there.
+        """
+        stages, chunks = self.parallel.pipeline_model_parallel_size, self.parallel.chunks_of_a_stage
+        layout, ends = self.megatron.given.get("pipeline_model_parallel_layout"), self.megatron.layers_at_ends
+        if layout is not None:
+            return layers_of_layout(layout, stages, self.transformer.num_layers)
         even = self.transformer.num_layers - sum(layers or 0 for layers in ends)
         even //= max(stages - sum(layers is not None for layers in ends), 1)
         given = [ends[0], *[None] * (stages - 2), ends[1]] if stages > 1 else [None]
-        return [even if layers is None else layers for layers in given]
+        return [(even if layers is None else layers) // chunks for _ in range(chunks) for layers in given]
 
     @property
     def expert_tensor_parallel_size(self) -> int:
@@ -115,9 +121,8 @@ class RunConfig:
     @property
     def stages_of_layers(self) -> list[int]:
         """For each layer, its pipeline stage."""
-        stages, chunks = self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
-        each = [layers // (chunks or 1) for layers in self.layers_of_stages]
-        return [stage for _ in range(chunks or 1) for stage in range(stages) for _ in range(each[stage])]
+        stages = self.parallel.pipeline_model_parallel_size
+        return [number % stages for number, layers in enumerate(self.layers_of_chunks) for _ in range(layers)]
 
     def expert_layers_of_stage(self, stage: int) -> list[int]:
         """Numbers of the layers with experts on a pipeline stage."""

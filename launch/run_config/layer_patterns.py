@@ -1,4 +1,4 @@
-"""Megatron-LM's patterns of layers: a number, or a list written as sums and products."""
+"""Megatron-LM's patterns of layers: a number, a list written as sums and products, or a layout of pipeline stages."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ def _pattern(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     raise ValueError(ast.unparse(node))
+
+
+def layers_of_layout(layout: str, stages: int, num_layers: int) -> list[int]:
+    """Number of layers of each model chunk in the order of the layers, from ``Et|t*2|(t|)*2L``, read by Megatron.
+
+    Chunk ``i`` lies on pipeline stage ``i % stages``. Raises ValueError for a layout that Megatron refuses.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    try:
+        read = PipelineParallelLayerLayout.from_str(layout, stages)
+        read.validate_layer_layout(num_layers, None)
+    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    turns = zip(*read.layout, strict=True)  # Megatron lists the chunks of each stage
+    return [chunk.count(LayerType.decoder) for turn in turns for chunk in turn]
 
 
 def expert_layers(word: str) -> str:

@@ -38,6 +38,11 @@ class ParallelSection:
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
     @property
+    def chunks_of_a_stage(self) -> int:
+        """Number of model chunks of each pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
     def sequence_unit(self) -> int:
         """Divisor of the length of a packed sequence: two chunks for each CP rank."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1

@@ -63,13 +63,12 @@ class Unit:
 def units_of(config: RunConfig) -> list[Unit]:
     """Units of the whole model, in the order of the layers."""
     family = family_of(config)
-    stages = config.parallel.pipeline_model_parallel_size
-    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.chunks_of_a_stage
     units = [Unit(0, 0, "", 0, family.embedding)]
     layer = 0
-    for number in range(stages * chunks):
+    for number, layers in enumerate(config.layers_of_chunks):
         chunk, stage = divmod(number, stages)
-        for local in range(config.layers_of_stages[stage] // chunks):
+        for local in range(layers):
             units += _layer_units(Unit(stage, chunk, f"decoder.layers.{local}.", layer, family.layer), family, config)
             layer += 1
     head = family.head + (family.untied_head if config.model.untie_embeddings_and_output_weights else ())

@@ -34,7 +34,8 @@ RENEWED = 16
 class Layout:
     """Number of ranks that split each dimension; experts are split over ``ep`` of the data and context ranks.
 
-    ``etp``: ranks that share one expert's matrices; 0: as many as share the others'.
+    ``etp``: ranks that share one expert's matrices; 0: as many as share the others'. ``vpp``: each stage has two
+    virtual ones, of one layer unless ``stages``, a ``--pipeline-model-parallel-layout``, says otherwise.
     """
 
     tp: int = 1
@@ -45,6 +46,7 @@ class Layout:
     sp: bool = False
     ep: int = 1
     etp: int = 0
+    stages: str = ""
 
     @property
     def world(self) -> int:
@@ -55,13 +57,16 @@ class Layout:
         flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
         flags += [f"--context-parallel-size={self.cp}", f"--expert-model-parallel-size={self.ep}"]
         flags += [f"--expert-tensor-parallel-size={self.etp}"] * bool(self.etp)
-        return flags + ["--sequence-parallel"] * self.sp + ["--num-layers-per-virtual-pipeline-stage=1"] * self.vpp
+        flags += ["--sequence-parallel"] * self.sp + [f"--pipeline-model-parallel-layout={self.stages}"] * bool(
+            self.stages
+        )
+        return flags + ["--num-layers-per-virtual-pipeline-stage=1"] * (self.vpp and not self.stages)
 
     def __str__(self) -> str:
         names = ("tp", "cp", "pp", "dp", "ep")
         sizes = [f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1]
         sizes += [f"etp{self.etp}"] * bool(self.etp)
-        return "-".join([*sizes, *["vpp"] * self.vpp, *["sp"] * self.sp]) or "single"
+        return "-".join([*sizes, *["vpp"] * self.vpp, *["sp"] * self.sp, *filter(None, [self.stages])]) or "single"
 
 
 class RankFailure(AssertionError):

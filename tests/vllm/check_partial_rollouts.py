@@ -136,14 +136,15 @@ def keep(client, method, path, body=None):
     return call(client, method, path.replace("mode=keep", "mode=keep&clear_cache=false"), body)
 HttpClient.call = keep
 """
-# Four requests at a time: a rollout batch takes longer than a step of the trainer, so that it is under way at a sync.
+# One request at a time: a rollout batch takes several times as long as a step of the trainer, on any machine, so that
+# it is under way at a sync.
 WORDS = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query-attention --num-query-groups=2
     --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
     --seq-length=256 --max-position-embeddings=320 --task=python:long_task:Long --reward=exact --init-method-std=0.2
     --lr=3e-3 --train-iters=6 --grpo-prompts-per-step=8 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=32
     --micro-batch-size=8 --grpo-entropy-term-weight=0.1 --rollout-dtype=fp32 --rollout-is=token --run-name=run
     --rollout-engine=vllm-server --rl-partial-rollouts --rollout-staleness=2 --rollout-timeout=400
-    --rollout-concurrency=4 --save-hf-interval=1"""
+    --rollout-concurrency=1 --save-hf-interval=1"""
 
 
 @pytest.mark.parametrize("broken", ["", KEEPS_CACHES], ids=["whole", "keeps-caches"])

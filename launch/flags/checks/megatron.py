@@ -33,7 +33,8 @@ REFUSED = {
     ),
     "adds layers that only a loss of further tokens trains": "mtp_num_layers",
     "keeps the weights in numbers that engines cannot read": "fp8_param fp4_param",
-    "needs Megatron-FSDP, which is not used here; use --use-distributed-optimizer": (
+    "needs Megatron-FSDP, which runs on CUDA streams alone, so that no test here can prove it; use "
+    "--use-distributed-optimizer": (
         "use_megatron_fsdp use_custom_fsdp init_model_with_meta_device"
     ),
     "splits the optimizer's work in a way that is not supported here": (
@@ -45,9 +46,8 @@ REFUSED = {
         "overlap_moe_expert_parallel_comm delay_wgrad_compute microbatch_group_size_per_vp_stage"
     ),
     "needs batches of Megatron-LM's own loaders": "hybrid_context_parallel",
-    "changes the layers of pipeline stages, which engines' weights cannot follow; use "
-    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": (
-        "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+    "counts the embedding or the loss as a layer of its stage; use --pipeline-model-parallel-layout": (
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
     ),
     "captures CUDA graphs, but passes have other shapes for training and for log-probs": (
         "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph"

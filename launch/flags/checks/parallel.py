@@ -38,10 +38,17 @@ def check_parallelism(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    """Check that layers spread evenly over the stages, apart from given numbers for the first and the last stage."""
+    """Check that layers spread evenly over the stages, apart from given numbers for the first and the last stage.
+
+    A layout of all stages was checked when it was read.
+    """
     layers, pp = config.transformer.num_layers, config.parallel.pipeline_model_parallel_size
     ends = dict(zip(("first", "last"), config.megatron.layers_at_ends, strict=True))
     given = {f"--decoder-{end}-pipeline-num-layers {n}": n for end, n in ends.items() if n is not None}
+    if "pipeline_model_parallel_layout" in config.megatron.given:
+        wrong = {"{pipeline_model_parallel_layout} gives each stage its layers: drop {flags}": given}
+        refuse(config, wrong, flags=" and ".join(given))
+        return
     if not given:
         require_multiple("num_layers", layers, "pipeline_model_parallel_size", pp)
         return

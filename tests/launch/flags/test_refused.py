@@ -344,8 +344,14 @@ TABLES = {
         --delay-wgrad-compute :: --delay-wgrad-compute
         --overlap-moe-expert-parallel-comm --num-experts=4 :: --overlap-moe-expert-parallel-comm
         --hybrid-context-parallel :: --hybrid-context-parallel
-        --pipeline-model-parallel-layout=Et|L :: --decoder-first-pipeline-num-layers
-        --account-for-loss-in-pipeline-split :: --decoder-last-pipeline-num-layers
+        --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-size above 1
+        @2 PP --pipeline-model-parallel-layout=Et|L :: Et|L with --num-layers 4 | must match
+        @2 PP --pipeline-model-parallel-layout=Et|tt|tL :: --pipeline-model-parallel-size 2 | divisible
+        @2 PP --pipeline-model-parallel-layout=Ettx|tL :: Ettx|tL
+        @2 PP --pipeline-model-parallel-layout=ttE|ttL :: embedding
+        @2 PP --pipeline-model-parallel-layout=Ettt|tL --num-layers-per-virtual-pipeline-stage=1 :: drop --num-layers-p
+        @2 PP --pipeline-model-parallel-layout=Et|tttL --decoder-first-pipeline-num-layers=1 :: drop --decoder-first-p
+        --account-for-loss-in-pipeline-split :: --pipeline-model-parallel-layout
         --cuda-graph-impl=local
         --cuda-graph-scope=3 :: --cuda-graph-scope
         --experimental-attention-variant=gated_delta_net

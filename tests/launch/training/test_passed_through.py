@@ -24,7 +24,7 @@ def steps(words):
 
 
 def steps_and_layers(words):
-    return steps(words), len(make_trainer(words).chunks[0].decoder.layers)
+    return steps(words), [len(chunk.decoder.layers) for chunk in make_trainer(words).chunks]
 
 
 def steps_as_on_one_process(ranks, folder, layout, *model, more=()):
@@ -52,14 +52,19 @@ def test_both_passes_agree(ranks, tmp_path, case):
 @pytest.mark.parametrize(
     ("layout", "ends", "layers"),
     [
-        pytest.param(Layout(pp=2), "--decoder-first-pipeline-num-layers=1", [1, 3], marks=pytest.mark.long),
-        (Layout(pp=4), "--decoder-first-pipeline-num-layers=2 --decoder-last-pipeline-num-layers=2", [2, 1, 1, 2]),
+        pytest.param(Layout(pp=2), "--decoder-first-pipeline-num-layers=1", [[1], [3]], marks=pytest.mark.long),
+        (
+            Layout(pp=4),
+            "--decoder-first-pipeline-num-layers=2 --decoder-last-pipeline-num-layers=2",
+            [[2], [1], [1], [2]],
+        ),
+        (Layout(pp=2, vpp=True, stages="E|tt|ttt|L"), "", [[0, 3], [2, 0]]),
     ],
-    ids=["first", "both"],
+    ids=["first", "both", "layout"],
 )
 def test_uneven_stages_take_the_same_steps(ranks, tmp_path, layout, ends, layers):
-    found = steps_as_on_one_process(ranks, tmp_path, layout, f"--num-layers={sum(layers)}", more=ends.split())
-    assert [number for _, number in found] == layers
+    found = steps_as_on_one_process(ranks, tmp_path, layout, f"--num-layers={sum(map(sum, layers))}", more=ends.split())
+    assert [numbers for _, numbers in found] == layers
 
 
 def test_experts_split_in_another_way_take_the_same_steps(ranks, tmp_path):

@@ -53,6 +53,7 @@ CASES += [
 CASES.sort(key=lambda case: str(case[1]))
 CASES = [(*case, ()) for case in CASES]
 CASES += [("qwen3_moe", Layout(pp=2), ("--decoder-first-pipeline-num-layers=1",))]
+CASES += [("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages="Et|(t|)*2tL"), ())]
 CASES += [pytest.param(*case, (), marks=pytest.mark.long) for case in MORE_CASES]
 
 
