@@ -34,9 +34,7 @@ REFUSED = {
     "adds layers that only a loss of further tokens trains": "mtp_num_layers",
     "keeps the weights in numbers that engines cannot read": "fp8_param fp4_param",
     "needs Megatron-FSDP, which runs on CUDA streams alone, so that no test here can prove it; use "
-    "--use-distributed-optimizer": (
-        "use_megatron_fsdp use_custom_fsdp init_model_with_meta_device"
-    ),
+    "--use-distributed-optimizer": ("use_megatron_fsdp use_custom_fsdp init_model_with_meta_device"),
     "splits the optimizer's work in a way that is not supported here": (
         "num_distributed_optimizer_instances use_layer_wise_distributed_optimizer "
         "overlap_param_gather_with_optimizer_step"

@@ -46,8 +46,8 @@ def _check_stages(config: RunConfig) -> None:
     ends = dict(zip(("first", "last"), config.megatron.layers_at_ends, strict=True))
     given = {f"--decoder-{end}-pipeline-num-layers {n}": n for end, n in ends.items() if n is not None}
     if "pipeline_model_parallel_layout" in config.megatron.given:
-        wrong = {"{pipeline_model_parallel_layout} gives each stage its layers: drop {flags}": given}
-        refuse(config, wrong, flags=" and ".join(given))
+        doubled = {"{pipeline_model_parallel_layout} gives each stage its layers: drop {flags}": given}
+        refuse(config, doubled, flags=" and ".join(given))
         return
     if not given:
         require_multiple("num_layers", layers, "pipeline_model_parallel_size", pp)
