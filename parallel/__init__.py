@@ -4,9 +4,12 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.linear import linear_log_probs_and_entropy
 from megatron_rc.parallel.processor import log_prob_processor
+from megatron_rc.parallel.request import LogProbRequest, LogProbs
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
 __all__ = [
+    "LogProbRequest",
+    "LogProbs",
     "ParallelGroups",
     "SequenceLayout",
     "linear_log_probs_and_entropy",

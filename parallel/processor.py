@@ -98,7 +98,7 @@ def _from_hidden_states(
 ) -> tuple[Tensor, ...]:
     labels, mask = _checked(tp_group, output_layer, labels, loss_mask)
     ids, offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
-    temperature = options["temperature"] / _factor(scale_logits)
+    temperature = options["temperature"] / factor_of(scale_logits)
 
     def forward(hidden: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
         weight = getattr(output_layer, "weight", None) if weight is None else weight
@@ -158,8 +158,8 @@ def _checked(
     return labels, None if loss_mask is None else loss_mask != 0
 
 
-def _factor(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
-    """The number that ``scale_logits`` multiplies by, found without a GPU's answer."""
+def factor_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
+    """The number that ``scale_logits`` multiplies by, found without a GPU's answer; ValueError if it does more."""
     if scale_logits is None:
         return 1.0
     one, two = (float(scale_logits(torch.tensor(x, dtype=torch.float64, device="cpu"))) for x in (1.0, 2.0))

@@ -202,7 +202,7 @@ BLOCKS = [(document.name, block) for document in DOCUMENTS for block in examples
 # What the objects are made of that a user adds, as CONTRIBUTING and docs/tasks.md say.
 PARTS = ("launch.tasks", "loss.objectives", "settings.bounds", "settings.criteria", "settings.criterion")
 # What other trainers call.
-PARTS += ("adaptors.megatron_lm", "adaptors.nemo_rl", "adaptors.slime", "adaptors.verl")
+PARTS += ("adaptors.megatron_lm", "adaptors.nemo_rl", "adaptors.sequences", "adaptors.slime", "adaptors.verl")
 PARTS = tuple(f"megatron_rc.{name}" for name in PARTS)
 
 

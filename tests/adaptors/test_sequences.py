@@ -1,0 +1,119 @@
+"""The correction of sequences of any length, against the oracle: lists and nested tensors, one process and two."""
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.adaptors.sequences import correct_sequences
+from megatron_rc.parallel import ParallelGroups
+from tests.adaptors.pages import documented
+from tests.support.correction_cases import CASES, clear_batch, sizes
+from tests.support.correction_comparison import config_of
+from tests.support.ranks import Layout
+
+CONFIG = RolloutCorrectionConfig(rollout_is="token")
+TWO = [torch.full((2,), -1.0), torch.full((3,), -2.0)]
+MASKS = [torch.ones(2, dtype=torch.bool), torch.ones(3, dtype=torch.bool)]
+
+
+def sequences(batch):
+    """(positional arguments, side inputs) of a batch whose rows are cut at the ends of their responses."""
+    ends = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in batch.mask]
+
+    def cut(tensor):
+        return [row[:end].clone() for row, end in zip(tensor, ends, strict=True)]
+
+    sides = {name: cut(value) if value.dim() == 2 else value for name, value in batch.sides.items()}
+    return [cut(batch.train), cut(batch.rollout), cut(batch.mask)], sides
+
+
+def check(found, expected, rows=slice(None)):
+    """Compare with the oracle's result, on the given rows of the batch."""
+    expected_masks, weights = expected.mask[rows], expected.weights
+    assert [mask.tolist() for mask in found.masks] == [
+        row[: len(mask)] for row, mask in zip(expected_masks, found.masks, strict=True)
+    ]
+    assert (found.weights is None) == (weights is None)
+    for weight, row in zip(found.weights or (), (weights or [])[rows], strict=True):
+        torch.testing.assert_close(
+            weight.double(), torch.tensor(row[: len(weight)], dtype=torch.float64), rtol=1e-9, atol=0
+        )
+    assert found.denominators.tolist() == expected.denominators
+    metrics = found.result.metrics()
+    assert metrics["rollout_corr/kl"] == pytest.approx(expected.metrics["kl"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lists_and_nested_tensors(name):
+    batch, expected = clear_batch(name)
+    given, sides = sequences(batch)
+    check(correct_sequences(*given, config_of(name), **sides, **sizes(batch)), expected)
+    given = [torch.nested.nested_tensor(values, layout=torch.jagged) for values in given]
+    found = correct_sequences(*given, config_of(name), **sides, **sizes(batch))
+    assert found.masks.is_nested
+    check(
+        type(found)(
+            None if found.weights is None else found.weights.unbind(),
+            found.masks.unbind(),
+            found.denominators,
+            found.result,
+        ),
+        expected,
+    )
+
+
+def on_a_rank(name):
+    groups, (batch, expected) = ParallelGroups.from_megatron(), clear_batch(name)
+    rank = groups.dp.rank()
+    given, sides = sequences(batch.rows(torch.arange(rank, len(batch.mask), 2)))
+    check(correct_sequences(*given, config_of(name), groups, **sides, **sizes(batch)), expected, slice(rank, None, 2))
+
+
+def test_ranks_with_other_sequences(ranks):
+    for name in list(CASES)[::6]:
+        ranks.run(on_a_rank, Layout(dp=2), name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"train_log_probs": torch.zeros(2, 3)}, r"train_log_probs has shape \(2, 3\): pass a list"),
+        ({"train_log_probs": TWO[:1]}, "train_log_probs has 1 sequences, response_masks 2"),
+        ({"rollout_log_probs": TWO[::-1]}, "rollout_log_probs has 3 tokens in sequence 0, response_masks 2"),
+        ({"rollout_log_probs": [*TWO[:1], TWO[1].view(1, 3)]}, r"rollout_log_probs\[1\] is tensor"),
+        ({"response_masks": [mask.long() for mask in MASKS]}, "response_mask is torch.int64"),
+        ({"advantages": [torch.ones(2)]}, "advantages has 1 sequences"),
+        ({"rollout_log_probs": [TWO[0] * torch.nan, TWO[1]]}, "rollout log-prob of sample 0"),
+    ],
+)
+def test_wrong_sequences(changed, words):
+    given = {"train_log_probs": TWO, "rollout_log_probs": TWO, "response_masks": MASKS} | changed
+    with pytest.raises(ValueError, match=words):
+        correct_sequences(**given, config=CONFIG)
+
+
+def test_the_page():
+    """The gradient of the page's loss is that of the formula, from logits of a whole layer."""
+    torch.manual_seed(4)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    layer = torch.nn.Linear(3, 7, bias=False, dtype=torch.float64)
+    labels, advantages = torch.randint(0, 7, (5,)), torch.tensor([1.0, 1, -0.5, -0.5, -0.5], dtype=torch.float64)
+    log_probs = torch.log_softmax(layer(hidden), -1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    old, lengths = log_probs.detach(), [2, 3]
+    rollout = old - torch.tensor([0.1, -0.3, 0.9, 0.0, -0.1])
+    mask = torch.tensor([True, False, True, True, True])
+    weights = (old - rollout).exp().clamp(max=2)
+    wanted = -(log_probs * weights * advantages * mask).sum() / 4
+    given = [list(values.split(lengths)) for values in (old, rollout, mask)]
+    found = documented("A trainer with its own layout and loss")["loss_of"](
+        hidden, layer, labels, mask, given, advantages, CONFIG, ParallelGroups()
+    )
+    torch.testing.assert_close(found, wanted)
+    (gradient,), (other,) = (torch.autograd.grad(loss, hidden, retain_graph=True) for loss in (found, wanted))
+    torch.testing.assert_close(gradient, other)
+
+
+def test_a_rank_without_sequences():
+    found = correct_sequences([], [], [], CONFIG)
+    assert found.masks == []
+    assert found.denominators.tolist() == [[0, 0, 0, 0]]

@@ -1,0 +1,177 @@
+"""Requests for log-probs in every form, against log_softmax in float64; values and gradients."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_rc.parallel import LogProbRequest
+from tests.support.ranks import Layout
+
+ROWS, LENGTH, HIDDEN, VOCABULARY = 3, 5, 4, 12
+FORMS = ("bs", "sb", "t")
+KINDS = ("logits", "hidden states")
+
+
+class WithAdapter(nn.Module):
+    """A linear layer that adds something to its product, as LoRA does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.weight, self.more = layer, layer.weight, torch.full((VOCABULARY,), 0.1, dtype=torch.float64)
+
+    def forward(self, hidden):
+        return self.layer(hidden) + self.more.cumsum(0)
+
+
+def data(form):
+    """(hidden states [b, s, h], output layer, labels and mask in the form's shape)."""
+    torch.manual_seed(5)
+    hidden = torch.randn(ROWS, LENGTH, HIDDEN, dtype=torch.float64)
+    layer = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
+    labels, mask = torch.randint(0, VOCABULARY - 2, (ROWS, LENGTH)), torch.rand(ROWS, LENGTH) < 0.7
+    shape = (-1,) if form == "t" else (ROWS, LENGTH)
+    return hidden, layer, labels.view(shape), mask.view(shape)
+
+
+def in_form(values, form):
+    return {"bs": values, "sb": values.transpose(0, 1), "t": values.flatten(0, 1)}[form]
+
+
+def reference(logits, labels, mask, temperature=1.0):
+    """Log-probs and entropies, 0 outside of the mask, of logits in the labels' order."""
+    log_softmax = torch.log_softmax(logits.reshape(labels.numel(), -1) / temperature, -1)
+    of_labels = log_softmax.gather(1, labels.reshape(-1, 1)).view(labels.shape)
+    entropy = -(log_softmax.exp() * log_softmax).sum(1).view(labels.shape)
+    return torch.where(mask, of_labels, 0), torch.where(mask, entropy, 0)
+
+
+def backward_of(results, inputs):
+    """The gradients of a sum that weighs log-probs and entropies differently."""
+    return torch.autograd.grad((results[0] * results[0]).sum() + 0.3 * results[1].sum(), inputs, retain_graph=True)
+
+
+def compare(found, expected, inputs):
+    for one, other in zip(
+        [*found, *backward_of(found, inputs)], [*expected, *backward_of(expected, inputs)], strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form(form, kind):
+    hidden, layer, labels, mask = data(form)
+    hidden.requires_grad_()
+    logits = layer(hidden)
+    expected = reference(2 * logits[..., : VOCABULARY - 2], labels, mask, 0.7)
+    given = {"logits": in_form(logits, form)}
+    if kind == "hidden states":
+        given = {"hidden_states": in_form(hidden, form), "output_layer": layer}
+    request = LogProbRequest(
+        labels=labels,
+        layout=form,
+        mask=mask.float(),
+        vocab_size=VOCABULARY - 2,
+        temperature=0.7,
+        scale_logits=lambda values: 2 * values,
+        **given,
+    )
+    compare(request.answer(), expected, [hidden, layer.weight])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_tokens(kind):
+    hidden, layer, labels, mask = data("bs")
+    hidden.requires_grad_()
+    kept = torch.rand(ROWS * LENGTH, VOCABULARY) < 0.5
+    kept.scatter_(1, labels.view(-1, 1), True)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
+    given = {"logits": layer(hidden)} if kind == "logits" else {"hidden_states": hidden, "output_layer": layer}
+    support = {"support_ids": kept.nonzero()[:, 1], "support_offsets": offsets}
+    found = LogProbRequest(labels=labels, layout="bs", mask=mask, **given, **support).answer()
+    logits = layer(hidden)
+    over_kept = logits.masked_fill(~kept.view(ROWS, LENGTH, -1), -torch.inf)
+    log_probs = torch.log_softmax(over_kept, -1).gather(2, labels.unsqueeze(2)).squeeze(2)
+    expected = torch.where(mask, log_probs, 0), reference(logits, labels, mask)[1]
+    compare(found, expected, [hidden, layer.weight])
+
+
+def of_tp_ranks(form):
+    """Log-probs, entropies and this rank's gradients, from Megatron's output layer, against a whole layer's."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+    hidden, whole, labels, mask = data(form)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        use_cpu_initialization=True,
+        params_dtype=torch.float64,
+    )
+    layer = ColumnParallelLinear(
+        HIDDEN, VOCABULARY, config=config, init_method=nn.init.zeros_, bias=False, gather_output=False
+    )
+    rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
+    layer.weight.data.copy_(whole.weight.data.chunk(2)[rank])
+    hidden.requires_grad_()
+    expected = reference(whole(hidden), labels, mask)
+    of_hidden, of_weight = backward_of(expected, [hidden, whole.weight])
+    given = {"hidden_states": in_form(hidden, form), "output_layer": layer}
+    found = LogProbRequest(labels=labels, layout=form, mask=mask, tp_group=group, **given).answer()
+    expected = [*expected, of_hidden, of_weight.chunk(2)[rank]]
+    found = [*found, *backward_of(found, [hidden, layer.weight])]
+    return [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_that_share_the_vocabulary(ranks, form):
+    for differences in ranks.run(of_tp_ranks, Layout(tp=2), form):
+        assert max(differences) < 1e-12
+
+
+def test_an_output_layer_that_does_more_is_refused_or_its_logits_are_stored(caplog):
+    hidden, layer, labels, mask = data("bs")
+    hidden.requires_grad_()
+    adapted = WithAdapter(layer)
+    request = LogProbRequest(labels=labels, layout="bs", mask=mask, hidden_states=hidden, output_layer=adapted)
+    with pytest.raises(ValueError, match=r"WithAdapter.*mode='auto'"):
+        request.answer()
+    with caplog.at_level(logging.WARNING, "megatron_rc"):
+        found = [request.answer("auto") for _ in range(2)]
+    assert [record.message.count("WithAdapter") for record in caplog.records] == [1]
+    compare(found[1], reference(adapted(hidden), labels, mask), [hidden, layer.weight])
+
+
+def test_a_soft_cap_is_refused_or_its_logits_are_stored():
+    hidden, layer, labels, mask = data("sb")
+    hidden.requires_grad_()
+    cap = lambda logits: 0.5 * torch.tanh(logits / 0.5)  # noqa: E731
+    given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "scale_logits": cap}
+    request = LogProbRequest(labels=labels, layout="sb", mask=mask, **given)
+    with pytest.raises(ValueError, match="scale_logits"):
+        request.answer("strict")
+    compare(request.answer("auto"), reference(cap(layer(hidden)), labels, mask), [hidden, layer.weight])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "pass one of them"),
+        ({"logits": torch.zeros(1, 2, 3), "hidden_states": torch.zeros(1, 2, 3)}, "pass one of them"),
+        ({"hidden_states": torch.zeros(1, 2, 3)}, "output_layer"),
+        ({"logits": torch.zeros(1, 2, 3), "layout": "bsh"}, "layout='bsh'.*bs, sb, t"),
+        ({"logits": torch.zeros(1, 2, 3), "labels": None}, "labels is a NoneType"),
+        ({"logits": torch.zeros(1, 2, 3), "mode": "try"}, "mode='try'.*strict, auto"),
+        ({"logits": torch.zeros(1, 2, 3), "layout": "sb"}, r"\(2, 1\)|\[1, 2\]|\(1, 2\)"),
+    ],
+)
+def test_wrong_requests(given, words):
+    given = {"labels": torch.zeros(1, 2, dtype=torch.int64), "layout": "bs"} | given
+    mode = given.pop("mode", "strict")
+    with pytest.raises(ValueError, match=words):
+        LogProbRequest(**given).answer(mode)
