@@ -127,8 +127,9 @@ class LogProbRequest:
         """The output layer's logits, as the model computes them."""
         assert self.output_layer is not None
         weight = {} if self.output_weight is None else {"weight": self.output_weight}
-        logits = self.output_layer(self.hidden_states, **weight)
-        return logits[0] if isinstance(logits, tuple) else logits  # Megatron's layers return a bias too
+        found = self.output_layer(self.hidden_states, **weight)
+        logits: Tensor = found[0] if isinstance(found, tuple) else found  # Megatron's layers return a bias too
+        return logits
 
     def _from_logits(self, logits: Tensor) -> LogProbs:
         logits = logits if self.scale_logits is None else self.scale_logits(logits)

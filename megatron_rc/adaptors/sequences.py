@@ -76,7 +76,7 @@ def correct_sequences(
 
     def like_masks(values: Tensor) -> Sequences:
         if isinstance(response_masks, Tensor):
-            return torch.nested.nested_tensor_from_jagged(values, response_masks.offsets())
+            return torch.nested.nested_tensor_from_jagged(values, response_masks.offsets())  # type: ignore[attr-defined]
         return list(values.split(lengths))
 
     assert isinstance(result.mask, Tensor)
