@@ -44,7 +44,8 @@ REFUSED = {
     "needs a schedule that is not used here": (
         "overlap_moe_expert_parallel_comm delay_wgrad_compute microbatch_group_size_per_vp_stage"
     ),
-    "needs batches of Megatron-LM's own loaders": "hybrid_context_parallel",
+    "deals micro-batches to context-parallel groups of their own, and the launcher's batches have one group; use "
+    "--context-parallel-size": "hybrid_context_parallel",
     "changes the layers of pipeline stages, which engines' weights cannot follow; use "
     "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": (
         "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"

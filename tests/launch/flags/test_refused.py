@@ -343,7 +343,7 @@ TABLES = {
         --overlap-param-gather-with-optimizer-step :: --overlap-param-gather-with-optimizer-step
         --delay-wgrad-compute :: --delay-wgrad-compute
         --overlap-moe-expert-parallel-comm --num-experts=4 :: --overlap-moe-expert-parallel-comm
-        --hybrid-context-parallel :: --hybrid-context-parallel
+        --hybrid-context-parallel :: --hybrid-context-parallel | one group | --context-parallel-size
         --pipeline-model-parallel-layout=Et|L :: --decoder-first-pipeline-num-layers
         --account-for-loss-in-pipeline-split :: --decoder-last-pipeline-num-layers
         --cuda-graph-impl=local
