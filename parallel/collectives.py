@@ -1,7 +1,8 @@
 """Records of numbers that are reduced over ranks, and the collectives that do it.
 
 A record is a dataclass whose fields are tensors, None, records, or tuples or dicts of these. A tensor is reduced by
-sum, unless its field is a :func:`largest` or a :func:`smallest`. A group of size 1 needs no collective.
+sum, unless its field is a :func:`largest` or a :func:`smallest`. Neither a group of size 1 nor an empty tensor needs a
+collective.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.parallel.groups import Group, group_size
+from megatron_rc.parallel.groups import Group, group_ranks, group_size
 
 Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
 Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest; a field's sign 0, 1, -1 is the index
@@ -102,9 +103,20 @@ def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
 
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
     """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
-    sums, maxima = pair
-    total = _all_reduce(sums, group, dist.ReduceOp.SUM)
-    return total, _all_reduce(maxima, group, dist.ReduceOp.MAX) if len(maxima) else maxima
+    return _all_reduce(pair[0], group, dist.ReduceOp.SUM), _all_reduce(pair[1], group, dist.ReduceOp.MAX)
+
+
+def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | None]) -> Pair:
+    """A pair of flat [rows · n] tables, of whose n columns ``sizes`` each are reduced over a group of their own.
+
+    Collectives: for each distinct group one SUM, and one MAX if there are maxima.
+    """
+    if len(set(groups)) == 1:
+        return reduce_pair(pair, groups[0])
+    number = sum(sizes)
+    sums, maxima = (values.view(len(values) // max(number, 1), number).split(list(sizes), dim=1) for values in pair)
+    found = reduce_each(sums, groups), reduce_each(maxima, groups, dist.ReduceOp.MAX)
+    return torch.cat(found[0], 1).flatten(), torch.cat(found[1], 1).flatten()
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
@@ -117,9 +129,26 @@ def all_reduce_max(tensor: Tensor, group: Group | None) -> Tensor:
     return _all_reduce(tensor, group, dist.ReduceOp.MAX)
 
 
+def reduce_each(
+    tensors: Sequence[Tensor], groups: Sequence[Group | None], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[Tensor]:
+    """Each tensor, reduced over its own group, whose ranks list its tensors in the same order.
+
+    Every process takes its groups in the order of their ranks, so that processes in several groups cannot wait for each
+    other in a circle. Collectives: one for each distinct group.
+    """
+    found, distinct = list(tensors), list(dict.fromkeys(groups))
+    for group in distinct if len(distinct) == 1 else sorted(distinct, key=group_ranks):
+        places = [place for place, other in enumerate(groups) if other == group]
+        total = _all_reduce(torch.cat([tensors[place].flatten() for place in places]), group, operation)
+        for place, piece in zip(places, total.split([tensors[place].numel() for place in places]), strict=True):
+            found[place] = piece.view(tensors[place].shape)
+    return found
+
+
 def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if group_size(group) > 1:
+    if group_size(group) > 1 and result.numel():
         dist.all_reduce(result, op=operation, group=group)
     return result
 

@@ -68,17 +68,28 @@ class ParallelGroups:
         if (cp_size, cp_rank) != (size, rank):
             raise ValueError(
                 f"the layout was made for rank {cp_rank} of {cp_size} context-parallel ranks; this process is rank "
-                f"{rank} of {size} in groups.cp: give the layout cp_rank={rank} and cp_size={size}"
+                f"{rank} of {size} in groups.cp: give the layout cp_rank={rank} and cp_size={size}, or the CP group of "
+                "its sequences, cp_group=, if that is another one"
             )
 
-    def check_sums(self) -> None:
-        """Raise ValueError if ``dp_cp`` cannot hold the ranks of ``cp`` and ``dp``: sums would miss tokens."""
+    def check_sums(self, *cp_groups: Group | None) -> None:
+        """Raise ValueError if ``dp_cp`` cannot hold the ranks of ``cp`` and ``dp``, or of layouts' own ``cp_groups``.
+
+        Sums over it would miss tokens.
+        """
         cp, dp, dp_cp = group_size(self.cp), group_size(self.dp), group_size(self.dp_cp)
         if dp_cp % (cp * dp) or (self.dp is not None and dp_cp != cp * dp):
             raise ValueError(
                 f"groups.cp has {cp} ranks, groups.dp {dp}, groups.dp_cp {dp_cp}: dp_cp must hold all ranks with "
                 "different tokens, cp times dp of them; without data parallelism pass the cp group itself"
             )
+        for group in set(cp_groups) - {None, self.dp_cp}:
+            inner, outer = group_ranks(group), group_ranks(self.dp_cp)
+            if len(inner) > 1 and not set(inner) <= set(outer):
+                raise ValueError(
+                    f"the layout's cp_group has the ranks {inner}, groups.dp_cp {outer}: pass a dp_cp that holds all "
+                    "ranks with different tokens"
+                )
 
     @property
     def is_last_stage(self) -> bool:
@@ -94,6 +105,11 @@ def group_size(group: Group | None) -> int:
 def group_rank(group: Group | None) -> int:
     """Rank of this process in a group; 0 for ``None``."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def group_ranks(group: Group | None) -> list[int]:
+    """The ranks of a group among all processes; none for ``None``."""
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def group_device(group: Group | None) -> torch.device:

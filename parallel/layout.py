@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.parallel.arguments import check_integer, check_kind, one_of
-from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
 Split = Literal["zigzag", "contiguous"]
 LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
@@ -49,6 +49,19 @@ def _check_cut(cp_rank: int, cp_size: int, split: Split) -> None:
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in [0, {cp_size}): pass the rank inside the CP group")
     one_of("split", split, ("zigzag", "contiguous"))
+
+
+def _place(cp_rank: int, cp_size: int, split: Split, cp_group: Group | None) -> tuple[int, int]:
+    """(rank, size) of a cut: with a group those in it; ValueError if others are given, or the cut cannot be."""
+    if cp_group is not None:
+        check_kind("cp_group", cp_group, Group, "the process group of this rank; new_group() gives an int to others")
+        place = group_rank(cp_group), group_size(cp_group)
+        for name, given, default, found in zip(("cp_rank", "cp_size"), (cp_rank, cp_size), (0, 1), place, strict=True):
+            if given not in (default, found):
+                raise ValueError(f"{name}={given}: this process has {found} in cp_group; leave {name} out")
+        cp_rank, cp_size = place
+    _check_cut(cp_rank, cp_size, split)
+    return cp_rank, cp_size
 
 
 def _num_chunks(length: int, cp_size: int, split: Split) -> int:
@@ -92,6 +105,7 @@ class SequenceLayout:
         cp_rank: this rank inside the CP group.
         cp_size: number of CP ranks.
         split: how a sequence is cut.
+        cp_group: the CP group of these sequences; None: ``groups.cp`` of a function that the layout is passed to.
     """
 
     full_lengths: tuple[int, ...]
@@ -99,47 +113,69 @@ class SequenceLayout:
     cp_rank: int
     cp_size: int
     split: Split
+    cp_group: Group | None = None
 
     @classmethod
     def padded(
-        cls, batch_size: int, local_length: int, *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
+        cls,
+        batch_size: int,
+        local_length: int,
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        split: Split = "zigzag",
+        cp_group: Group | None = None,
     ) -> SequenceLayout:
         """A layout of local tensors ``[b, s/cp]``: all sequences are padded to the same length.
 
         Args:
             batch_size: b, the number of sequences.
             local_length: s/cp, the tokens of each sequence on this rank.
-            cp_rank: this rank inside the CP group.
-            cp_size: number of CP ranks.
+            cp_rank: this rank inside the CP group; with ``cp_group`` it follows from that.
+            cp_size: number of CP ranks; with ``cp_group`` it follows from that.
             split: how a sequence is cut.
+            cp_group: the CP group of these sequences, if micro-batches have groups of their own. Default: ``groups.cp``
+                of a function that the layout is passed to.
 
         Raises:
-            ValueError: the length does not divide, or the rank lies outside the group.
+            ValueError: a length that does not divide, or a rank or size that is not this process's in the group.
         """
         for name, value in (("batch_size", batch_size), ("local_length", local_length)):
             check_integer(name, value, least=0)
-        _check_cut(cp_rank, cp_size, split)
-        return cls._rows(batch_size, local_length, cp_rank, cp_size, split)
+        rank, size = _place(cp_rank, cp_size, split, cp_group)
+        return cls._rows(batch_size, local_length, rank, size, split, cp_group)
 
     @classmethod
-    def _rows(cls, batch_size: int, local_length: int, cp_rank: int, cp_size: int, split: Split) -> SequenceLayout:
+    def _rows(
+        cls, batch_size: int, local_length: int, cp_rank: int, cp_size: int, split: Split, cp_group: Group | None = None
+    ) -> SequenceLayout:
         _num_chunks(local_length * cp_size, cp_size, split)
-        return cls((local_length * cp_size,) * batch_size, (batch_size, local_length), cp_rank, cp_size, split)
+        shape = batch_size, local_length
+        return cls((local_length * cp_size,) * batch_size, shape, cp_rank, cp_size, split, cp_group)
 
     @classmethod
     def packed(
-        cls, local_cu_seqlens: Tensor | Sequence[int], *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
+        cls,
+        local_cu_seqlens: Tensor | Sequence[int],
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        split: Split = "zigzag",
+        cp_group: Group | None = None,
     ) -> SequenceLayout:
         """A layout of local tensors ``[t/cp]``: sequences one after the other, each cut by itself.
 
         Args:
             local_cu_seqlens: [n + 1], cumulative local lengths, starting with 0; on the host.
-            cp_rank: this rank inside the CP group.
-            cp_size: number of CP ranks.
+            cp_rank: this rank inside the CP group; with ``cp_group`` it follows from that.
+            cp_size: number of CP ranks; with ``cp_group`` it follows from that.
             split: how a sequence is cut.
+            cp_group: the CP group of these sequences, if micro-batches have groups of their own. Default: ``groups.cp``
+                of a function that the layout is passed to.
 
         Raises:
-            ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
+            ValueError: not a cumulative sum, a length that does not divide, or a rank or size that is not this
+                process's in the group.
         """
         # tolist: of tensors and of NumPy's arrays
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
@@ -148,13 +184,13 @@ class SequenceLayout:
         ):
             raise ValueError(f"local_cu_seqlens={local_cu_seqlens!r} must be whole numbers, one more than sequences")
         bounds = [int(bound) for bound in bounds]
-        _check_cut(cp_rank, cp_size, split)
+        rank, size = _place(cp_rank, cp_size, split, cp_group)
         local = [after - before for before, after in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
         for length in set(local):
-            _num_chunks(length * cp_size, cp_size, split)
-        return cls(tuple(length * cp_size for length in local), (bounds[-1],), cp_rank, cp_size, split)
+            _num_chunks(length * size, size, split)
+        return cls(tuple(length * size for length in local), (bounds[-1],), rank, size, split, cp_group)
 
     @classmethod
     def given(
@@ -163,7 +199,7 @@ class SequenceLayout:
         """The layout that a caller passed for the tensor ``name``; for None, padded rows cut over ``groups.cp``.
 
         Without groups, a layout may be of any rank, and rows without a layout are whole sequences. ValueError if
-        ``layout`` is no layout, or is not for this tensor or this rank.
+        ``layout`` is no layout, or is not for this tensor, or has no ``cp_group`` and is not for ``groups.cp``.
         """
         if layout is None:
             if tensor.dim() != 2:
@@ -173,9 +209,13 @@ class SequenceLayout:
         check_kind("layout", layout, cls, LAYOUT_REMEDY)
         if tuple(tensor.shape) != layout.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: the layout's local shape is {layout.shape}")
-        if groups is not None:
+        if groups is not None and layout.cp_group is None:
             groups.check_cut(layout.cp_rank, layout.cp_size)
         return layout
+
+    def cp(self, default: Group | None) -> Group | None:
+        """The group with the other slices of these sequences: :attr:`cp_group`, or the default without one."""
+        return default if self.cp_group is None else self.cp_group
 
     @property
     def num_sequences(self) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages.shards import check_floats
-from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors, one_of
+from megatron_rc.parallel.arguments import check_integer, check_kind, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
 
+Layouts = SequenceLayout | Sequence[SequenceLayout]
 EPSILON = 1e-6
 ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by less
 _NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
@@ -50,6 +52,7 @@ def group_advantages(
     f_norm: float = 1.0,
     num_groups: int | None = None,
     groups: ParallelGroups | None = None,
+    layout: Layouts | None = None,
 ) -> Tensor:
     """How much better a response is than the others to its prompt.
 
@@ -91,9 +94,11 @@ def group_advantages(
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
         groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
             over the batch: all responses to a prompt then lie on this rank. Default: this process alone.
+        layout: which responses these are, a layout or a list with one a micro-batch: needed if micro-batches have CP
+            groups of their own. Default: all ranks of ``groups.cp`` hold the same responses.
 
     Returns:
-        [n], float64; equal on the ranks of ``groups.cp``. If a kept reward is NaN or infinite, so are the advantages
+        [n], float64; equal on the ranks of a CP group. If a kept reward is NaN or infinite, so are the advantages
         of its prompt, except those that are 0 in any case; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 5] and [num_groups + 1] doubles, and
@@ -111,7 +116,8 @@ def group_advantages(
     counts = _weights(rewards, estimator, lengths, weights)
     batch = ParallelGroups.given(groups)
     _check_together(estimator, num_groups, groups)
-    add = _Totals.of(group_ids, num_groups, batch)
+    here = _counts_here(group_ids, layout, batch)
+    add = _Totals.of(group_ids, num_groups, batch, here)
     group = add.group
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
     terms = (ones, counts, counts.square(), counts * rewards)
@@ -134,7 +140,7 @@ def group_advantages(
     above = add.lead(rewards, kept) if estimator in _OF_THE_BEST else centred
     found = GROUP_ESTIMATORS[estimator](above, variance[group], factor)
     if estimator == "gpg":
-        found = found * (_over_nonzero(rewards, kept, batch) / f_norm)
+        found = found * (_over_nonzero(rewards, kept & here, batch) / f_norm)
     return torch.where(kept, found, 0)
 
 
@@ -190,35 +196,45 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: T
 def _over_nonzero(rewards: Tensor, kept: Tensor, groups: ParallelGroups) -> Tensor:
     """Kept responses of the batch divided by the number of them with a reward that is not 0, or by 1."""
     counts = torch.stack([kept.sum(), (kept & (rewards != 0)).sum()]).double()
-    if group_rank(groups.cp):
-        counts = torch.zeros_like(counts)
     responses, nonzero = all_reduce_sum(counts, groups.dp_cp)
     factor: Tensor = responses / nonzero.clamp(min=1)
     return factor
 
 
+def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGroups) -> Tensor:
+    """[n] bool: the responses that count on this rank, because it is the first of their CP group."""
+    if layout is None:
+        return torch.full_like(group_ids, group_rank(groups.cp) == 0, dtype=torch.bool)
+    layouts = [layout] if isinstance(layout, SequenceLayout) else [*layout]
+    for one in layouts:
+        check_kind("layout", one, SequenceLayout, f"{LAYOUT_REMEDY}, or a list of them")
+    groups.check_sums(*(one.cp_group for one in layouts))
+    firsts = [one.cp_rank == 0 for one in layouts for _ in one.full_lengths]
+    if len(firsts) != len(group_ids):
+        raise ValueError(f"layout has {len(firsts)} sequences: expected one for each of {len(group_ids)} group_ids")
+    return torch.tensor(firsts, dtype=torch.bool, device=group_ids.device)
+
+
 class _Totals:
     """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
 
-    def __init__(self, group: Tensor, number: int, groups: ParallelGroups) -> None:
-        self.group, self.number, self.groups = group, number, groups
+    def __init__(self, group: Tensor, number: int, groups: ParallelGroups, here: Tensor) -> None:
+        self.group, self.number, self.groups, self.here = group, number, groups, here
 
     @classmethod
-    def of(cls, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups) -> _Totals:
+    def of(cls, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups, here: Tensor) -> _Totals:
         """Sums for ids that are any numbers on this rank, or with ``num_groups`` lie below it on all ranks."""
         if num_groups is None:
             known, group = group_ids.unique(return_inverse=True)
-            return cls(group, len(known), ParallelGroups())
+            return cls(group, len(known), ParallelGroups(), torch.ones_like(here))
         check_integer("num_groups", num_groups, least=0)
         # The last one is of ids that belong to none.
         group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
-        return cls(group, num_groups + 1, groups)
+        return cls(group, num_groups + 1, groups, here)
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        columns = torch.stack(values, dim=1)
+        columns = torch.where(self.here.unsqueeze(1), torch.stack(values, dim=1), 0)
         sums = columns.new_zeros(self.number, len(values)).index_add_(0, self.group, columns)
-        if group_rank(self.groups.cp):
-            sums = torch.zeros_like(sums)
         return all_reduce_sum(sums, self.groups.dp_cp).unbind(1)
 
     def lead(self, rewards: Tensor, kept: Tensor) -> Tensor:

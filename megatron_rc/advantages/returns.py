@@ -59,7 +59,7 @@ def outcome_rewards(
     positions = torch.where(response_mask, layout.positions().to(device, non_blocking=True), -1)
     last = torch.full((layout.num_sequences,), -1, dtype=torch.int64, device=device)
     last.scatter_reduce_(0, layout.sequence_index.to(device, non_blocking=True), positions.flatten(), "amax")
-    is_last = response_mask & (positions == layout.expand(all_reduce_max(last, groups.cp)))
+    is_last = response_mask & (positions == layout.expand(all_reduce_max(last, layout.cp(groups.cp))))
     return torch.where(is_last, layout.expand(rewards.detach()), 0)
 
 

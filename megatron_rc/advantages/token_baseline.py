@@ -113,6 +113,6 @@ def _means(
     columns = torch.stack([counted.double(), energy, energy * returns], dim=-1).view(-1, 3)
     columns = torch.where(counted.view(-1, 1), columns, 0)
     sums = columns.new_zeros(max(len(known) * longest, 1), 3).index_add_(0, place, columns)
-    number, weight, total = all_reduce_sum(sums, groups.cp).unbind(1)
+    number, weight, total = all_reduce_sum(sums, layout.cp(groups.cp)).unbind(1)
     mean = torch.where(number > 1, total / torch.where(weight == 0, 1, weight), 0)
     return mean[place].view(counted.shape)

@@ -41,8 +41,7 @@ def whiten(
         ValueError: shapes or dtypes are wrong.
     """
     groups = ParallelGroups.given(groups)
-    groups.check_sums()
-    layout_of(response_mask, layout, groups)
+    groups.check_sums(layout_of(response_mask, layout, groups).cp_group)
     check_floats("values", values, response_mask.shape, "tokens")
     exact = torch.where(response_mask, values.detach().double(), 0)
     sums = torch.stack([response_mask.sum(dtype=torch.float64), exact.sum()])

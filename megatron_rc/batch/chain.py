@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,9 @@ from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader, SequenceMeasures, TokenSums
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
 from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
-from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_pair, unpack
+from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
+from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -187,10 +188,9 @@ def sequence_sums(
         raise wrong_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
-    shape = None
+    shape, records, counter = None, [], CodeCounter(shards.device)
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
     weights = _room(shards, shards.dtype) if config.weighs_tokens else None
-    records, counter = [], CodeCounter(shards.device)
     history = history_values(shards, config, cp) if config.needs_history else None
     for number, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and shape in (None, tokens.mask.shape):
@@ -210,15 +210,19 @@ def sequence_sums(
     return LocalSums(shards, config, sums, measures, totals, bins, valid, kept, weights)
 
 
-def reduce_sequences(pair: Pair, groups: ParallelGroups) -> Pair:
-    """The pair over whole sequences. Collectives: one SUM over ``cp``, and one MAX if there are maxima."""
-    return reduce_pair(pair, groups.cp)
+def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
+    """The pair over whole sequences, of ``layouts`` if some have CP groups of their own.
+
+    Collectives: one SUM over each CP group, and one MAX if there are maxima.
+    """
+    own = [layout.cp(groups.cp) for layout in layouts] or [groups.cp]
+    return reduce_columns(pair, [layout.num_sequences for layout in layouts], own)
 
 
 def group_sums(local: LocalSums, sequences: Pair) -> Pair:
-    """([num_groups, k], [0]) float64 of this rank's responses, counted on the first CP rank. Collectives: none."""
+    """([num_groups, k], [0]) float64 of this rank's responses, each counted on its first CP rank. Collectives: none."""
     sums, _ = unpack((local.sums, local.measures), sequences)
-    columns = prompt_columns(sums, local.shards, local.config) * local.shards.is_first_cp_rank
+    columns = prompt_columns(sums, local.shards, local.config)
     return columns, columns.new_empty(0)
 
 
@@ -266,7 +270,7 @@ def local_batch(
     """The chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
     shards = collect_shards(inputs, counts, groups, first_sequence=first_sequence)
     local = sequence_sums(shards, config, cp=groups.cp, compile=compile)
-    sequences = reduce_sequences(local.pair, groups)
+    sequences = reduce_sequences(local.pair, groups, [part.layout for part in shards.parts])
     prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None
     return batch_sums(local, sequences, prompts)
 

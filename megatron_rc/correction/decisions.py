@@ -339,12 +339,12 @@ def accepted_masks(kept: Sequence[Tensor], shards: Shards, decisions: SequenceDe
 
 
 def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
-    """[num_groups, k] float64 of this rank's responses: valid tokens, lost responses, then each sum that is needed."""
+    """[num_groups, k] float64: valid tokens, lost responses, then each needed sum, of responses that count here."""
     lost = ((sums.response > 0) & (decide_sequences(sums, shards, config).accepted.tokens == 0)).double()
     values = statistics_of(sums).values
     columns = torch.stack([sums.valid, lost, *(values[name] for name in prompt_needs(config))], dim=1)
     prompts = columns.new_zeros(shards.counts.num_groups or 0, columns.shape[1])
-    return prompts.index_add_(0, shards.group_ids, columns)  # type: ignore[arg-type]
+    return prompts.index_add_(0, shards.group_ids, columns * shards.counts_here.unsqueeze(1))  # type: ignore[arg-type]
 
 
 def prompt_needs(config: RolloutCorrectionConfig) -> list[str]:

@@ -28,14 +28,14 @@ class Denominators(Generic[N]):
 def count_batch(
     sums: SequenceSums, decisions: SequenceDecisions, shards: Shards, config: RolloutCorrectionConfig
 ) -> Denominators[Tensor]:
-    """The part of this rank, 0 on all but the first CP rank, since each rank of ``cp`` knows whole sequences."""
-    first, accepted = shards.is_first_cp_rank, decisions.accepted.tokens
+    """The part of this rank: each sequence counts on its first CP rank, since all of them know it whole."""
+    first, accepted = shards.counts_here, decisions.accepted.tokens
     shared = None if decisions.weights is None else decisions.weights.bounded
     weight = decisions.accepted.weight if shared is None else shared * accepted
     weight = torch.zeros_like(accepted) if weight is None else weight
     columns = [decisions.tokens, decisions.tokens > 0, accepted, accepted > 0, weight]
     counts = accepted.new_zeros(shards.counts.num_mini_batches, 5)
-    counts.index_add_(0, shards.mini_batch_ids, torch.stack(columns, dim=1) * first)
+    counts.index_add_(0, shards.mini_batch_ids, torch.stack(columns, dim=1) * first.unsqueeze(1))
     # The weights that batch normalisation averages, and how many each sequence has.
     only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
     if shared is not None:
@@ -45,4 +45,4 @@ def count_batch(
         total, count = weight, accepted
     else:
         total, count = sums.weight, sums.valid
-    return Denominators(counts[:, :4], counts[:, 4], total.sum() * first, count.double().sum() * first)
+    return Denominators(counts[:, :4], counts[:, 4], (total * first).sum(), (count.double() * first).sum())

@@ -31,12 +31,12 @@ class HistoryValues:
 def history_values(shards: Shards, config: RolloutCorrectionConfig, cp: Group | None) -> list[HistoryValues]:
     """The numbers of each micro-batch, if the correction needs any (``config.needs_history``).
 
-    Collectives: one SUM over ``cp`` for weights of prefixes, two for turns.
+    Collectives: one SUM over each CP group for weights of prefixes, two for turns.
 
     Raises:
-        ValueError: slices of sequences without ``cp``.
+        ValueError: slices of sequences without their CP group.
     """
-    if cp is None and shards.parts[0].layout.cp_size > 1:
+    if any(part.layout.cp(cp) is None and part.layout.cp_size > 1 for part in shards.parts):
         given = f"rollout_is={config.rollout_is!r}, rollout_rs={config.rollout_rs!r}"
         raise ValueError(f"{given} needs the other slices of a sequence before its sums: pass cp=, or whole sequences")
     level, criteria = config.level, [criterion for criterion in config.criteria if criterion.unit == "turn"]

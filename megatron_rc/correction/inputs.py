@@ -137,8 +137,7 @@ class Shards:
     parts: tuple[Part, ...]  # the micro-batches
     is_list: bool  # the caller gave lists, and gets lists back
     counts: AgreedCounts
-    dtype: torch.dtype  # of the arithmetic and of the weights
-    rank: int  # of this process among the data-parallel ranks
+    rank: int  # of this process among the data-parallel ranks; in dp_cp if layouts have CP groups of their own
     has_default_ids: bool  # the caller gave no sequence ids
     out_of_range: Tensor  # [6, n] bool, by PER_SEQUENCE: the value was not finite, or was moved into its range
     sequence_ids: Tensor  # int64
@@ -148,10 +147,15 @@ class Shards:
     rewards: Tensor | None = None
     policy_versions: Tensor | None = None  # int64, one a sequence; None if they are one a token or not given
 
-    @property
-    def is_first_cp_rank(self) -> bool:
-        """True on the rank of each CP group that counts whole sequences."""
-        return self.parts[0].layout.cp_rank == 0
+    @functools.cached_property
+    def counts_here(self) -> Tensor:
+        """[n] bool: the sequences that count on this rank: it is the first of their CP group, whose ranks know them."""
+        return torch.cat([x.mask.new_full((x.layout.num_sequences,), x.layout.cp_rank == 0) for x in self.parts])
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic and of the weights."""
+        return functools.reduce(torch.promote_types, [x.dtype for one in self.parts for x in (one.train, one.rollout)])
 
     @property
     def device(self) -> torch.device:
@@ -179,9 +183,11 @@ def collect_shards(
         ValueError: names the argument, its value and the expected one; equal on all ranks.
     """
     _check_pairs(inputs, counts)
+    batches, rank = split_inputs(inputs, groups), 0
     if groups is not None:
-        groups.check_sums()
-    batches = split_inputs(inputs, groups)
+        own = [one.layout.cp_group for one in batches]  # type: ignore[union-attr]
+        groups.check_sums(*own)
+        rank = group_rank(groups.dp_cp if groups.dp is None or any(own) else groups.dp)
     device, ends = batches[0].response_mask.device, list(accumulate(one.layout.num_sequences for one in batches))  # type: ignore[union-attr]
     every = torch.arange(ends[-1], device=device)
     found = {"sequence_ids": every + first_sequence, "mini_batch_ids": torch.zeros_like(every)}
@@ -192,17 +198,8 @@ def collect_shards(
             found[name] = _into_range(name, given, counts)
             wrong[row] = found[name] != given
     parts = tuple(_part(one, end, found) for one, end in zip(batches, ends, strict=True))
-    dtypes = [values.dtype for part in parts for values in (part.train, part.rollout)]
-    return Shards(
-        parts,
-        isinstance(inputs.response_mask, (list, tuple)),
-        counts,
-        functools.reduce(torch.promote_types, dtypes),
-        rank=0 if groups is None else group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
-        has_default_ids=inputs.sequence_ids is None,
-        out_of_range=wrong,
-        **found,
-    )
+    is_list, no_ids = isinstance(inputs.response_mask, (list, tuple)), inputs.sequence_ids is None
+    return Shards(parts, is_list, counts, rank, has_default_ids=no_ids, out_of_range=wrong, **found)
 
 
 def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMicroBatch]:

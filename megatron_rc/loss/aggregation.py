@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_sum
-from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -58,11 +58,13 @@ def aggregate_loss(
     check_aggregation(mode, loss_scale_factor)
     counted = _denominator_mask(per_token, mask, denominator_mask)
     groups = ParallelGroups.given(groups)
-    groups.check_sums()
     layout = SequenceLayout.given(layout, "per_token", per_token, groups)
-    lengths = all_reduce_sum(layout.sum_sequences(counted), groups.cp)
+    groups.check_sums(layout.cp_group)
+    lengths = all_reduce_sum(layout.sum_sequences(counted), layout.cp(groups.cp))
     local = loss_sum(per_token, mask, mode, lengths, layout)
-    total, tokens, sequences = _over_ranks(local, lengths, (mask & ~counted).sum(), groups)
+    # Whole sequences are counted on the first CP rank alone.
+    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (layout.cp_rank == 0)
+    total, tokens, sequences = _over_ranks(local, counts, (mask & ~counted).sum(), groups)
     divisor = denominator(mode, loss_scale_factor, tokens.clamp(min=1), sequences.clamp(min=1))
     return torch.where(tokens > 0, (local - local.detach() + total) / divisor, 0.0)
 
@@ -77,13 +79,11 @@ def _denominator_mask(per_token: Tensor, mask: Tensor, given: Tensor | None) -> 
     return counted
 
 
-def _over_ranks(local: Tensor, lengths: Tensor, strays: Tensor, groups: ParallelGroups) -> tuple[Tensor, ...]:
+def _over_ranks(local: Tensor, counts: Tensor, strays: Tensor, groups: ParallelGroups) -> tuple[Tensor, ...]:
     """The loss, and the tokens and the sequences that D counts, summed over all ranks; 0-D float64.
 
     ValueError if any rank has ``strays``, tokens of the mask outside D; a GPU's host does not wait for their number.
     """
-    # Whole sequences are counted on the first CP rank alone.
-    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(groups.cp) == 0)
     sums = torch.cat([local.detach().view(1), counts, strays.view(1)])
     *found, strays = all_reduce_sum(sums, groups.dp_cp).unbind()
     words = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"

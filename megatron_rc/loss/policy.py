@@ -169,7 +169,7 @@ def policy_loss(
     log_probs, old_log_probs = (each.to(arithmetic(each.dtype)) for each in (log_probs, old_log_probs.detach()))
     log_probs, old_log_probs = (torch.where(response_mask, each, 0) for each in (log_probs, old_log_probs))
     log_ratio = log_probs - old_log_probs
-    measured, whole = log_ratio.detach(), WholeSequences(response_mask, layout, groups.cp)
+    measured, whole = log_ratio.detach(), WholeSequences(response_mask, layout, layout.cp(groups.cp))
     if objective.by_sequence:
         known = sequence_log_ratio
         mean = whole.mean(measured) if known is None else layout.expand(known.to(measured.dtype))

@@ -57,8 +57,8 @@ _LOOKS = 256  # places of a stretch, at most, where its first trained token is l
 
 def data_sums(shards: Shards, sums: SequenceSums, config: RolloutCorrectionConfig) -> DataSums[Tensor]:
     """The counts of this rank."""
-    trained, first = sums.response > 0, shards.is_first_cp_rank
-    out_of_range = (shards.out_of_range & trained).sum(1, dtype=torch.float64) * first
+    first = shards.counts_here
+    out_of_range = (shards.out_of_range & (sums.response > 0) & first).sum(1, dtype=torch.float64)
     for part in shards.parts:
         if part.advantages is not None:
             out_of_range[PER_SEQUENCE.index("advantages")] += (part.mask & ~part.advantages.isfinite()).sum()
@@ -70,9 +70,9 @@ def data_sums(shards: Shards, sums: SequenceSums, config: RolloutCorrectionConfi
     zeros = (sums.rollout == 0) & (sums.valid > MAX_ZERO_LOG_PROBS)
     return DataSums(
         out_of_range=out_of_range,
-        bad_tokens=bad.sum() * first,
-        default_ids=sums.valid.new_full((), shards.has_default_ids * first),
-        zero_log_probs=zeros.sum(dtype=torch.float64) * first,
+        bad_tokens=(bad * first).sum(),
+        default_ids=sums.valid.new_full((), shards.has_default_ids),
+        zero_log_probs=(zeros & first).sum(dtype=torch.float64),
         shift=shift_sums(shards.parts),
         config_max=number,
         config_min=number,

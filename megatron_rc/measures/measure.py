@@ -138,8 +138,7 @@ def measure_batch(
 ) -> BatchHeader[Tensor]:
     """This rank's part of the numbers of the whole batch, from whole sequences and from local tokens (m': ``mask``)."""
     shards, config, tokens = local.shards, local.config, local.tokens
-    # Whole sequences, which all ranks of cp know, are counted on the first one.
-    counted = (sums.valid > 0) & shards.is_first_cp_rank
+    counted = (sums.valid > 0) & shards.counts_here
     policy = policy_sums(sums, measures, decisions)
     weights = weight_sums(sums, measures, tokens, decisions, counted, config)
     veto = None if sums.vetoed is None else CriterionSums(sums.vetoed, sums.vetoed > 0, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.chain import local_batch
+from megatron_rc.batch.chain import local_batch, reduce_sequences
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
@@ -33,14 +33,13 @@ class MaskCounts:
 def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups) -> MaskCounts:
     """Count the response masks of a rollout batch, checked as by :func:`collect_shards`.
 
-    Collectives: one SUM of [n] over ``cp``, one SUM of [2 num_mini_batches + 1] over ``dp_cp``.
+    Collectives: one SUM of [n] over each CP group, one SUM of [2 num_mini_batches + 1] over ``dp_cp``.
     """
     # π_θ is not known yet, and only the masks are counted.
     shards = collect_shards(dataclasses.replace(inputs, train_log_probs=inputs.rollout_log_probs), counts, groups)
     local = torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts])
-    tokens = all_reduce_sum(local, groups.cp)
-    # Whole sequences are counted once: on the first CP rank.
-    rows = torch.stack([tokens, tokens > 0], dim=1) * shards.is_first_cp_rank
+    tokens, _ = reduce_sequences((local, local[:0]), groups, [part.layout for part in shards.parts])
+    rows = torch.stack([tokens, tokens > 0], dim=1) * shards.counts_here.unsqueeze(1)
     counted = rows.new_zeros(counts.num_mini_batches, 2).index_add_(0, shards.mini_batch_ids, rows)
     bad_ids = (shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")] * rows[:, 1]).sum()
     total = all_reduce_sum(torch.cat([counted.view(-1), bad_ids.view(1)]), groups.dp_cp)
@@ -149,9 +148,7 @@ class InLossPlan(Plan):
         """The proximal policy's log-probs; its version is the current one of the plan, before the steps that ended."""
         shards = collect_shards(inputs, counts, self.groups)
         (part,) = shards.parts
-        versions = part.versions
-        if versions is None:
-            versions = part.layout.expand(shards.policy_versions)  # type: ignore[arg-type]
+        versions = part.layout.expand(shards.policy_versions) if part.versions is None else part.versions  # type: ignore[arg-type]
         staleness = counts.staleness(versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
 

@@ -41,7 +41,8 @@ class Misuse(IntEnum):
     )
     UNFINISHED = (
         "a schedule started on sums that no step has finished (one failed, or finish_step() was not called): this step "
-        f"has another number of micro-batches than num_microbatches of its LossScale; {_ZERO}, and {_END}"
+        "has another number of micro-batches than num_microbatches of its LossScale, or the local_microbatches it was "
+        f"told; {_ZERO}, and {_END}"
     )
     OTHER_MINI_BATCH = (
         "micro-batches with sequences of another mini-batch, as their mini_batch_ids say, than the LossScale that "

@@ -45,7 +45,7 @@ class PlannedStep:
 
     plan: Plan
     mini_batch: int
-    num_microbatches: int | None = None  # of this step, on each data-parallel rank; None if it is not known
+    num_microbatches: int | None = None  # of this step, on this rank; None if it is not known
     total_tokens: int | None = None  # Megatron's divisor of the gradients, with calculate_per_token_loss; else None
 
 
@@ -56,10 +56,10 @@ class LossScale:
     Attributes:
         denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it; under the
             response mask if the final one follows after the step. NaN on pipeline stages that compute no loss.
-        num_microbatches: of this step, on each data-parallel rank.
+        num_microbatches: of this step, Megatron's divisor.
         dp_cp_size: number of ranks that hold different tokens.
         calculate_per_token_loss: Megatron's setting of that name.
-        local_tokens: tokens of a micro-batch on this rank, padding included.
+        local_tokens: tokens of a micro-batch on this rank, padding included; 0: each one has its own number.
         total_tokens: their sum over all micro-batches and ranks of the step, below 2³¹.
         step: the optimizer step: ``masked_loss`` counts for it, and the end of the step divides by its denominator.
     """
@@ -142,6 +142,7 @@ class Plan(ABC):
         mini_batch: int | None = None,
         *,
         num_microbatches: int,
+        local_microbatches: int = 0,
         calculate_per_token_loss: bool = False,
         local_tokens: int = 0,
         total_tokens: int = 0,
@@ -150,9 +151,10 @@ class Plan(ABC):
 
         Args:
             mini_batch: its index; may be left out if there is one.
-            num_microbatches: of this step, on each data-parallel rank.
-            calculate_per_token_loss: Megatron's setting of that name, which needs the two others.
-            local_tokens: tokens of a micro-batch on this rank, padding included, equal for all its micro-batches.
+            num_microbatches: of this step, as Megatron's schedule is told, which divides by them.
+            local_microbatches: of this step on this rank. Default: as many; CP groups of their own may need others.
+            calculate_per_token_loss: Megatron's setting of that name, which needs ``total_tokens``.
+            local_tokens: tokens that each micro-batch on this rank must have, padding included. Default: any number.
             total_tokens: tokens of all micro-batches of the step on all ranks with different tokens.
 
         Raises:
@@ -166,22 +168,18 @@ class Plan(ABC):
         if not self.progress.is_checked:
             raise StepError("plan.loss_scale() before plan.check(): call check() first, which raises for bad data")
         check_integer("num_microbatches", num_microbatches, least=1)
+        check_integer("local_microbatches", local_microbatches, least=0)
         # Megatron counts tokens in int32.
-        if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < 2**31:
+        if calculate_per_token_loss and not max(local_tokens, 1) <= total_tokens < 2**31:
             raise ValueError(
                 f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
-                "of a micro-batch on this rank and of the whole step, padding included, below 2³¹"
+                "of the whole step, padding included, below 2³¹, and not fewer than those of a micro-batch on this rank"
             )
         index = index_of(mini_batch, self.num_mini_batches)
-        return LossScale(
-            self.denominator(index),
-            num_microbatches,
-            group_size(self.groups.dp_cp),
-            calculate_per_token_loss,
-            local_tokens,
-            total_tokens,
-            PlannedStep(self, index, num_microbatches, total_tokens if calculate_per_token_loss else None),
-        )
+        divisor = total_tokens if calculate_per_token_loss else None
+        step = PlannedStep(self, index, local_microbatches or num_microbatches, divisor)
+        factors = self.denominator(index), num_microbatches, group_size(self.groups.dp_cp)
+        return LossScale(*factors, calculate_per_token_loss, local_tokens, total_tokens, step)
 
     def micro_batches(self, inputs: AnyInputs) -> list[MicroBatch]:
         """The inputs of the loss of each micro-batch, from the plan's inputs and its results; on the last stage.

@@ -30,7 +30,7 @@ class RolloutCorrection:
 
     Args:
         config: the correction.
-        groups: ``cp`` and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header to the other stages.
+        groups: ``cp`` (or layouts' own groups) and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header.
         loss: the objective: its aggregation decides the denominators.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
             prediction).

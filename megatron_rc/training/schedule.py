@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,8 @@ def masked_loss(
             raise
         correction.steps.refuse(str(error))
         return _refused(log_probs)
-    returned = schedule_return(total, {"loss": total}, scale)
+    own = dataclasses.replace(scale, local_tokens=micro_batch.response_mask.numel())
+    returned = schedule_return(total, {"loss": total}, own)
     statistics = losses.statistics.plus(loss=total.detach() / scale.denominator)
 
     def count(_: Tensor) -> None:
@@ -94,11 +96,10 @@ def _step_of(scale: LossScale, num_tokens: int) -> PlannedStep:
     step = scale.step if isinstance(scale, LossScale) else None
     if step is None:
         raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
-    if scale.calculate_per_token_loss and num_tokens != scale.local_tokens:
+    if scale.calculate_per_token_loss and scale.local_tokens not in (0, num_tokens):
         raise ValueError(
-            f"local_tokens={scale.local_tokens} and a micro-batch of {num_tokens} tokens: with "
-            "calculate_per_token_loss all micro-batches of a rank must have as many; pad them alike, or turn that off "
-            "in Megatron's config and here, which gives the same gradients"
+            f"local_tokens={scale.local_tokens} and a micro-batch of {num_tokens} tokens: pad all to as many, or leave "
+            "local_tokens out of plan.loss_scale() and give it the total_tokens that they sum to"
         )
     return step
 

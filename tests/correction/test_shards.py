@@ -43,10 +43,10 @@ def my_layout(lengths, form):
     return SequenceLayout.padded(len(lengths), WIDTH // where["cp_size"], split=split, **where)
 
 
-def my_part(batch, form):
+def my_part(batch, form, layout=None):
     """(layout, tensors, sides) of these rows on this rank."""
     lengths = row_lengths(batch, form)
-    layout = my_layout(lengths, form)
+    layout = layout or my_layout(lengths, form)
 
     def cut(tensor):
         rows = [row[:length] for row, length in zip(tensor, lengths, strict=True)]
@@ -102,20 +102,24 @@ def test_shards_match_the_oracle(ranks, layout, form):
     clear = {name: clear_batch(name) for name in CASES}
     batches = {name: batch for name, (batch, _) in clear.items()}
     for split in SPLITS[layout.dp]:
-        everywhere = ranks.run(correct_shards, layout, batches, split, form)
-        for name, (_, expected) in clear.items():
-            for rank in everywhere:
-                rows, place, weights, mask, numbers = rank[name]
-                denominators, skip, lengths, metrics = numbers
-                assert torch.equal(mask, torch.tensor(expected.mask)[place])
-                if weights is not None:
-                    want = torch.tensor(expected.weights, dtype=torch.float64)[place]
-                    torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-12)
-                assert denominators.tolist() == expected.denominators
-                assert skip.tolist() == expected.skip
-                assert lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
-                assert_metrics(metrics, expected, 1e-9)
-                assert metrics == everywhere[0][name][4][3]
+        assert_as_expected(ranks.run(correct_shards, layout, batches, split, form), clear)
+
+
+def assert_as_expected(everywhere, clear):
+    """The oracle's numbers for each case on every rank, as :func:`correct_shards` gives them."""
+    for name, (_, expected) in clear.items():
+        for rank in everywhere:
+            rows, place, weights, mask, numbers = rank[name]
+            denominators, skip, lengths, metrics = numbers
+            assert torch.equal(mask, torch.tensor(expected.mask)[place])
+            if weights is not None:
+                want = torch.tensor(expected.weights, dtype=torch.float64)[place]
+                torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-12)
+            assert denominators.tolist() == expected.denominators
+            assert skip.tolist() == expected.skip
+            assert lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
+            assert_metrics(metrics, expected, 1e-9)
+            assert metrics == everywhere[0][name][4][3]
 
 
 def correct_wrongly(batches, variant):
@@ -133,7 +137,7 @@ def correct_wrongly(batches, variant):
     }
     name, groups = wrong[variant]
     original = getattr(chain, name)
-    setattr(chain, name, lambda pair, _: original(pair, groups))
+    setattr(chain, name, lambda pair, _, *layouts: original(pair, groups, *layouts))
     try:
         return correct_shards(batches, [6, 6], "padded")
     finally:

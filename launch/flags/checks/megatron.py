@@ -43,7 +43,8 @@ REFUSED = {
     "needs a schedule that is not used here": (
         "overlap_moe_expert_parallel_comm delay_wgrad_compute microbatch_group_size_per_vp_stage"
     ),
-    "needs batches of Megatron-LM's own loaders": "hybrid_context_parallel",
+    "deals micro-batches to context-parallel groups of their own, and the launcher's batches have one group; use "
+    "--context-parallel-size": "hybrid_context_parallel",
     "counts the embedding or the loss as a layer of its stage; use --pipeline-model-parallel-layout": (
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
     ),

@@ -343,7 +343,7 @@ TABLES = {
         --overlap-param-gather-with-optimizer-step :: --overlap-param-gather-with-optimizer-step
         --delay-wgrad-compute :: --delay-wgrad-compute
         --overlap-moe-expert-parallel-comm --num-experts=4 :: --overlap-moe-expert-parallel-comm
-        --hybrid-context-parallel :: --hybrid-context-parallel
+        --hybrid-context-parallel :: --hybrid-context-parallel | one group | --context-parallel-size
         --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-size above 1
         @2 PP --pipeline-model-parallel-layout=Et|L :: Et|L with --num-layers 4 | must match
         @2 PP --pipeline-model-parallel-layout=Et|tt|tL :: --pipeline-model-parallel-size 2 | divisible
