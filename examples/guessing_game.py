@@ -27,15 +27,21 @@ class Game:
         drawn = [random.Random(f"{self.seed}/{held_out}/{number}") for number in range(start, start + count)]
         return [Problem("?", label=dice.randint(1, HIGHEST)) for dice in drawn]
 
-    def reply(self, *, prompt: str, response: str, label: int, record: Mapping[str, Any]) -> str | None:
-        """The observation after a guess, ``<`` if the number is lower and ``>`` if it is higher; None ends the game."""
-        if response == str(label) or not response.isdigit():
+    def reply(
+        self, *, prompt: str, response: str, label: int, record: Mapping[str, Any], turns: Sequence[tuple[str, str]]
+    ) -> dict[str, Any] | None:
+        """The observation after a guess, ``<`` if the number is lower and ``>`` if it is higher; None ends the game.
+
+        A guess is a digit; the first one earns a tenth. A turn without its end gets no reply, and so earns nothing.
+        """
+        if not response.isdigit():
             return None
-        return "<" if label < int(response) else ">"
+        observation = None if response == str(label) else "<" if label < int(response) else ">"
+        return {"observation": observation, "reward": 0.0 if turns else 0.1}
 
     def reward(
         self, *, prompt: str, response: str, label: int, record: Mapping[str, Any], turns: Sequence[tuple[str, str]]
     ) -> dict[str, float]:
-        """1 for the right number; ``response`` is the last guess, ``turns`` has the guesses and observations before."""
+        """Nine tenths for the right number; ``response`` is the last guess, ``turns`` has the guesses before it."""
         right = float(response == str(label))
-        return {"reward": right, "guesses": len(turns) + 1.0, "at_once": right * (not turns)}
+        return {"reward": 0.9 * right, "right": right, "guesses": len(turns) + 1.0}

@@ -181,14 +181,14 @@ def test_a_record_trains_the_turns_and_reads_the_observations(game, tmp_path):
     torch.testing.assert_close(-100 * log_probs[mask], labels_[mask].float())
     assert batch.rollout_log_probs[~batch.response_mask].eq(0).all()
     assert batch.policy_versions[batch.response_mask].eq(7).all()
-    assert batch.rewards.tolist() == [1, 1, 1, 1]
-    assert sampled.sums == {"guesses": (1.0 + 2 + 2 + 3, 4), "at_once": (1.0, 4)}
+    assert batch.rewards.tolist() == [1, 1, 1, 1], "a tenth from a reply, nine tenths from the reward"
+    assert sampled.sums == {"right": (4.0, 4), "guesses": (1.0 + 2 + 2 + 3, 4)}
 
 
 def test_the_first_turn_is_that_of_a_run_of_one_turn(game, tmp_path):
     one, two = labels(tmp_path)
     rounds = [[one, one - 1, two, two + 1]]
-    assert game(rounds).batch.rewards.tolist() == [1, 0, 1, 0]
+    assert game(rounds).batch.rewards.tolist() == pytest.approx([0.9, 0, 0.9, 0])
     assert game([*rounds, [one, two]], "--max-turns=2").batch.rewards.tolist() == [1, 1, 1, 1]
 
 
@@ -252,7 +252,7 @@ def test_evaluations_converse_too(game, tmp_path):
     one, two = (problem.label for problem in made.task.problems(0, 2, held_out=True))
     found = made.evaluate()
     assert [graded.responses for graded in found] == [["1>2"], ["7<6"]]
-    assert [graded.rewards for graded in found] == [[float(one == 2)], [float(two == 6)]]
+    assert [graded.rewards for graded in found] == [[0.1 + 0.9 * (one == 2)], [0.1 + 0.9 * (two == 6)]]
 
 
 REFUSED = [
