@@ -130,13 +130,14 @@ def judge_tokens(size: int, foreign: float, responses: float, again: float) -> F
 
 
 def _endings(batch: RolloutBatch, eos: int) -> Tensor:
-    """Return [3] float64: stopped responses, stopped ones with the end token last, and end tokens elsewhere."""
+    """Return [3] float64: stopped responses, stopped ones with the end token last, and end tokens inside of turns."""
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     last = (batch.response_mask * position).amax(dim=1)
     ends = (batch.tokens == eos) & batch.response_mask
     is_last = position == last.unsqueeze(1)
+    inside = ends[:, :-1] & batch.response_mask[:, 1:]
     stopped = batch.finish_reasons == FINISH_REASONS.index("stop")
-    return torch.stack([stopped.sum(), (stopped & (ends & is_last).any(1)).sum(), (ends & ~is_last).sum()]).double()
+    return torch.stack([stopped.sum(), (stopped & (ends & is_last).any(1)).sum(), inside.sum()]).double()
 
 
 def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:

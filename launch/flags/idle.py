@@ -33,7 +33,7 @@ def drop_idle(args: argparse.Namespace) -> None:
             why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
             _refuse(args, name, why, ("rollout_engine",))
     source = Source(args.task, args.seed, args.reward)
-    if source.is_harmless and not args.load_rollouts:
+    if source.is_harmless and args.max_turns == 1 and not args.load_rollouts:
         for name in ("reward_workers", "reward_timeout"):
             _refuse(args, name, f"with {source.name}, which the trainer itself scores: drop it", ("task", "reward"))
     if args.optimizer == "sgd" and not (args.sgd_momentum or args.bf16 or args.fp16):

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rc.launch.python_specs import in_words, own_traceback
 
-REWARD = "reward"
+REWARD, OBSERVATION = "reward", "observation"
 MAX_COMPONENTS = 32
 # The largest float32; a batch holds rewards in float32.
 LARGEST = (2 - 2**-23) * 2.0**127
@@ -34,12 +34,14 @@ class Outcome:
     components: Mapping[str, float] = field(default_factory=dict)  # the other entries of a dict, by name
     failure: str | None = None  # the function's failure as a verb, ``raised ValueError: ...``; None: there is a number
     traceback: str = ""  # traceback of the failure; may be empty
+    # Reply to a turn: the observation as a text or as token ids; None: the conversation is over.
+    observation: str | list[int] | None = None
 
 
-def outcome_of(call: Callable[[], Any]) -> Outcome:
-    """Make the call and read its result; an exception of the call becomes a failure."""
+def outcome_of(call: Callable[[], Any], read: Callable[[Any], Outcome]) -> Outcome:
+    """Make the call and read its result by :func:`read_score` or :func:`read_reply`; an exception becomes a failure."""
     try:
-        return _read(call())
+        return read(call())
     except _NoNumber as problem:
         return Outcome(failure=str(problem))
     except BaseException as error:  # a user's function can raise anything, sys.exit() included
@@ -48,10 +50,29 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
 
 
 class _NoNumber(ValueError):
-    """The returned value is no reward; the message names the value."""
+    """The returned value is no reward or no reply; the message names the value."""
 
 
-def _read(given: Any) -> Outcome:
+def read_reply(given: Any) -> Outcome:
+    """The reply to a turn: None, a text, token ids, or a dict with ``observation``, one of these, and ``reward``.
+
+    The reward of a turn is 0 by default.
+    """
+    entries = dict(given) if isinstance(given, Mapping) else {OBSERVATION: given}
+    unknown = sorted(map(str, entries.keys() - {OBSERVATION, REWARD}))
+    if unknown:
+        raise _NoNumber(f"gave a dict with {', '.join(unknown)[:80]}: a reply has 'observation' and 'reward'")
+    observation = entries.get(OBSERVATION)
+    is_ids = isinstance(observation, list) and all(type(token) is int for token in observation)
+    if observation is not None and not isinstance(observation, str) and not is_ids:
+        raise _NoNumber(f"gave {reprlib.repr(observation)}, which is no text, no list of token ids and not None")
+    if observation is not None and not observation:
+        raise _NoNumber("gave an empty observation: give None to end the conversation")
+    return Outcome(_number(entries.get(REWARD, 0.0), "gave 'reward':"), observation=observation)
+
+
+def read_score(given: Any) -> Outcome:
+    """The score of a response: a number, or a dict of numbers with the entry ``reward``."""
     if not isinstance(given, Mapping):
         return Outcome(_number(given, "gave"))
     if REWARD not in given:

@@ -16,13 +16,15 @@ from typing import Any
 
 from megatron_rc.launch.rewards.outcome import MAX_COMPONENTS, Outcome, outcome_of
 from megatron_rc.launch.rewards.pool import RewardPool
-from megatron_rc.launch.rewards.rules import Source
+from megatron_rc.launch.rewards.rules import ReplySource, Source
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.tasks import Problem
+from megatron_rc.launch.tasks import Problem, Text
 
 MAX_DEFAULT_WORKERS = 8
 ERRORS_FILE = "reward-errors.jsonl"
 PENALTY = "overlong_penalty"
+# Texts of the earlier turns of a conversation, each with the observation after it.
+Turns = Sequence[tuple[str, str]]
 # An error that ends the run goes to all ranks in a message of limited length.
 _SHOWN = 1000
 _log = logging.getLogger("megatron_rc")
@@ -54,50 +56,91 @@ class Rewards:
 
 
 class Rewarder:
-    """The rule of a run on the first rank of one replica. Makes no collective."""
+    """The rule of a run, and its replies to turns, on the first rank of one replica. Makes no collective."""
 
     def __init__(self, config: RunConfig, replica: int) -> None:
-        self.settings, self.replica = config.rewards, replica
+        self.config, self.settings, self.replica = config, config.rewards, replica
         self.source = source_of(config)
         self.file = errors_file(config)
         self._scorer: InProcess | RewardPool
+        workers = self.settings.reward_workers or _default_workers()
         if self.source.is_harmless:
             self._scorer = InProcess(self.source)
         else:
-            workers = self.settings.reward_workers or _default_workers()
             self._scorer = RewardPool(self.source, workers, self.settings.reward_timeout)
+        self._replies: RewardPool | None = None
+        if config.rollouts.max_turns > 1:
+            self._replies = RewardPool(reply_source(config), workers, self.settings.reward_timeout)
         self._names: set[str] = set()
         self._has_said = False
 
     def score(
-        self, problems: Sequence[Problem], responses: Sequence[str], *, step: int, held_out: bool = False
+        self,
+        problems: Sequence[Problem],
+        responses: Sequence[str],
+        turns: Sequence[Turns] = (),
+        *,
+        step: int,
+        held_out: bool = False,
     ) -> Rewards:
         """Score one response to each problem, a text without the end-of-text token.
 
-        ``step``, the optimizer steps made so far, and ``held_out``, whether this is an evaluation, go into the file of
-        errors.
+        ``turns`` has the earlier turns of each response, each a pair of a turn and the observation after it; empty: all
+        responses have one turn. ``step``, the optimizer steps made so far, and ``held_out``, whether
+        this is an evaluation, go into the file of errors.
 
         Raises:
             RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.
             ConfigurationError: the rule cannot be loaded.
         """
-        requests = [
-            {"prompt": problem.prompt, "response": text, "label": problem.label, "record": dict(problem.record)}
-            for problem, text in zip(problems, responses, strict=True)
-        ]
+        requests = _requests(problems, responses, turns)
         outcomes = [self._known(outcome) for outcome in self._scorer.score(requests)]
-        failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
-        for index, outcome in failed:
-            self._write(requests[index], outcome, {"step": step, "held_out": held_out, "sample": index})
-        if failed:
-            index, outcome = failed[0]
-            self._report(outcome, responses[index])
+        self._keep_failures(self.source, requests, outcomes, {"step": step, "held_out": held_out})
         on_error = self.settings.reward_on_error
         return Rewards([on_error if one.failure else one.reward for one in outcomes], outcomes)
+
+    def reply(
+        self,
+        problems: Sequence[Problem],
+        responses: Sequence[str],
+        turns: Sequence[Turns],
+        text: Text,
+        *,
+        step: int,
+        held_out: bool = False,
+    ) -> list[Outcome]:
+        """The task's reply to the newest turn of each conversation; observations are token ids of ``text``.
+
+        The other arguments and the errors are those of :meth:`score`.
+        """
+        if self._replies is None:
+            raise RuntimeError("a run of one turn has no replies")
+        requests = _requests(problems, responses, turns)
+        outcomes = [_in_tokens(outcome, text) for outcome in self._replies.score(requests)]
+        source = reply_source(self.config)
+        self._keep_failures(source, requests, outcomes, {"step": step, "held_out": held_out})
+        return outcomes
 
     def close(self) -> None:
         """End the worker processes."""
         self._scorer.close()
+        if self._replies is not None:
+            self._replies.close()
+
+    def _keep_failures(
+        self,
+        source: Source | ReplySource,
+        requests: Sequence[Mapping[str, Any]],
+        outcomes: Sequence[Outcome],
+        where: Mapping[str, Any],
+    ) -> None:
+        """Write failures down, and report the first one."""
+        failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
+        for index, outcome in failed:
+            self._write(requests[index], outcome, {**where, "sample": index, "rule": source.name})
+        if failed:
+            index, outcome = failed[0]
+            self._report(source, outcome, requests[index]["response"])
 
     def _known(self, outcome: Outcome) -> Outcome:
         """Return the outcome, or a failure if the run has too many different components."""
@@ -111,7 +154,7 @@ class Rewarder:
         """Add a line to the run's file of errors."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **{**where, "replica": self.replica, "rule": self.source.name},
+            **{**where, "replica": self.replica},
             **{"error": outcome.failure, "traceback": outcome.traceback},
             **{name: as_json(value) for name, value in request.items()},
         }
@@ -124,9 +167,9 @@ class Rewarder:
                 f"{self.file} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
             ) from error
 
-    def _report(self, outcome: Outcome, response: str) -> None:
+    def _report(self, source: Source | ReplySource, outcome: Outcome, response: str) -> None:
         """End the run, or say once that the run goes on."""
-        where = f"{self.source.name} {outcome.failure}, on response {response[:80]!r}"
+        where = f"{source.name} {outcome.failure}, on response {response[:80]!r}"
         if self.settings.reward_errors == "stop":
             shown = f"its traceback:\n{outcome.traceback[-_SHOWN:]}\n" if outcome.traceback else ""
             raise RewardError(
@@ -159,12 +202,12 @@ def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Re
 class InProcess:
     """Scoring in this process by a rule that can neither hang nor crash; for use in place of :class:`RewardPool`."""
 
-    def __init__(self, source: Source) -> None:
-        self._rule = source.load()
+    def __init__(self, source: Source | ReplySource) -> None:
+        self._rule, self._read = source.load(), source.read
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """Return one outcome for each request, in order."""
-        return [outcome_of(partial(self._rule, **request)) for request in requests]
+        return [outcome_of(partial(self._rule, **request), self._read) for request in requests]
 
     def close(self) -> None:
         """Do nothing: there are no processes."""
@@ -173,6 +216,11 @@ class InProcess:
 def source_of(config: RunConfig) -> Source:
     """Return the source of a run's rule."""
     return Source(config.task.task, config.training.seed, config.rewards.reward)
+
+
+def reply_source(config: RunConfig) -> ReplySource:
+    """Return the source of a run's replies to turns."""
+    return ReplySource(config.task.task, config.training.seed, config.rewards.reply)
 
 
 def errors_file(config: RunConfig) -> Path:
@@ -190,6 +238,27 @@ def as_json(value: Any) -> Any:
         except ValueError:  # an integer of more digits than Python writes
             return f"a value that cannot be written, of type {type(value).__name__}"
     return value
+
+
+def _requests(problems: Sequence[Problem], responses: Sequence[str], turns: Sequence[Turns]) -> list[dict[str, Any]]:
+    """Return the keywords of a rule for one response to each problem."""
+    return [
+        {
+            **{"prompt": problem.prompt, "response": text, "label": problem.label, "record": dict(problem.record)},
+            "turns": list(earlier),
+        }
+        for problem, text, earlier in zip(problems, responses, turns or [()] * len(responses), strict=True)
+    ]
+
+
+def _in_tokens(outcome: Outcome, text: Text) -> Outcome:
+    """Return a reply with its observation as token ids, or a failure if the tokenizer lacks some."""
+    if outcome.observation is None:
+        return outcome
+    try:
+        return replace(outcome, observation=text.observed(outcome.observation))
+    except ValueError as problem:
+        return Outcome(failure=str(problem))
 
 
 def _default_workers() -> int:

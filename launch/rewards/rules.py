@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.python_specs import is_python_spec, load_python
+from megatron_rc.launch.rewards.outcome import Outcome, read_reply, read_score
 from megatron_rc.launch.tasks import Rule, make_task
-from megatron_rc.launch.tasks.python_task import own_reward
+from megatron_rc.launch.tasks.python_task import own_method
 
 EXACT, MATH_VERIFY = BUILT_IN = ("exact", "math-verify")
 # Like EXACT it compares short texts, and so can neither hang nor crash. All other rules run in worker processes.
@@ -56,27 +57,60 @@ class Source:
         if self.reward is None:
             return _called_by_keywords(self._rule_of_task(), self.name)
         if is_python_spec(self.reward):
-            found = load_python(self.reward, "--reward")
-            if not callable(found) or isinstance(found, type):
-                raise ConfigurationError(f"{self.name} is {_kind(found)}: name a function")
-            return _called_by_keywords(found, self.name)
-        return exact if self.reward == EXACT else _math_rule()
+            return _function(self.reward, "--reward")
+        return _called_by_keywords(exact if self.reward == EXACT else _math_rule(), self.name)
+
+    @staticmethod
+    def read(given: Any) -> Outcome:
+        """The outcome of a value that the rule returned."""
+        return read_score(given)
 
     def _rule_of_task(self) -> Rule:
         rule: Rule | None = None
         if self.task is not None:
             is_own = is_python_spec(self.task)
-            rule = own_reward(self.task, self.seed) if is_own else make_task(self.task, self.seed).reward
+            rule = own_method(self.task, self.seed, "reward") if is_own else make_task(self.task, self.seed).reward
         if rule is None:
             raise ConfigurationError(f"{self.name} has no reward of its own: give --reward")
         return rule
 
 
 @dataclass(frozen=True)
+class ReplySource:
+    """The source of a run's replies to the turns of a conversation, from which a worker makes the function."""
+
+    task: str | None  # as in :class:`Source`
+    seed: int  # seed of the task
+    reply: str | None = None  # ``--reply``; None: the task's method ``reply``
+
+    @property
+    def name(self) -> str:
+        """The flag and its value."""
+        return Source(self.task, self.seed).name if self.reply is None else f"--reply {self.reply}"
+
+    def load(self) -> Rule:
+        """Load the function into this process; ConfigurationError if there is none, or if it is no function."""
+        if self.reply is not None:
+            return _function(self.reply, "--reply")
+        method = own_method(self.task, self.seed, "reply") if self.task and is_python_spec(self.task) else None
+        if method is None:
+            raise ConfigurationError(
+                f"{self.name} replies to no turn, which --max-turns above 1 needs: give --reply "
+                "python:pkg.module:function, or a task of your own with a method reply"
+            )
+        return _called_by_keywords(method, self.name)
+
+    @staticmethod
+    def read(given: Any) -> Outcome:
+        """The outcome of a value that the function returned."""
+        return read_reply(given)
+
+
+@dataclass(frozen=True)
 class Setup:
     """The first message to a worker."""
 
-    source: Source  # source of the rule
+    source: Source | ReplySource  # source of the rule
     timeout: float  # seconds for one sample
     load_timeout: float  # seconds to load the rule
     parent: int  # process that started the worker
@@ -110,21 +144,36 @@ def _math_rule() -> Rule:
     return partial(verify_math, math_verify)
 
 
+def _function(spec: str, flag: str) -> Rule:
+    """The function of a user's module that a flag names."""
+    found = load_python(spec, flag)
+    if not callable(found) or isinstance(found, type):
+        raise ConfigurationError(f"{flag} {spec} is {_kind(found)}: name a function")
+    return _called_by_keywords(found, f"{flag} {spec}")
+
+
 def _called_by_keywords(function: Any, name: str) -> Rule:
-    """Return the function if it takes the four keywords and returns its result directly."""
+    """Return a rule that calls the function with the four keywords, and with ``turns`` if it has that parameter."""
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(kind(called) for kind in kinds for called in (function, function.__call__)):
         raise ConfigurationError(f"{name} gives no result when it is called: make it neither async nor a generator")
+    keywords: dict[str, Any] = {"prompt": "", "response": "", "label": None, "record": {}}
     try:
-        inspect.signature(function).bind(prompt="", response="", label=None, record={})
+        signature = inspect.signature(function)
+        takes_turns = "turns" in signature.parameters
+        signature.bind(**keywords, **({"turns": []} if takes_turns else {}))
     except ValueError:  # some callables have no signature
-        pass
+        takes_turns = False
     except TypeError as error:
         raise ConfigurationError(
             f"{name} cannot be called with prompt, response, label and record ({error}): give it these four parameters"
         ) from error
-    rule: Rule = function
+    rule: Rule = function if takes_turns else partial(_without_turns, function)
     return rule
+
+
+def _without_turns(rule: Rule, *, turns: Any = None, **given: Any) -> Any:
+    return rule(**given)
 
 
 def _kind(value: Any) -> str:

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         except EOFError:
             return
         faulthandler.dump_traceback_later(setup.timeout, file=setup.stacks)
-        outcome = outcome_of(partial(_score, rule, request))
+        outcome = outcome_of(partial(_score, rule, request), setup.source.read)
         if os.getpid() != worker:  # this is a process that the rule forked
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards, penalised
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.samples import GoodSamples
+from megatron_rc.launch.rollouts.turns import Conversation, converse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
@@ -43,8 +44,7 @@ class Answered:
     """A problem with its responses and their rewards; a dropped response has no token, reward 0 and no outcome."""
 
     problem: Problem
-    prompt: list[int]  # token ids
-    samples: list[Sample]
+    samples: list[Conversation]
     values: list[float]
     outcomes: list[Outcome | None]
 
@@ -77,7 +77,7 @@ class RolloutSampler:
         samples = [sample for one in answered for sample in one.samples]
         scored = [pair for one in answered for pair in zip(one.values, one.outcomes, strict=True)]
         values = [value for value, _ in scored]
-        batch = self._batch([one.prompt for one in answered for _ in one.samples], samples, values, replica * prompts)
+        batch = self._batch(samples, values, replica * prompts)
         rewards = Rewards(values, [outcome for _, outcome in scored if outcome is not None])
         counts = {
             "reward/errors": rewards.errors,
@@ -123,10 +123,11 @@ class RolloutSampler:
     ) -> list[Answered]:
         """Sample and reward ``size`` responses to each problem; ``sampling`` None: as rollouts are sampled."""
         longest = self.config.rollouts.max_response_length
-        encoded, samples = self._responses(problems, size, sampling or self.sampling, longest, seed)
+        reply = partial(self._reply, problems, size, step=step)
+        samples = self._responses(problems, size, sampling or self.sampling, longest, seed, reply)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
         asked, given = [problems[index // size] for index in kept], [samples[index] for index in kept]
-        _, rewards = self._rewards(asked, given, step=step)
+        rewards = self._rewards(asked, given, step=step)
         rewards = penalised(rewards, [len(samples[index].token_ids) for index in kept], self.config)
         values = [0.0] * len(samples)
         outcomes: list[Outcome | None] = [None] * len(samples)
@@ -134,7 +135,7 @@ class RolloutSampler:
             values[index], outcomes[index] = value, outcome
         owns = [slice(start, start + size) for start in range(0, len(samples), size)]
         return [
-            Answered(problem, encoded[own.start], samples[own], values[own], outcomes[own])
+            Answered(problem, samples[own], values[own], outcomes[own])
             for problem, own in zip(problems, owns, strict=True)
         ]
 
@@ -142,14 +143,14 @@ class RolloutSampler:
         """Sample responses to the replica's first prompts, the same at each call, without rewards."""
         problems = self._problems(self.replica * rows, rows)
         seed = self.config.training.seed + self.replica
-        encoded, samples = self._responses(problems, 1, self.sampling, longest, seed)
-        batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
+        samples = self._responses(problems, 1, self.sampling, longest, seed)
+        batch = self._batch(samples, [0.0] * rows, self.replica * rows)
         usable = batch.response_mask
         if self.config.correction.bad_log_probs != "error":
             usable = usable & batch.rollout_log_probs.isfinite()
         if not usable.any():
             raise EngineError(f"no token of {rows} responses can be compared: none of their log-probs can be used")
-        return dataclasses.replace(batch, response_mask=usable).at_length(length, self.task.text.pad)
+        return replace(batch, response_mask=usable).at_length(length, self.task.text.pad)
 
     def evaluate(self) -> list[Graded]:
         """Sample and grade ``--eval-samples`` responses to each held-out problem of this replica."""
@@ -164,8 +165,11 @@ class RolloutSampler:
         tries, longest = self.config.evaluation.eval_samples, self.config.rollouts.max_response_length
         repeated = [problem for problem in problems for _ in range(tries)]
         seed = self.config.training.seed + 1_000_003 * part + self.replica
-        _, samples = self._responses(problems, tries, sampling_of(self.config), longest, seed)
-        texts, rewards = self._rewards(repeated, samples, step=self.engine.version, held_out=True)
+        reply = partial(self._reply, problems, tries, step=self.engine.version, held_out=True)
+        samples = self._responses(problems, tries, sampling_of(self.config), longest, seed, reply)
+        rewards = self._rewards(repeated, samples, step=self.engine.version, held_out=True)
+        with self._task_is_busy:
+            texts = [self.task.text.decode(sample.token_ids) for sample in samples]
         for index, problem in enumerate(problems):
             own = slice(index * tries, (index + 1) * tries)
             yield Graded(problem, texts[own], rewards.values[own], rewards.outcomes[own])
@@ -180,40 +184,79 @@ class RolloutSampler:
             return list(self.task.problems(start, count, held_out=held_out))
 
     def _rewards(
-        self, problems: Sequence[Problem], samples: Sequence[Sample], *, step: int, held_out: bool = False
-    ) -> tuple[list[str], Rewards]:
-        """Texts and rewards of one response to each problem; see :meth:`Rewarder.score`."""
+        self, problems: Sequence[Problem], samples: Sequence[Conversation], *, step: int, held_out: bool = False
+    ) -> Rewards:
+        """Rewards of one response to each problem, with the rewards of its turns; see :meth:`Rewarder.score`."""
+        whole = [(problem, one) for problem, one in zip(problems, samples, strict=True) if one.failed is None]
         with self._task_is_busy:
-            texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-            return texts, self.rewarder.score(problems, texts, step=step, held_out=held_out)
+            turns, texts = self._texts([one for _, one in whole])
+            scored = self.rewarder.score([one for one, _ in whole], texts, turns, step=step, held_out=held_out)
+        pairs = iter(zip(scored.values, scored.outcomes, strict=True))
+        failed = self.config.rewards.reward_on_error
+        values, outcomes = [], []
+        for one in samples:
+            value, outcome = next(pairs) if one.failed is None else (failed, one.failed)
+            values.append(value if outcome.failure else value + one.reward)
+            outcomes.append(outcome)
+        return Rewards(values, outcomes)
+
+    def _reply(
+        self,
+        problems: Sequence[Problem],
+        size: int,
+        places: Sequence[int],
+        samples: Sequence[Conversation],
+        *,
+        step: int,
+        held_out: bool = False,
+    ) -> list[Outcome]:
+        """Replies to conversations, ``size`` of which belong to each problem; see :meth:`Rewarder.reply`."""
+        asked = [problems[place // size] for place in places]
+        with self._task_is_busy:
+            turns, texts = self._texts(samples)
+            return self.rewarder.reply(asked, texts, turns, self.task.text, step=step, held_out=held_out)
+
+    def _texts(self, samples: Sequence[Conversation]) -> tuple[list[list[tuple[str, str]]], list[str]]:
+        """Texts of the earlier turns and of the newest turn of each conversation."""
+        found = [sample.texts(self.task.text.decode) for sample in samples]
+        return [earlier for earlier, _ in found], [newest for _, newest in found]
 
     def _responses(
-        self, problems: Sequence[Problem], size: int, sampling: SamplingParams, longest: int, seed: int
-    ) -> tuple[list[list[int]], list[Sample]]:
-        """``size`` responses to each problem, and the token ids of the prompt of each response."""
+        self,
+        problems: Sequence[Problem],
+        size: int,
+        sampling: SamplingParams,
+        longest: int,
+        seed: int,
+        reply: Callable[[list[int], list[Conversation]], list[Outcome]] | None = None,
+    ) -> list[Conversation]:
+        """``size`` responses to each problem, of up to ``--max-turns`` turns if there is a ``reply``."""
         with self._task_is_busy:
             encoded = [ids for problem in problems for ids in [self.task.text.encode(problem)] * size]
         room = self.config.training.seq_length - self.config.rollouts.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
-        return encoded, self.good_samples(encoded, sampling, longest, seed)
 
-    def _batch(
-        self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample], rewards: Sequence[float], first_prompt: int
-    ) -> RolloutBatch:
+        def ask(texts: list[list[int]], seed: int) -> list[Sample]:
+            given = self.good_samples(texts, sampling, longest, seed)
+            return [replace(sample, versions=self._versions(sample).tolist()) for sample in given]
+
+        most = self.config.rollouts.max_turns
+        return converse(encoded, ask, seed, reply=reply if most > 1 else None, most=most, room=room)
+
+    def _batch(self, samples: Sequence[Conversation], rewards: Sequence[float], first_prompt: int) -> RolloutBatch:
         rows, length = len(samples), self.config.training.seq_length
-        starts = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
+        starts = torch.tensor([len(sample.prompt) for sample in samples]).unsqueeze(1)
         ends = starts + torch.tensor([len(sample.token_ids) for sample in samples]).unsqueeze(1)
         position = torch.arange(length)
-        used = position < ends
-        mask = used & (position >= starts)
-        both = zip(prompts, samples, strict=True)
+        used, mask = position < ends, torch.zeros(rows, length, dtype=torch.bool)
+        mask[used & (position >= starts)] = torch.tensor([one for sample in samples for one in sample.sampled]).bool()
         tokens = torch.full((rows, length), self.task.text.pad)
-        tokens[used] = torch.tensor([token for prompt, sample in both for token in (*prompt, *sample.token_ids)])
+        tokens[used] = torch.tensor([token for sample in samples for token in (*sample.prompt, *sample.token_ids)])
         log_probs = torch.zeros(rows, length)
         log_probs[mask] = torch.tensor([value for sample in samples for value in sample.log_probs])
         versions = torch.full((rows, length), self.engine.version, dtype=torch.int32)
-        versions[mask] = torch.cat([self._versions(sample) for sample in samples])
+        versions[mask] = torch.tensor([one for sample in samples for one in sample.versions], dtype=torch.int32)
         group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_prompt
         return RolloutBatch(
             tokens=tokens,
@@ -225,7 +268,7 @@ class RolloutSampler:
             rewards=torch.tensor(rewards, dtype=torch.float32),
             finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
             sampling=self.sampling,
-            routed_experts=self._routed_experts(prompts, samples) if self.config.replays_rollouts else None,
+            routed_experts=self._routed_experts(samples) if self.config.replays_rollouts else None,
             **(self._support(samples, mask) if self.config.rollouts.replays_sampling else {}),
         )
 
@@ -239,13 +282,13 @@ class RolloutSampler:
         return torch.tensor(versions, dtype=torch.int32)
 
     @staticmethod
-    def _support(samples: Sequence[Sample], mask: Tensor) -> dict[str, Tensor]:
+    def _support(samples: Sequence[Conversation], mask: Tensor) -> dict[str, Tensor]:
         """The records' fields of the tokens that the engine kept; ``mask`` has the sampled tokens."""
         for sample in samples:
             given = None if sample.support is None else len(sample.support[1])
-            if given != len(sample.token_ids) and sample.token_ids:
+            if given != len(sample.log_probs) and sample.token_ids:
                 raise EngineError(
-                    f"the engine reported the kept tokens of {given} of {len(sample.token_ids)} sampled tokens: "
+                    f"the engine reported the kept tokens of {given} of {len(sample.log_probs)} sampled tokens: "
                     "--rollout-top-p, --rollout-top-k and --rollout-min-p need all of them"
                 )
         none = torch.zeros(0, dtype=torch.int32)
@@ -255,22 +298,23 @@ class RolloutSampler:
         counts[mask] = sizes
         return {"support_ids": ids, "support_counts": counts}
 
-    def _routed_experts(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Tensor:
+    def _routed_experts(self, samples: Sequence[Conversation]) -> Tensor:
         """[responses, seq_length, layers, top_k] int16 experts of each token, −1 if they are not known."""
-        known = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        of_each = [sample.routed_experts for sample in samples]
+        known = [experts for experts in of_each if experts is not None]
         if not known:
             raise EngineError("the engine reported the experts of no response: --moe-enable-routing-replay needs them")
         shape = (len(samples), self.config.training.seq_length, *known[0].shape[1:])
         experts = torch.full(shape, NO_EXPERT, dtype=torch.int16)
-        for row, prompt, sample in zip(experts, prompts, samples, strict=True):
+        for row, sample, given in zip(experts, samples, of_each, strict=True):
             if not sample.token_ids:
                 continue
-            given, tokens = sample.routed_experts, len(prompt) + len(sample.token_ids) - 1
+            tokens = len(sample.prompt) + len(sample.token_ids) - 1
             if given is None or given.shape != (tokens, *row.shape[1:]):
                 found = "none" if given is None else list(given.shape)
                 raise EngineError(
-                    f"a response of {len(sample.token_ids)} tokens to {len(prompt)} has experts of shape {found}, "
-                    f"expected {[tokens, *row.shape[1:]]}: one row for each token but the last"
+                    f"a response of {len(sample.token_ids)} tokens to {len(sample.prompt)} has experts of shape "
+                    f"{found}, expected {[tokens, *row.shape[1:]]}: one row for each token but the last"
                 )
             row[:tokens] = given
         return experts

@@ -18,10 +18,20 @@ class RewardSection:
         needs="!load_rollouts",
         metavar="RULE",
     )
-    reward_workers: int | None = option(
-        "scoring processes of each replica; default: CPU cores per rank, at most 8", needs="!load_rollouts"
+    reply: str | None = option(
+        "function that replies to a turn, python:pkg.module:function, if --max-turns is above 1; default: the task's "
+        "method reply",
+        needs="!load_rollouts",
+        metavar="FUNCTION",
     )
-    reward_timeout: float = option("seconds that scoring one response may take", default=10.0, needs="!load_rollouts")
+    reward_workers: int | None = option(
+        "scoring processes of each replica, and as many for replies with --max-turns above 1; default: CPU cores per "
+        "rank, at most 8",
+        needs="!load_rollouts",
+    )
+    reward_timeout: float = option(
+        "seconds that scoring one response, or one reply, may take", default=10.0, needs="!load_rollouts"
+    )
     reward_errors: Literal["continue", "stop"] = option(
         "for a response that cannot be scored: use --reward-on-error, or end the run",
         default="continue",

@@ -30,6 +30,13 @@ class RolloutSection:
     """Size and source of rollout batches; ``knows_versions``: policy versions count optimizer steps of this run."""
 
     max_response_length: int = option("most tokens of a response; default: the length that the task needs")
+    max_turns: int = option(
+        "most turns of a response; above 1 the task may reply to a turn with an observation, up to --seq-length tokens "
+        "in all, and --max-response-length is the most tokens of a turn",
+        default=1,
+        needs="!load_rollouts",
+        most=1000,
+    )
     grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32)
     grpo_group_size: int = option("responses sampled for each prompt", default=2)
     grpo_iterations: int = option("passes over each rollout batch", default=2)

@@ -14,8 +14,9 @@ class PythonTask:
     """A user's class as a task, with checks of its results.
 
     The class is called with ``seed=...``. It needs the method ``problems(start, count, held_out=False)``. Optional are
-    the method ``reward(prompt, response, label, record)`` and the attributes ``max_response_length`` and
-    ``characters``, a text with all characters of the default tokenizer.
+    the method ``reward(prompt, response, label, record)``, the method ``reply`` with the same parameters, for several
+    turns, and the attributes ``max_response_length`` and ``characters``, a text with all characters of the default
+    tokenizer.
     """
 
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
@@ -31,7 +32,7 @@ class PythonTask:
                 "--max-response-length"
             )
         self.max_response_length: int = longest
-        self.reward = _reward_of(self._own, self._user)
+        self.reward = _method_of(self._own, "reward", self._user)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Problems of the class."""
@@ -83,9 +84,9 @@ def _is_list_of(kinds: Any, found: Any) -> bool:
     return isinstance(found, (tuple, list)) and all(isinstance(one, kinds) for one in found)
 
 
-def own_reward(spec: str, seed: int) -> Any:
-    """The method ``reward`` of a user's class, or None; needs no tokenizer."""
-    return _reward_of(_make(spec, seed), f"--task {spec}")
+def own_method(spec: str, seed: int, name: str) -> Any:
+    """The method ``reward`` or ``reply`` of a user's class, or None; needs no tokenizer."""
+    return _method_of(_make(spec, seed), name, f"--task {spec}")
 
 
 def _make(spec: str, seed: int) -> Any:
@@ -95,11 +96,11 @@ def _make(spec: str, seed: int) -> Any:
     return _call(f"--task {spec}", kind.__name__, kind, seed=seed)
 
 
-def _reward_of(own: Any, user: str) -> Any:
-    reward = _attribute(own, "reward", user)
-    if reward is not None and not callable(reward):
-        raise ConfigurationError(f"{user} has a reward that is not a method: make it one, or give --reward")
-    return reward
+def _method_of(own: Any, name: str, user: str) -> Any:
+    method = _attribute(own, name, user)
+    if method is not None and not callable(method):
+        raise ConfigurationError(f"{user} has a {name} that is not a method: make it one, or give --{name}")
+    return method
 
 
 def _attribute(own: Any, name: str, user: str) -> Any:

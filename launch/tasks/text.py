@@ -60,6 +60,20 @@ class Text(ABC):
         """Token ids of a plain text, without special tokens around it."""
         return self._ids(text, special=False)
 
+    def observed(self, observation: str | list[int]) -> list[int]:
+        """Token ids of a task's reply to a turn, given as a text or as token ids.
+
+        Raises:
+            ValueError: the tokenizer lacks a token or a character, or a text has no token; says so as a verb.
+        """
+        ids = self.tokens_of(observation) if isinstance(observation, str) else observation
+        foreign = next((token for token in ids if not 0 <= token < self.size), None)
+        if foreign is not None:
+            raise ValueError(f"gave an observation with the token id {foreign}, beyond the tokenizer's {self.size}")
+        if not ids:
+            raise ValueError(f"gave the observation {observation!r:.80}, which has no token")
+        return ids
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the tokenizer in the format of transformers.
@@ -90,6 +104,13 @@ class CharacterText(Text):
         self.tokenizer.add_special_tokens([PAD, EOS])
         self.pad, self.eos, self.size = vocabulary[PAD], vocabulary[EOS], len(vocabulary)
         self.pad_token = self.pad
+
+    def observed(self, observation: str | list[int]) -> list[int]:
+        """See :class:`Text`."""
+        unknown = next((char for char in observation if isinstance(char, str) and char not in self.alphabet), None)
+        if unknown is not None:
+            raise ValueError(f"gave an observation with {unknown!r}, which is not a character of the tokenizer")
+        return super().observed(observation)
 
     def save(self, folder: Path) -> None:
         """See :class:`Text`."""

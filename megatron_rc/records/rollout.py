@@ -78,6 +78,16 @@ class RolloutBatch:
         """Number of rows."""
         return len(self.tokens)
 
+    @property
+    def turn_ids(self) -> Tensor:
+        """[n, s] int64, the turn of each sampled token, from 0; -1 at other tokens.
+
+        A turn is a run of sampled tokens between observations, as weights and criteria of turns take it.
+        """
+        begins = self.response_mask.clone()
+        begins[:, 1:] &= ~self.response_mask[:, :-1]
+        return torch.where(self.response_mask, begins.cumsum(dim=1) - 1, -1)
+
     def validate(
         self,
         *,

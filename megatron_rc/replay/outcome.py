@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 # The histogram of weights has eight bins for each power of 2.
 LOG_LIMIT, BINS_PER_POWER = 6, 8
 NUM_BINS = 2 * LOG_LIMIT * BINS_PER_POWER
+MOST_TURNS = 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Outcome:
     by_reward: list[Bucket]  # by the sign of the reward
     by_length: list[Bucket]  # by powers of 2 of the length
     by_age: list[Bucket]  # by age, in steps, of the weights that sampled
+    by_turn: list[Bucket]  # by turn; a sequence counts in each turn that it has
     weights: Weights
     effect: Effect  # on the gradient
     accepted: Tensor  # [n] int64, accepted tokens of each sequence
@@ -100,6 +102,7 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
         by_reward=count(data.rewards.sign().long() + 1, lambda sign: ("negative", "zero", "positive")[sign]),
         by_length=count(_power(data.lengths), lambda power: f"{2**power} to {2 ** (power + 1) - 1}" if power else "1"),
         by_age=count(data.ages, lambda age: f"{age} step{'s' * (age != 1)}"),
+        by_turn=_by_turn(data, masks),
         weights=summary,
         effect=effect(data, base, config, masks, weights),
         accepted=accepted,
@@ -127,6 +130,20 @@ class _Counter:
         known, bucket = keys[self.held].unique(return_inverse=True)
         sums = [torch.zeros_like(known).index_add_(0, bucket, column[self.held]).tolist() for column in self.columns]
         return [Bucket(label(key), *counts) for key, *counts in zip(known.tolist(), *sums, strict=True)]
+
+
+def _by_turn(data: Recorded, masks: Sequence[Tensor]) -> list[Bucket]:
+    """Counts for each turn, the last one with all later turns."""
+    turns = [torch.where(part.mask, part.records.turn_ids, -1).clamp(max=MOST_TURNS - 1) for part in data.parts]
+    found = []
+    for turn in range(1 + max(int(ids.max()) for ids in turns)):
+        here = [ids == turn for ids in turns]
+        tokens = torch.cat([held.sum(dim=1) for held in here])
+        kept = torch.cat([(held & mask).sum(dim=1) for held, mask in zip(here, masks, strict=True)])
+        counts = (tokens > 0, tokens, (tokens > 0) & (kept == 0), tokens - kept)
+        label = f"turn {turn + 1}" + " and later" * (turn == MOST_TURNS - 1)
+        found.append(Bucket(label, *(int(count.sum()) for count in counts)))
+    return found
 
 
 def _power(lengths: Tensor) -> Tensor:

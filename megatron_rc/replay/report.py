@@ -12,7 +12,7 @@ from megatron_rc.replay.outcome import Bucket, Outcome, edges
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.fields import DEFAULTS
 
-_GROUPS = (("reward", "by_reward"), ("length", "by_length"), ("age", "by_age"))
+_GROUPS = (("reward", "by_reward"), ("length", "by_length"), ("age", "by_age"), ("turn", "by_turn"))
 
 
 def as_dict(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:

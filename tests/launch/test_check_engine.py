@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_rewards, judge_tokens
+from megatron_rc.launch.check_engine import _endings, _tokens, judge_endings, judge_rewards, judge_tokens
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks.text import CharacterText
+from tests.support.made_rollouts import made_batch
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch
 
@@ -124,3 +125,12 @@ def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
     (inside,) = judge_endings(4, 4, 2)
     assert (inside.agrees, judge_endings(3, 3, 0)[0].agrees) == (False, True)
     assert "sampling went on after it" in inside.words
+
+
+def test_every_turn_ends_with_the_token_that_ends_texts():
+    tokens = torch.tensor([[5, 6, EOS, 7, 8, EOS, 0], [5, 6, EOS, 7, 8, 8, 8]])
+    turns = torch.tensor([[0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 0, 1, 1, 1]]).bool()
+    batch = made_batch(tokens, turns, torch.full((2, 7), -1.0), torch.zeros(2), finish_reasons=torch.tensor([0, 1]))
+    assert _endings(batch, EOS).tolist() == [1, 1, 0]
+    whole = dataclasses.replace(batch, response_mask=torch.arange(7).expand(2, 7) > 0)
+    assert _endings(whole, EOS).tolist() == [1, 0, 3], "without an observation between them"

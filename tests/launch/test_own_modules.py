@@ -51,8 +51,8 @@ def in_folder(folder, do, *arguments):
 
 
 def test_the_page_is_read():
-    assert list(MODULES) == ["my_task.py"]
-    assert len(COMMANDS) == 3
+    assert list(MODULES) == ["my_task.py", "my_replies.py"]
+    assert len(COMMANDS) == 4
     assert all(words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "4"] for words in COMMANDS)
     assert len(MODULES["my_task.py"].strip().splitlines()) < 30
 
@@ -64,9 +64,9 @@ def test_every_command_is_a_run(folder, words):
 
 
 def test_the_examples_train(ranks, folder):
-    """The task with the objective and the criterion, then the reward."""
-    _, task, objects = FLAGS
-    words = [*task, *objects[2:], *SMALL, f"--runs-dir={folder}", "--reward-workers=1"]
+    """The task with its replies, the objective and the criterion."""
+    _, _, replies, objects = FLAGS
+    words = [*replies, *objects[2:], *SMALL, f"--runs-dir={folder}", "--reward-workers=1"]
     assert ranks.run(in_folder, Layout(), folder, run_training, words) == [None]
     (first, second) = rows(folder)
     assert {"reward/first_digit", "rollout_corr/rollout_rs_seq_min_k1_mean"} < set(first)
@@ -86,3 +86,15 @@ def test_the_task_gives_what_the_page_says(folder):
     asked = {"prompt": problem.prompt, "label": problem.label, "record": {}}
     assert task.reward(response=problem.prompt[::-1], **asked) == {"reward": 1.0, "first_digit": 1.0}
     assert task.reward(response="", **asked)["reward"] == 0
+
+
+def test_the_reply_gives_what_the_page_says(folder):
+    sys.path.insert(0, str(folder))
+    try:
+        from my_replies import right_digits
+    finally:
+        sys.path.remove(str(folder))
+    asked = {"prompt": "271", "label": "172", "record": {}, "turns": []}
+    assert right_digits(response="172", **asked) is None
+    assert right_digits(response="192", **asked) == {"observation": "2", "reward": 0.2}
+    assert right_digits(response="", **asked) == {"observation": "0", "reward": 0.0}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from megatron_rc.launch.python_specs import in_words
-from megatron_rc.launch.rewards.outcome import outcome_of
+from megatron_rc.launch.rewards.outcome import outcome_of, read_score
 from megatron_rc.launch.standard_error import VisibleFormatter, say_error
 from tests.support.paths import ROOT
 
@@ -25,7 +25,7 @@ def test_what_others_wrote_is_escaped(capsys):
     def raise_hostile():
         raise ValueError(HOSTILE)
 
-    failure = outcome_of(raise_hostile).failure
+    failure = outcome_of(raise_hostile, read_score).failure
     assert failure.startswith("raised ValueError: no \\x1b[2J and \\x9b2J and \\u202e and")
     assert failure.isprintable()
 

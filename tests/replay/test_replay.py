@@ -161,6 +161,30 @@ def test_rejections_are_counted_by_reward_length_and_age():
     )
 
 
+@pytest.mark.parametrize("length", [20, 150])
+def test_rejections_are_counted_by_turn(length):
+    """A turn is a run of sampled tokens; a sequence counts in each of its turns."""
+    batch = scored_batch(rows=24, length=length)
+    batch.old_log_probs[3, 4] = torch.nan  # a token that was not scored counts nowhere
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.8_1.2")
+    _, found = replayed([batch], config)
+    counts = {}
+    for sampled, scored, kept in zip(batch.response_mask, ~batch.old_log_probs.isnan(), found.masks[0], strict=True):
+        turns, turn = {}, -1
+        for column in sampled.nonzero().flatten().tolist():
+            turn += not sampled[column - 1]
+            if scored[column]:
+                turns.setdefault(min(turn, 7), []).append(bool(kept[column]))
+        for turn, run in turns.items():
+            row = (1, len(run), int(not any(run)), len(run) - sum(run))
+            label = f"turn {turn + 1}" + " and later" * (turn == 7)
+            counts[label] = tuple(map(sum, zip(counts.get(label, (0,) * 4), row, strict=True)))
+    assert length == 20 or "turn 8 and later" in counts
+    assert {one.label: dataclasses.astuple(one)[1:] for one in found.by_turn} == counts
+    assert sum(one.rejected_sequences for one in found.by_turn) > 0
+    assert sum(one.rejected_tokens for one in found.by_turn) == found.total.rejected_tokens
+
+
 def test_several_batches_are_one():
     """Whatever files they lie in: prompts of one are never those of another, ages are against the own step."""
     one, two = scored_batch(0), scored_batch(1, length=26)
@@ -273,7 +297,7 @@ def test_the_command_prints_tables(folder, capsys):
     assert main([str(folder), "--preset", "decoupled_token_is", "--preset", "bypass_ppo_clip", "--sequences=2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("24 sequences, ")
-    for words in ("rejected tokens (sequences) by reward", "by length", "by age", "ESS", "cosine"):
+    for words in ("rejected tokens (sequences) by reward", "by length", "by age", "by turn", "ESS", "cosine"):
         assert words in text
     assert text.count("\nsequences that ") == 2
     assert "gradient of the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages" in text

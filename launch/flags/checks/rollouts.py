@@ -62,6 +62,10 @@ def check_partial_rollouts(config: RunConfig) -> None:
         "{rollout_max_versions} leaves no response two versions: give 2 or more, or drop --rl-partial-rollouts": (
             bound == 1
         ),
+        "{max_turns} does not go with {rl_partial_rollouts}, by which weights change within a response: give "
+        "--max-turns 1, or drop --rl-partial-rollouts": (
+            config.engine.rl_partial_rollouts and config.rollouts.max_turns > 1
+        ),
         "{rollout_max_versions} does nothing with {rollout_staleness}: no response has more than {most} versions; drop "
         "it": bound is not None and bound >= most,
     }

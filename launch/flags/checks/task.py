@@ -7,7 +7,7 @@ from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.rewards.outcome import LARGEST
 from megatron_rc.launch.rewards.pool import check_loads
-from megatron_rc.launch.rewards.rewarder import source_of
+from megatron_rc.launch.rewards.rewarder import reply_source, source_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
@@ -61,6 +61,12 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
         "{overlong} does nothing with {load_rollouts}, which has rewards: use --overlong mask or keep": (
             rewards.overlong == "penalise" and config.rollouts.load_rollouts
         ),
+        "{reply} does nothing with {max_turns}: give --max-turns 2 or more, or drop --reply": (
+            rewards.reply is not None and config.rollouts.max_turns == 1
+        ),
+        "{overlong} does not know {max_turns}: its penalty is of responses of one turn; use --overlong mask or keep": (
+            rewards.overlong == "penalise" and config.rollouts.max_turns > 1
+        ),
     }
     refuse(config, wrong)
     if not samples:
@@ -74,3 +80,5 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
     source.check()
     if is_python_spec(rewards.reward or config.task.task):
         check_loads(source)
+    if config.rollouts.max_turns > 1:
+        check_loads(reply_source(config))

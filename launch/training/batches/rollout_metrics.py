@@ -30,13 +30,14 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     ends = [torch.where(ones > 0, value, -torch.inf).max() for value in (rewards, -rewards, lengths, -lengths)]
     highest, lowest, longest, shortest, oldest = all_reduce_max(torch.stack([*ends, ages.max()]), groups.dp).tolist()
     scales = _scale(max(highest, lowest)), _scale(longest)
-    columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    turns = (batch.turn_ids.amax(dim=1) + 1).double()
+    columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, turns, ages.sum(dim=1)])
     bins = [
         bins_of(values * scale, ones[None])[0].cumsum(0)
         for values, scale in zip((rewards, lengths), scales, strict=True)
     ]
     sums = all_reduce_sum(torch.cat([columns.sum(dim=1), *bins]), groups.dp).tolist()
-    count, reward, squared, tokens, stops, age = sums[:6]
+    count, reward, squared, tokens, stops, turn, age = sums[:7]
     metrics = {
         "reward/mean": reward / count,
         "reward/std": max(squared / count - (reward / count) ** 2, 0.0) ** 0.5,
@@ -45,10 +46,11 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,
+        "rollout/turns": turn / count,
     }
     if version is not None:
         metrics |= {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
-    of_rewards, of_lengths = Histogram(sums[6 : 6 + NUM_BINS]), Histogram(sums[6 + NUM_BINS :])
+    of_rewards, of_lengths = Histogram(sums[7 : 7 + NUM_BINS]), Histogram(sums[7 + NUM_BINS :])
     # One bin per length, or fewer if there are many lengths.
     ends_of_lengths, most = (-shortest - 0.5, longest + 0.5), int(longest + shortest) + 1
     distributions = {

@@ -16,7 +16,9 @@ from megatron_rc.launch.engines.answers import derive_seed, make_asks
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _experts_of, _to_sample, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rollouts.samples import GoodSamples
+from megatron_rc.launch.rollouts.turns import converse
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import flags, run_config
 from tests.support.rollout_servers import (
@@ -313,15 +315,35 @@ def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path):
         given(VllmServerEngine, server, tmp_path)
 
 
+ENDS, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
+
+
+def with_an_end(engine):
+    if type(engine) is VllmServerEngine:
+        return in_choice(token_ids=ENDS, logprobs=content_of(ENDS, VALUES))
+    return pairs(*zip(VALUES, ENDS, strict=True))
+
+
 def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
     """Servers call it ``length``."""
-    ends = [5, 5, 5, EOS]
-    values = [-1.0] * TOKENS
-    change = pairs(*zip(values, ends, strict=True))
-    if type(engine) is VllmServerEngine:
-        change = in_choice(token_ids=ends, logprobs=content_of(ends, values))
-    server.faults[generate_path(engine)] = [change]
-    assert sample(engine) == [Sample(ends, values, "stop", versions=[3] * TOKENS)]
+    server.faults[generate_path(engine)] = [with_an_end(engine)]
+    assert sample(engine) == [Sample(ENDS, VALUES, "stop", versions=[3] * TOKENS)]
+
+
+def test_a_later_turn_is_asked_for_behind_all_tokens_so_far(engine, server):
+    server.always[generate_path(engine)] = with_an_end(engine)
+
+    def reply(places, conversations):
+        return [Outcome(0.0, observation=[7, 8])] * len(places)
+
+    def ask(texts, seed):
+        return engine.sample(texts, SamplingParams(), TOKENS, seed)
+
+    (found,) = converse([[2, 3]], ask, 9, reply=reply, most=2, room=20)
+    bodies = [body for path, body in server.seen if path == generate_path(engine)]
+    asked = [body.get("token_ids", body.get("input_ids")) for body in bodies]
+    assert asked == [[2, 3], [2, 3, *ENDS, 7, 8]]
+    assert (found.token_ids, found.versions) == ([*ENDS, 7, 8, *ENDS], [3] * 2 * TOKENS)
 
 
 SWAP = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]

@@ -3,13 +3,13 @@
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.rewards.outcome import outcome_of
+from megatron_rc.launch.rewards.outcome import outcome_of, read_score
 from megatron_rc.launch.rewards.rules import Source
 
 
 def score(reward, label, response):
     rule = Source("count_up", 1, reward).load()
-    return outcome_of(lambda: rule(prompt="?", response=response, label=label, record={}))
+    return outcome_of(lambda: rule(prompt="?", response=response, label=label, record={}), read_score)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_slime_is_read_token_by_token():
     batch.validate()
     assert batch.tokens.tolist() == [[11, 12, 13, 14, 15, 16], [11, 12, 23, 0, 0, 0]]
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0]]
+    assert batch.turn_ids[0].tolist() == [-1, -1, 0, -1, -1, 1], "a tool's tokens have loss_mask 0"
     labels, mask, log_probs = batch.label_aligned()
     torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
     assert torch.equal(batch.old_log_probs[0], 2 * batch.rollout_log_probs[0])

@@ -39,6 +39,7 @@ def test_verl_is_read_token_by_token():
     batch.validate(vocab_size=26)
     assert batch.tokens.tolist() == [[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 0]]
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 1, 0]]
+    assert batch.turn_ids[0].tolist() == [-1, -1, 0, -1, -1, 1], "a tool's tokens have response_mask 0"
     expected = torch.tensor([[0, 0, -0.13, 0, 0, -0.16], [0, 0, 0, -0.24, -0.25, 0]])
     assert torch.equal(batch.rollout_log_probs, expected)
     assert torch.equal(batch.old_log_probs, 2 * expected)

@@ -1,0 +1,287 @@
+"""Responses of several turns: what the engine sampled is trained, what the task says is read alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from examples.guessing_game import Game
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import task as task_checks
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rewards import rewarder
+from megatron_rc.launch.rewards.outcome import Outcome
+from megatron_rc.launch.rewards.rewarder import RewardError
+from megatron_rc.launch.rollouts.sampler import RolloutSampler
+from megatron_rc.launch.rollouts.turns import converse
+from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
+from megatron_rc.parallel import ParallelGroups
+from tests.support.made_rollouts import made_batch
+from tests.support.recorded_training import flags
+
+EOS = 1
+ENDED = Sample([5, EOS], [-0.5, -0.1], "stop", versions=[3, 3])
+
+
+class Scripted:
+    """An engine that gives scripted turns; it remembers texts and seeds, and names a token by its log-prob."""
+
+    version = 7
+
+    def __init__(self, *rounds):
+        self.rounds, self.asked = list(rounds), []
+
+    def sample(self, prompts, params=None, max_new_tokens=0, seed=0):
+        self.asked.append(([list(prompt) for prompt in prompts], seed))
+        return [turn(*tokens) if isinstance(tokens, tuple) else tokens for tokens in self.rounds.pop(0)]
+
+
+def turn(*tokens, **more):
+    return Sample(list(tokens), [-token / 100 for token in tokens], "stop" if tokens[-1] == EOS else "length", **more)
+
+
+def talk(engine, replies, prompts=((2, 3), (2,)), **limits):
+    """Converse with replies of one scripted list a round; returns the conversations and who was replied to."""
+    asked = []
+
+    def reply(places, conversations):
+        asked.append(places)
+        return [Outcome(reward, observation=ids) for ids, reward in replies[len(asked) - 1]]
+
+    found = converse(prompts, lambda texts, seed: engine.sample(texts, seed=seed), 11, reply=reply, **limits)
+    return found, asked
+
+
+def test_turns_and_observations_are_appended_token_by_token():
+    engine = Scripted([(5, EOS), (6, EOS)], [(7, 8, EOS)], [(9, EOS)])
+    found, asked = talk(engine, [[([20, 21], 0.5), (None, 2.0)], [([22], 0.25)], [([23], 0.125)]], most=3, room=90)
+    long, short = found
+    assert long.token_ids == [5, EOS, 20, 21, 7, 8, EOS, 22, 9, EOS], "no turn follows the last observation"
+    assert long.sampled == [True, True, False, False, True, True, True, False, True, True]
+    assert long.log_probs == [-token / 100 for token in (5, EOS, 7, 8, EOS, 9, EOS)]
+    assert (long.reward, short.reward, long.finish_reason) == (0.875, 2.0, "stop")
+    assert (short.token_ids, short.sampled) == ([6, EOS], [True, True])
+    texts, seeds = zip(*engine.asked, strict=True)
+    assert texts[0] == [[2, 3], [2]], "all samples at once"
+    assert texts[1:] == ([[2, 3, 5, EOS, 20, 21]], [[2, 3, 5, EOS, 20, 21, 7, 8, EOS, 22]])
+    assert asked == [[0, 1], [0], [0]]
+    assert (seeds[0], len(set(seeds))) == (11, 3), "the first turn is sampled as a run of one turn does"
+    spelt, newest = long.texts(lambda ids: "-".join(map(str, ids)))
+    assert (spelt, newest) == ([("5-1", "20-21"), ("7-8-1", "22")], "9-1")
+
+
+def test_a_conversation_ends_where_no_whole_turn_has_room():
+    """Prompt, turn and observation have 2 + 2 + 3 tokens, and 1 + 2 + 3."""
+    for room, is_cut in ((5, [True, True]), (6, [True, False]), (7, [False, False])):
+        goes_on = 2 - sum(is_cut)
+        engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)] * goes_on)
+        found, _ = talk(engine, [[([20] * 3, 0.5)] * 2, [(None, 0.0)] * goes_on], most=2, room=room)
+        assert [one.is_cut for one in found] == is_cut
+        assert [one.finish_reason for one in found] == ["length" if cut else "stop" for cut in is_cut]
+        assert [len(one.token_ids) for one in found] == [2 if cut else 7 for cut in is_cut]
+        assert [one.reward for one in found] == [0.5, 0.5]
+
+
+def test_a_turn_without_an_end_and_a_dropped_one_get_no_reply():
+    engine = Scripted([(5, EOS), (6, EOS), (6, 6)], [Sample([], [], "abort"), (6, 6)])
+    found, asked = talk(engine, [[([20], 1.0), ([20], 1.0)]], [(2,)] * 3, most=5, room=90)
+    assert asked == [[0, 1]]
+    assert [one.finish_reason for one in found] == ["abort", "length", "length"]
+    assert [one.token_ids for one in found] == [[], [6, EOS, 20, 6, 6], [6, 6]], "a dropped turn drops its response"
+    found = converse([(2,)], lambda texts, seed: [ENDED], 0)
+    assert (found[0].token_ids, found[0].sampled) == ([5, EOS], [True, True]), "without replies it is one turn"
+
+
+def test_a_failed_reply_ends_its_conversation_alone():
+    engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)])
+    outcomes = [[Outcome(failure="hangs"), Outcome(0.5, observation=[20])], [Outcome(0.25)]]
+    found = converse(
+        [(2,), (2,)],
+        lambda texts, seed: engine.sample(texts),
+        0,
+        reply=lambda *_: outcomes.pop(0),
+        most=3,
+        room=90,
+    )
+    assert [one.failed and one.failed.failure for one in found] == ["hangs", None]
+    assert [one.token_ids for one in found] == [[5, EOS], [6, EOS, 20, 7, EOS]]
+
+
+def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
+    """Rows of experts spell the position that was read, and the turn that read it."""
+
+    def read(number, tokens):
+        return torch.stack([torch.arange(tokens), torch.full((tokens,), number)], dim=1).view(tokens, 1, 2)
+
+    kept = [(torch.tensor([5, 9, EOS]).int(), torch.tensor([2, 1]).int()), (torch.tensor([7]), torch.tensor([1, 0]))]
+    first = turn(5, EOS, versions=[3, 4], support=kept[0], routed_experts=read(0, 2 + 2 - 1))
+    second = turn(7, EOS, versions=[4, 5], support=kept[1], routed_experts=read(1, 2 + 2 + 1 + 2 - 1))
+    (found,), _ = talk(Scripted([first], [second]), [[([20], 0.0)], [(None, 0.0)]], [(2, 3)], most=2, room=90)
+    assert found.versions == [3, 4, 4, 5]
+    ids, counts = found.support
+    assert (ids.tolist(), counts.tolist()) == ([5, 9, EOS, 7], [2, 1, 1, 0])
+    assert found.routed_experts[:, 0].tolist() == [[0, 0], [1, 0], [2, 0], [3, 1], [4, 1], [5, 1]]
+    without = replace(found, turns=(first, replace(second, routed_experts=None, support=None)))
+    assert (without.routed_experts, without.support) == (None, None)
+
+
+# The record of a whole batch -----------------------------------------------------------------------------------------
+
+GAME = ["--task=python:examples.guessing_game:Game", "--max-response-length=2", "--seq-length=16", "--run-name=run"]
+GAME += ["--grpo-iterations=1", "--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4"]
+# The ids of the characters "1234567?<>", after three of the tokenizer.
+ONE, ASKED, LOWER, HIGHER = 3, 10, 11, 12
+
+
+def make(tmp_path, rounds, *more):
+    """A sampler of scripted rounds of guesses."""
+    config, task = configure(flags(tmp_path, *GAME, *more), 1)
+    return RolloutSampler(config, task, Scripted(*[[guess(one) for one in each] for each in rounds]), 0)
+
+
+def guess(number, **more):
+    return turn(ONE + number - 1, EOS, **more)
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    """Function that plays scripted rounds of guesses at two numbers, and returns the sampled batch.
+
+    Replies and rewards run in this process, as in a worker's.
+    """
+    monkeypatch.setattr(rewarder, "RewardPool", lambda source, workers, timeout: rewarder.InProcess(source))
+    monkeypatch.setattr(task_checks, "check_loads", lambda source: source.load())
+    return lambda rounds, *more: make(tmp_path, rounds, *more).sample(0)
+
+
+def labels(tmp_path):
+    seed = configure(flags(tmp_path, "--run-name=run"), 1)[0].training.seed
+    return [problem.label for problem in Game(seed).problems(0, 2)]
+
+
+def test_a_record_trains_the_turns_and_reads_the_observations(game, tmp_path):
+    one, two = labels(tmp_path)
+    assert 1 < one < 7 > two > 1, "this seed has room on both sides"
+    sampled = game([[one, one - 1, two + 1, 7], [one, two, two + 1], [two]], "--max-turns=3")
+    batch = sampled.batch
+    batch.validate(vocab_size=13)
+    at = ONE - 1
+    rows = [
+        [ASKED, at + one, EOS],
+        [ASKED, at + one - 1, EOS, HIGHER, at + one, EOS],
+        [ASKED, at + two + 1, EOS, LOWER, at + two, EOS],
+        [ASKED, at + 7, EOS, LOWER, at + two + 1, EOS, LOWER, at + two, EOS],
+    ]
+    for tokens, mask, wanted in zip(batch.tokens.tolist(), batch.response_mask.tolist(), rows, strict=True):
+        assert tokens == wanted + [0] * (16 - len(wanted))
+        assert mask == [token not in (ASKED, LOWER, HIGHER, 0) for token in tokens]
+    labels_, mask, log_probs = batch.label_aligned()
+    torch.testing.assert_close(-100 * log_probs[mask], labels_[mask].float())
+    assert batch.rollout_log_probs[~batch.response_mask].eq(0).all()
+    assert batch.policy_versions[batch.response_mask].eq(7).all()
+    assert batch.rewards.tolist() == [1, 1, 1, 1], "a tenth from a reply, nine tenths from the reward"
+    assert sampled.sums == {"right": (4.0, 4), "guesses": (1.0 + 2 + 2 + 3, 4)}
+
+
+def test_the_first_turn_is_that_of_a_run_of_one_turn(game, tmp_path):
+    one, two = labels(tmp_path)
+    rounds = [[one, one - 1, two, two + 1]]
+    assert game(rounds).batch.rewards.tolist() == pytest.approx([0.9, 0, 0.9, 0])
+    assert game([*rounds, [one, two]], "--max-turns=2").batch.rewards.tolist() == [1, 1, 1, 1]
+
+
+SERVER = ["--rollout-engine=vllm-server", "--rollout-url=http://a:1", "--rollout-weights-dir=w"]
+REPLY = "python:tests.support.user_replies:"
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run" / "reward-errors.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.processes
+def test_a_reply_that_fails_costs_its_sample_alone(tmp_path):
+    """The function does what a guess says, in a worker: hang, exit, call sys.exit, or give an observation."""
+    more = [f"--reply={REPLY}misbehave", "--reward-timeout=1", "--reward-workers=2", "--reward-on-error=-0.5"]
+    made = make(tmp_path, [[1, 2, 3, 4], [5]], "--max-turns=2", "--reward=exact", *more)
+    sampled = made.sample(0)
+    made.close()
+    assert sampled.batch.rewards.tolist()[:3] == [-0.5] * 3
+    assert sampled.batch.response_mask.sum(dim=1).tolist() == [2, 2, 2, 4]
+    assert sampled.counts["reward/errors"] == 3
+    found = lines(tmp_path)
+    assert [line["sample"] for line in found] == [0, 1, 2]
+    assert {line["rule"] for line in found} == {f"--reply {REPLY}misbehave"}
+    assert "took longer than --reward-timeout 1 s" in found[0]["error"]
+    assert found[1]["error"] == "ended its process with exit code 3"
+    assert found[2]["error"] == "raised SystemExit: 4"
+    assert found[0]["turns"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("empty", "gave an empty observation: give None to end the conversation"),
+        ("number", "gave 5, which is no text, no list of token ids and not None"),
+        ("foreign", "gave an observation with 'x', which is not a character of the tokenizer"),
+        ("beyond", "gave an observation with the token id 99, beyond the tokenizer's 13"),
+        ("unknown", "gave a dict with extra: a reply has 'observation' and 'reward'"),
+        ("unrewarded", "gave 'reward': 'much', which is no number"),
+    ],
+)
+def test_replies_that_are_none(game, tmp_path, name, words):
+    sampled = game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}{name}")
+    assert sampled.counts["reward/errors"] == 4
+    assert {line["error"] for line in lines(tmp_path)} == {words}
+
+
+def test_a_reply_may_give_token_ids_and_a_reward(game):
+    sampled = game([[1, 2, 3, 4], [7] * 4], "--max-turns=2", f"--reply={REPLY}paid", "--reward=exact")
+    assert sampled.batch.tokens[:, 3].tolist() == [ASKED] * 4
+    assert sampled.batch.rewards.tolist() == [1 / 4 + 7 / 4, 2 / 4 + 7 / 4, 3 / 4 + 7 / 4, 4 / 4 + 7 / 4]
+
+
+def test_stopping_at_a_failed_reply(game):
+    with pytest.raises(RewardError, match=r"--reply .*number gave 5, .*--reward-errors continue"):
+        game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}number", "--reward-errors=stop")
+
+
+def test_evaluations_converse_too(game, tmp_path):
+    made = make(tmp_path, [[1, 7], [2, 6]], "--max-turns=2", "--eval-interval=1", "--eval-problems=2")
+    one, two = (problem.label for problem in made.task.problems(0, 2, held_out=True))
+    found = made.evaluate()
+    assert [graded.responses for graded in found] == [["1>2"], ["7<6"]]
+    assert [graded.rewards for graded in found] == [[0.1 + 0.9 * (one == 2)], [0.1 + 0.9 * (two == 6)]]
+
+
+REFUSED = [
+    (["--max-turns=2"], "--task count_up replies to no turn"),
+    (["--max-turns=0"], "--max-turns 0 must be positive"),
+    (["--reply=python:a:b"], "--reply python:a:b does nothing with --max-turns 1"),
+    (["--max-turns=2", f"--reply={REPLY}nothing"], "--reply .* has no nothing"),
+    (["--max-turns=2", f"--reply={REPLY}REPLIES"], "--reply .* is of type tuple: name a function"),
+    (
+        ["--max-turns=2", f"--reply={REPLY}empty", "--overlong=penalise", "--overlong-buffer=2"],
+        "--overlong penalise .*--max-turns 2",
+    ),
+    (
+        ["--max-turns=2", f"--reply={REPLY}empty", "--rl-partial-rollouts", "--rollout-staleness=1", *SERVER],
+        "--max-turns 2 does not go with --rl-partial-rollouts, .* give --max-turns 1, or drop",
+    ),
+    (["--max-turns=2", "--load-rollouts=."], "--max-turns 2 does nothing with --load-rollouts"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), REFUSED)
+def test_settings_that_do_not_go_together_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        configure(flags(tmp_path, "--grpo-iterations=1", *more), 1)
+
+
+def test_turns_are_numbered_in_the_record():
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
+    batch = made_batch(torch.ones(2, 8).long(), mask, torch.full((2, 8), -1.0), torch.zeros(2))
+    assert batch.turn_ids.tolist() == [[-1, 0, 0, -1, -1, 1, -1, 2], [-1] * 8]
+    metrics = summarize_rollouts(batch, ParallelGroups()).metrics
+    assert metrics["rollout/turns"] == 1.5
