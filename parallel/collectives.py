@@ -132,13 +132,15 @@ def all_reduce_max(tensor: Tensor, group: Group | None) -> Tensor:
 def reduce_each(
     tensors: Sequence[Tensor], groups: Sequence[Group | None], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> list[Tensor]:
-    """Each tensor, reduced over its own group, whose ranks list its tensors in the same order.
+    """Each tensor, reduced over its own group, whose ranks list its tensors in the same order; itself for size 1.
 
     Every process takes its groups in the order of their ranks, so that processes in several groups cannot wait for each
     other in a circle. Collectives: one for each distinct group.
     """
     found, distinct = list(tensors), list(dict.fromkeys(groups))
     for group in distinct if len(distinct) == 1 else sorted(distinct, key=group_ranks):
+        if group_size(group) == 1:
+            continue
         places = [place for place, other in enumerate(groups) if other == group]
         total = _all_reduce(torch.cat([tensors[place].flatten() for place in places]), group, operation)
         for place, piece in zip(places, total.split([tensors[place].numel() for place in places]), strict=True):
