@@ -63,6 +63,7 @@ HYBRIDS = [
     ("qwen3_moe", Layout(pp=2), (HYBRID, UNEVEN)),
     ("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), (HYBRID,)),
     ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=2), (HYBRID,)),
+    ("llama", Layout(pp=2, vpp=True, stages="Et|tt|t|L"), (HYBRID,)),
     ("deepseek_v3", Layout(tp=2, sp=True), (HYBRID,)),
 ]
 CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
