@@ -33,7 +33,7 @@ from megatron_rc.replay.outcome import Outcome
 from megatron_rc.replay.tokens import Recorded, Tokens
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
+    from megatron_rc.launch.training.models.chunk import ModelChunk
 
 Gradients = list[list[Tensor]]  # for each batch and each loss [n, s], with respect to log π_θ of the sampled tokens
 
@@ -97,7 +97,7 @@ def _check(data: Recorded, config: RunConfig, load: Path) -> None:
             )
 
 
-def _model(config: RunConfig, folder: Path) -> GPTModel:
+def _model(config: RunConfig, folder: Path) -> ModelChunk:
     """Return the checkpoint's model, in float32."""
     from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
@@ -126,7 +126,7 @@ def _of_tokens(data: Recorded, base: Uncorrected, outcomes: Sequence[Outcome]) -
 
 
 def _measured(
-    model: GPTModel, config: RunConfig, data: Recorded, gradients: Gradients, rows: int
+    model: ModelChunk, config: RunConfig, data: Recorded, gradients: Gradients, rows: int
 ) -> tuple[list[Tensor], float]:
     """Return each loss's gradient of all weights, float64, and the mean |log π of the model - recorded log π_θ|."""
     parameters = list(model.parameters())
@@ -147,7 +147,7 @@ def _measured(
     return flat, distance / max(int(data.lengths.sum()), 1)
 
 
-def _log_probs(model: GPTModel, config: RunConfig, part: Tokens, rows: slice) -> Tensor:
+def _log_probs(model: ModelChunk, config: RunConfig, part: Tokens, rows: slice) -> Tensor:
     """Return [rows, s - 1], log π_θ of every token except the first, at the sampling temperature."""
     tokens = part.records.tokens[rows].long()
     logits = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)

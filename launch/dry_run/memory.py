@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
@@ -29,6 +28,7 @@ from megatron_rc.launch.dry_run.many_experts import number_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.models.build import build_chunks
+from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.output import processed
 from megatron_rc.parallel.linear import CHUNK_TOKENS
 from megatron_rc.parallel.softmax import EAGER_ELEMENTS, LEAST_ROWS
@@ -147,7 +147,7 @@ def _measure(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
         return [measured[key] for key in keys]
 
 
-def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
+def _measure_chunk(config: RunConfig, chunk: ModelChunk) -> _Chunk:
     _lower(chunk, config.dtype)
     for parameter in chunk.parameters():
         parameter.register_post_accumulate_grad_hook(_forget_gradient)
@@ -184,7 +184,7 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
     )
 
 
-def _under_way(config: RunConfig, chunk: GPTModel) -> tuple[Tensor, int]:
+def _under_way(config: RunConfig, chunk: ModelChunk) -> tuple[Tensor, int]:
     """Run a micro-batch forward. Returns its output (the last stage's loss), and the bytes of logits with gradient.
 
     Layers of experts keep tensors of their newest micro-batch. So the bytes of a waiting micro-batch are the
@@ -226,7 +226,7 @@ def _bytes_of_buffers() -> int:
     return sum(buffer.nbytes for buffer in get_global_memory_buffer().buffer.values())
 
 
-def _lower(chunk: GPTModel, dtype: torch.dtype) -> None:
+def _lower(chunk: ModelChunk, dtype: torch.dtype) -> None:
     """Cast all parameters, as Megatron's wrapper of the policy does; learned positions are made in float32."""
     for module in chunk.modules():
         for name, parameter in module.named_parameters(recurse=False):

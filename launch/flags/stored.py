@@ -53,7 +53,8 @@ def _alone(config: RunConfig) -> RunConfig:
         megatron={"given": {}},
         launch={"on_cpu": True, "world_size": 1},
         parallel=parallel | {"virtual_pipeline_model_parallel_size": None},
-        model={"transformer_impl": "local"},
+        # Checkpoints of both kinds of models have one form, and GPTModel is in every version.
+        model={"transformer_impl": "local", "kind": "gpt"},
         checkpoints={"weights_bridge": NO_BRIDGE},
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,15 +43,24 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "gradient_accumulation_fusion": not on_cpu and has_module("fused_weight_gradient_mlp_cuda"),
     }
     # Megatron refuses the overlap without virtual stages.
-    overlap = {"overlap_p2p_comm": overlaps}
+    fixed: dict[str, Any] = {"overlap_p2p_comm": overlaps}
+    if config.model.is_hybrid:
+        fixed |= _of_pattern(config)
     sections = values_of(config.parallel) | values_of(config.transformer) | values_of(config.compute)
     if config.experts:
         pattern = {"moe_layer_freq": number_or_pattern(config.experts.moe_layer_freq)}
         sections |= values_of(config.experts) | pattern
     if config.latent:
         sections |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
-        return MLATransformerConfig(**(sections | own | given | overlap))
-    return TransformerConfig(**(sections | own | given | overlap))
+        return MLATransformerConfig(**(sections | own | given | fixed))
+    return TransformerConfig(**(sections | own | given | fixed))
+
+
+def _of_pattern(config: RunConfig) -> dict[str, Any]:
+    """Fields for HybridModel: its pattern has the stages, and counts a layer's attention and MLP as two layers."""
+    recomputed = config.compute.recompute_num_layers
+    ends = dict.fromkeys(("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"))
+    return ends | {"recompute_num_layers": recomputed and 2 * recomputed}
 
 
 def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:

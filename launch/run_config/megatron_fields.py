@@ -108,7 +108,7 @@ class MegatronField:
 @functools.cache
 def megatron_fields() -> dict[str, MegatronField]:
     """Every plain field of the installed Megatron-Core by name; empty if Megatron-Core is not installed."""
-    core = _core_folder()
+    core = core_folder()
     found: dict[str, MegatronField] = {}
     for title, file, name in _CONFIGS if core else ():
         body = _class_body((core or Path()) / file, name)
@@ -119,7 +119,8 @@ def megatron_fields() -> dict[str, MegatronField]:
     return found
 
 
-def _core_folder() -> Path | None:
+def core_folder() -> Path | None:
+    """The folder of Megatron-Core's source; None if it is not installed."""
     try:
         spec = importlib.util.find_spec("megatron")
     except (ImportError, ValueError):

@@ -71,6 +71,17 @@ class ModelSection:
     transformer_impl: Literal["local", "transformer_engine"] = option(
         "implementation of the layers; default: transformer_engine if it is installed and there is a GPU, else local"
     )
+    kind: Literal["gpt", "hybrid"] = option(
+        "class of the model: gpt, Megatron-Core's GPTModel, or hybrid, its successor HybridModel with the same layers, "
+        "weights and checkpoints",
+        flag="model",
+        default="gpt",
+    )
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the model is Megatron-Core's HybridModel."""
+        return self.kind == "hybrid"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class PreparedValues:
 
 
 class Critic(TrainedModel):
-    """A GPTModel of the policy's shape with a scalar head, sharded as the policy; the policy's timers measure it too.
+    """A model of the policy's shape with a scalar head, sharded as the policy; the policy's timers measure it too.
 
     With ``--critic-offload`` its tensors are empty outside :meth:`here`.
     """

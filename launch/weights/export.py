@@ -1,4 +1,4 @@
-"""Stream the weights of a sharded GPTModel to the rollout engine of its data-parallel replica.
+"""Stream the weights of a sharded model to the rollout engine of its data-parallel replica.
 
 For each parameter, the owner stage gathers the TP shards on its first TP rank. This rank makes the Hugging Face
 tensors one after the other, and sends each to the engine's rank on the first stage. Shards of an expert are gathered
@@ -36,7 +36,7 @@ def export_weights(
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
 
     Every rank must exhaust the iterator, because it makes the collectives. The tensors share no memory with the model,
-    and the iterator releases each before it makes the next. ``chunks`` are this rank's GPTModels, unwrapped.
+    and the iterator releases each before it makes the next. ``chunks`` are this rank's models, unwrapped.
 
     Collectives: a gather over ``tp``, or the experts' ``tp``, for each parameter; a broadcast over ``ep`` for each
     tensor of an expert; for each tensor of a later stage, a send to the first stage over ``pp``.

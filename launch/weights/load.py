@@ -1,4 +1,4 @@
-"""Load a Hugging Face directory into a sharded GPTModel; each rank reads its own parameters, one at a time."""
+"""Load a Hugging Face directory into a sharded model; each rank reads its own parameters, one at a time."""
 
 from __future__ import annotations
 

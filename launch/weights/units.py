@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.family import Family, Rule, experts_of
+from megatron_rc.launch.weights.hybrid_names import hybrid_name
 from megatron_rc.launch.weights.named_weights import named_weights
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank
 
@@ -72,7 +73,16 @@ def units_of(config: RunConfig) -> list[Unit]:
             units += _layer_units(Unit(stage, chunk, f"decoder.layers.{local}.", layer, family.layer), family, config)
             layer += 1
     head = family.head + (family.untied_head if config.model.untie_embeddings_and_output_weights else ())
-    return [*units, Unit(stages - 1, chunks - 1, "", 0, head)]
+    units.append(Unit(stages - 1, chunks - 1, "", 0, head))
+    return [_hybrid(unit) for unit in units] if config.model.is_hybrid else units
+
+
+def _hybrid(unit: Unit) -> Unit:
+    """The unit with HybridModel's names of the parameters."""
+    rules = [
+        replace(rule, megatron=tuple(hybrid_name(unit.prefix + name) for name in rule.megatron)) for rule in unit.rules
+    ]
+    return replace(unit, prefix="", rules=tuple(rules))
 
 
 def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Unit]:

@@ -388,7 +388,8 @@ def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
                 if parts[5:6] == ["local_experts"]:
                     parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
                 parts[3:] = _LOCAL_NAMES.get(".".join(parts[3:]), ".".join(parts[3:])).split(".")
-            yield ".".join(parts), parameter
+            # HybridModel's last norm; the halves of its layers have the numbers of whole layers.
+            yield ".".join(parts).replace("decoder.final_norm.", "decoder.final_layernorm."), parameter
 
 
 def load(chunks: Any, weights: training_oracle.Weights) -> None:

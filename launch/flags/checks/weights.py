@@ -80,7 +80,10 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     tied = not config.model.untie_embeddings_and_output_weights
     foreign = {
         "{weights_bridge} needs --transformer-impl transformer_engine, got {impl}: use it ({install}), or drop the "
-        "bridge": config.model.transformer_impl != "transformer_engine"
+        "bridge": config.model.transformer_impl != "transformer_engine",
+        "{weights_bridge} knows the names of GPTModel alone, got {model}: use --model gpt, or drop the bridge": (
+            config.model.is_hybrid
+        ),
     }
     refuse(config, foreign, impl=config.model.transformer_impl, install=pip_install("gpu"))
     require("mbridge", f"--weights-bridge {MBRIDGE}", "bridge")

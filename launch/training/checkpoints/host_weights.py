@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.models.build import host_copy
+from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.offload import exchanged
 
 
@@ -61,8 +61,8 @@ class Reference(HostWeights):
     def __init__(
         self,
         config: RunConfig,
-        chunks: Sequence[GPTModel],
-        read: Callable[[Sequence[GPTModel]], None] | None = None,
+        chunks: Sequence[ModelChunk],
+        read: Callable[[Sequence[ModelChunk]], None] | None = None,
     ) -> None:
         super().__init__("reference", host_copy(config, chunks), version=0)
         self.interval, self.is_of_its_own = config.reference.ref_update_interval, read is not None
@@ -70,13 +70,13 @@ class Reference(HostWeights):
             with self.in_place_of(chunks):
                 read(chunks)
 
-    def refresh(self, chunks: Sequence[GPTModel], step: int) -> None:
+    def refresh(self, chunks: Sequence[ModelChunk], step: int) -> None:
         """Copy the policy's weights if ``--ref-update-interval`` has passed since the last copy."""
         if self.interval and step // self.interval > self.version // self.interval:
             self.copy(chunks)
             self.version = step
 
-    def start_from(self, chunks: Sequence[GPTModel]) -> None:
+    def start_from(self, chunks: Sequence[ModelChunk]) -> None:
         """Copy the policy's weights, unless a flag gives the reference its own."""
         if not self.is_of_its_own:
             self.copy(chunks)
@@ -90,7 +90,7 @@ class SamplingWeights(HostWeights):
     too; no copy is kept, and a resumed run samples it from the weights of the checkpoint.
     """
 
-    def __init__(self, config: RunConfig, chunks: Sequence[GPTModel]) -> None:
+    def __init__(self, config: RunConfig, chunks: Sequence[ModelChunk]) -> None:
         rollouts, files = config.rollouts, config.checkpoints
         samples_ahead = rollouts.rollout_staleness and not rollouts.load_rollouts
         is_wanted = samples_ahead and not config.engine.rl_partial_rollouts and (files.save or files.load)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import agree, failing_together
@@ -23,6 +22,7 @@ from megatron_rc.launch.training.checkpoints.pieces import reason_of
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
+from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.weights.converter import load_model as load_from_directory
 from megatron_rc.parallel import ParallelGroups
 
@@ -52,14 +52,14 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
 
 
 def start_from(
-    folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GPTModel]
+    folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[ModelChunk]
 ) -> None:
     """Load these chunks' weights from a Hugging Face directory; AgreedError on every rank if it does not fit."""
     with failing_together(config, (ValueError,), lambda problem: f"{flag}: {problem}"):
         load_from_directory(chunks, config, groups, folder)
 
 
-def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[GPTModel]], None] | None:
+def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[ModelChunk]], None] | None:
     """Function that loads ``--ref-load`` or ``--ref-load-hf`` into chunks; None if neither is given."""
     reference = config.reference
     if reference.ref_load:

@@ -20,7 +20,7 @@ from megatron_rc.launch.weights.named_weights import named_weights
 class CheckpointParameters(Mapping[str, Tensor]):
     """A model's parameters by name; each look-up reads the files and keeps nothing.
 
-    The GPTModel is whole in this process; its parameters need no memory (device ``meta``).
+    The model is whole in this process; its parameters need no memory (device ``meta``).
 
     Raises:
         ValueError: the files cannot be read, or hold another model.

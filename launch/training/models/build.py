@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel, DDP, optimizer and schedule of the learning rate, as the settings describe them."""
+"""Megatron-Core's model, DDP, optimizer and schedule of the learning rate, as the settings describe them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
+from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.parallel.collectives import broadcast
 
 
-def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[GPTModel]:
-    """Build this rank's GPTModels, one for each virtual stage, on its device, with weights from ``--seed``.
+def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[ModelChunk]:
+    """Build this rank's models, one for each virtual stage, on its device, with weights from ``--seed``.
 
     Args:
         config: settings of the run.
@@ -36,27 +37,10 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
     virtual = config.parallel.virtual_pipeline_model_parallel_size
     # Each expert-parallel rank draws other experts; ``wrap_chunks`` makes the shared weights equal.
     torch.manual_seed(config.training.seed + parallel_state.get_expert_model_parallel_rank())
+    is_tied = not (is_critic or config.model.untie_embeddings_and_output_weights)
     chunks = []
     for stage in range(virtual or 1):
-        vp_stage = stage if virtual else None
-        chunks.append(
-            GPTModel(
-                config=transformer,
-                transformer_layer_spec=_layer_spec(config, transformer, vp_stage),
-                vocab_size=config.model.padded_vocab_size,
-                max_sequence_length=config.model.max_position_embeddings,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                parallel_output=True,
-                share_embeddings_and_output_weights=not (is_critic or config.model.untie_embeddings_and_output_weights),
-                position_embedding_type=config.model.position_embedding_type,
-                rotary_percent=config.model.rotary_percent,
-                rotary_base=config.model.rotary_base,
-                rope_scaling=config.model.rope_scaling,
-                rope_scaling_factor=config.model.rope_scaling_factor,
-                vp_stage=vp_stage,
-            )
-        )
+        chunks.append(_build_chunk(config, transformer, stage if virtual else None, is_tied=is_tied))
         if is_critic and chunks[-1].post_process:
             chunks[-1].output_layer = ValueHead(transformer, config.training.seed)
     if not config.launch.on_cpu:
@@ -68,15 +52,44 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
     return chunks
 
 
+def _build_chunk(
+    config: RunConfig, transformer: TransformerConfig, vp_stage: int | None, *, is_tied: bool
+) -> ModelChunk:
+    """Build one of this rank's models; HybridModel, which is not in every version, is imported only for its runs."""
+    common: dict[str, Any] = {
+        "config": transformer,
+        "vocab_size": config.model.padded_vocab_size,
+        "max_sequence_length": config.model.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": is_tied,
+        "position_embedding_type": config.model.position_embedding_type,
+        "rotary_percent": config.model.rotary_percent,
+        "rotary_base": config.model.rotary_base,
+        "vp_stage": vp_stage,
+    }
+    if config.model.is_hybrid:
+        from megatron_rc.launch.training.models.hybrid import Hybrid, whole
+
+        return Hybrid(config, _layer_spec(config, whole(transformer), None), **common)
+    return GPTModel(
+        transformer_layer_spec=_layer_spec(config, transformer, vp_stage),
+        rope_scaling=config.model.rope_scaling,
+        rope_scaling_factor=config.model.rope_scaling_factor,
+        **common,
+    )
+
+
 @torch.no_grad()
-def _share_over_tp(chunk: GPTModel) -> None:
+def _share_over_tp(chunk: ModelChunk) -> None:
     """Give all TP ranks the first one's router and other whole weights: each drew with the seed of its experts."""
     for parameter in chunk.parameters():
         if not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "allreduce", True):
             parameter.copy_(broadcast(parameter, 0, parallel_state.get_tensor_model_parallel_group()))
 
 
-def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
+def host_copy(config: RunConfig, chunks: Sequence[ModelChunk]) -> list[ModelChunk]:
     """Copies of the chunks with frozen weights in host memory, pinned if there is a GPU."""
     transformer = copy.copy(chunks[0].config)
     # No random initialization, because the weights are overwritten below.
@@ -92,7 +105,7 @@ def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
     return copies
 
 
-def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+def wrap_chunks(config: RunConfig, chunks: list[ModelChunk]) -> list[DistributedDataParallel]:
     """Wrap the chunks in Megatron's DDP, and in Float16Module if the dtype has 16 bits."""
     transformer = chunks[0].config
     # Keep the experts' bias in float32 with all its bits; Megatron's router also makes it float32, in its first pass.
@@ -148,8 +161,8 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def unwrap(model: Any) -> GPTModel:
-    """The GPTModel inside DDP and Float16Module."""
+def unwrap(model: Any) -> ModelChunk:
+    """The model inside DDP and Float16Module."""
     while hasattr(model, "module"):
         model = model.module
     return model

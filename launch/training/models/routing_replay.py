@@ -17,11 +17,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import Cut, LocalBatch
+from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
@@ -99,7 +99,7 @@ class ReplayedRouter:
 class RoutingReplay:
     """Routing replay in the policy on this rank."""
 
-    def __init__(self, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GPTModel]) -> None:
+    def __init__(self, config: RunConfig, groups: ParallelGroups, chunks: Sequence[ModelChunk]) -> None:
         self.config, self.groups = config, groups
         self._of_chunk = {id(chunk): _put_into(chunk) for chunk in chunks}
         self._own = [router for routers in self._of_chunk.values() for router in routers]
@@ -133,7 +133,7 @@ class RoutingReplay:
                 router.begin_pass()
 
     @contextmanager
-    def in_forward(self, chunk: GPTModel, experts: Tensor | None) -> Iterator[None]:
+    def in_forward(self, chunk: ModelChunk, experts: Tensor | None) -> Iterator[None]:
         """Context of a chunk's forward pass of one micro-batch; ``experts``: [rows, layers of this rank, top_k]."""
         routers = self._of_chunk[id(chunk)]
         for router in routers:
@@ -188,7 +188,7 @@ class RoutingReplay:
         return by_position.flatten(0, 1)
 
 
-def _put_into(chunk: GPTModel) -> list[ReplayedRouter]:
+def _put_into(chunk: ModelChunk) -> list[ReplayedRouter]:
     """Put an object into each router of a chunk's decoder, not of its layers for further tokens; return the objects."""
     found = []
     for layer in chunk.decoder.layers:

@@ -24,7 +24,7 @@ class TrainedModel:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """This rank's GPTModels, unwrapped, with gathered weights; call it on all data-parallel ranks together."""
+        """This rank's models, unwrapped, with gathered weights; call it on all data-parallel ranks together."""
         self.gather_weights()
         return [unwrap(chunk) for chunk in self.model]
 

@@ -93,7 +93,7 @@ allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-chec
 sync-probe-interval
 keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
-sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if doctor-interval
+sliding-window hf-model-type save-hf save-hf-interval model bad-steps max-skipped-steps stop-if doctor-interval
 skip-steps-without-signal always-score lr-ess-scaling lr-ess-base
 moe-routing-replay-source moe-routing-replay-check-interval
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda gpg-f-norm advantage-scope kl-in-reward

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.launch.weights.named_weights import named_weights
+from tests.support.hybrid import HYBRID, needs_hybrid
 from tests.support.published_models import MODELS, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import make_trainer, recorded_batch
@@ -52,8 +53,20 @@ CASES += [
 # One layout after the other: each has its process groups made once.
 CASES.sort(key=lambda case: str(case[1]))
 CASES = [(*case, ()) for case in CASES]
-CASES += [("qwen3_moe", Layout(pp=2), ("--decoder-first-pipeline-num-layers=1",))]
-CASES += [("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages="Et|(t|)*2tL"), ())]
+UNEVEN, STAGES = "--decoder-first-pipeline-num-layers=1", "Et|(t|)*2tL"
+CASES += [("qwen3_moe", Layout(pp=2), (UNEVEN,))]
+CASES += [("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), ())]
+HYBRIDS = [
+    ("llama3", Layout(tp=2, sp=True), (HYBRID,)),
+    ("gpt2", Layout(pp=2, vpp=True), (HYBRID,)),
+    ("qwen3", Layout(cp=2), (HYBRID,)),
+    ("qwen3_moe", Layout(pp=2), (HYBRID, UNEVEN)),
+    ("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), (HYBRID,)),
+    ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=2), (HYBRID,)),
+    ("llama", Layout(pp=2, vpp=True, stages="Et|tt|t|L"), (HYBRID,)),
+    ("deepseek_v3", Layout(tp=2, sp=True), (HYBRID,)),
+]
+CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
 CASES += [pytest.param(*case, (), marks=pytest.mark.long) for case in MORE_CASES]
 
 
