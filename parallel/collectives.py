@@ -1,8 +1,7 @@
 """Records of numbers that are reduced over ranks, and the collectives that do it.
 
 A record is a dataclass whose fields are tensors, None, records, or tuples or dicts of these. A tensor is reduced by
-sum, unless its field is a :func:`largest` or a :func:`smallest`. Neither a group of size 1 nor an empty tensor needs a
-collective.
+sum, unless its field is a :func:`largest` or a :func:`smallest`. A group of size 1 needs no collective.
 """
 
 from __future__ import annotations
@@ -103,7 +102,8 @@ def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
 
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
     """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
-    return _all_reduce(pair[0], group, dist.ReduceOp.SUM), _all_reduce(pair[1], group, dist.ReduceOp.MAX)
+    sums, maxima = pair
+    return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima
 
 
 def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | None]) -> Pair:
@@ -115,8 +115,8 @@ def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | No
         return reduce_pair(pair, groups[0])
     number = sum(sizes)
     sums, maxima = (values.view(len(values) // max(number, 1), number).split(list(sizes), dim=1) for values in pair)
-    found = reduce_each(sums, groups), reduce_each(maxima, groups, dist.ReduceOp.MAX)
-    return torch.cat(found[0], 1).flatten(), torch.cat(found[1], 1).flatten()
+    found = reduce_each(maxima, groups, dist.ReduceOp.MAX) if len(pair[1]) else maxima
+    return torch.cat(reduce_each(sums, groups), 1).flatten(), torch.cat(found, 1).flatten()
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
@@ -150,7 +150,7 @@ def reduce_each(
 
 def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if group_size(group) > 1 and result.numel():
+    if group_size(group) > 1:
         dist.all_reduce(result, op=operation, group=group)
     return result
 
