@@ -47,7 +47,7 @@ run-ppo: $(INSTALLED)
 	@echo "== PPO with a critic: --config count_up_ppo on $(NPROC) processes"
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config count_up_ppo $(FLAGS)
 
-# A real language model on two processes: 135M parameters; with ENGINE=transformers 17 minutes on two idle cores.
+# A real language model on two processes: 135M parameters; docs/smollm2.md has times and results.
 run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \

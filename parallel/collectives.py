@@ -109,14 +109,22 @@ def reduce_pair(pair: Pair, group: Group | None) -> Pair:
 def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | None]) -> Pair:
     """A pair of flat [rows · n] tables, of whose n columns ``sizes`` each are reduced over a group of their own.
 
+    A group reduces one flat table of its own columns, whatever other groups its ranks are in.
+
     Collectives: for each distinct group one SUM, and one MAX if there are maxima.
     """
     if len(set(groups)) == 1:
         return reduce_pair(pair, groups[0])
     number = sum(sizes)
-    sums, maxima = (values.view(len(values) // max(number, 1), number).split(list(sizes), dim=1) for values in pair)
-    found = reduce_each(maxima, groups, dist.ReduceOp.MAX) if len(pair[1]) else maxima
-    return torch.cat(reduce_each(sums, groups), 1).flatten(), torch.cat(found, 1).flatten()
+    parts = [list(values.view(len(values) // max(number, 1), number).split(list(sizes), 1)) for values in pair]
+    for group, places in _places_of_groups(groups):
+        tables = [torch.cat([part[place] for place in places], 1) for part in parts]
+        reduced = reduce_pair((tables[0].flatten(), tables[1].flatten()), group)
+        for part, table, values in zip(parts, tables, reduced, strict=True):
+            columns = values.view(table.shape).split([sizes[place] for place in places], 1)
+            for place, found in zip(places, columns, strict=True):
+                part[place] = found
+    return torch.cat(parts[0], 1).flatten(), torch.cat(parts[1], 1).flatten()
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
@@ -129,23 +137,28 @@ def all_reduce_max(tensor: Tensor, group: Group | None) -> Tensor:
     return _all_reduce(tensor, group, dist.ReduceOp.MAX)
 
 
-def reduce_each(
-    tensors: Sequence[Tensor], groups: Sequence[Group | None], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> list[Tensor]:
-    """Each tensor, reduced over its own group, whose ranks list its tensors in the same order; itself for size 1.
+def sum_each(tensors: Sequence[Tensor], groups: Sequence[Group | None]) -> list[Tensor]:
+    """The sum of each tensor over its own group, whose ranks list its tensors in the same order; itself for size 1.
 
-    Every process takes its groups in the order of their ranks, so that processes in several groups cannot wait for each
-    other in a circle. Collectives: one for each distinct group.
+    Collectives: one SUM for each distinct group.
     """
-    found, distinct = list(tensors), list(dict.fromkeys(groups))
-    for group in distinct if len(distinct) == 1 else sorted(distinct, key=group_ranks):
-        if group_size(group) == 1:
-            continue
-        places = [place for place, other in enumerate(groups) if other == group]
-        total = _all_reduce(torch.cat([tensors[place].flatten() for place in places]), group, operation)
+    found = list(tensors)
+    for group, places in _places_of_groups(groups):
+        total = all_reduce_sum(torch.cat([tensors[place].flatten() for place in places]), group)
         for place, piece in zip(places, total.split([tensors[place].numel() for place in places]), strict=True):
             found[place] = piece.view(tensors[place].shape)
     return found
+
+
+def _places_of_groups(groups: Sequence[Group | None]) -> list[tuple[Group, list[int]]]:
+    """Each distinct group of several ranks, with its places in the list.
+
+    Every process takes its groups in the order of their ranks and names, so that processes in several groups cannot
+    wait for each other in a circle.
+    """
+    distinct = [group for group in dict.fromkeys(groups) if group is not None and group_size(group) > 1]
+    distinct.sort(key=lambda group: (group_ranks(group), group.group_name))
+    return [(group, [place for place, other in enumerate(groups) if other == group]) for group in distinct]
 
 
 def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.RedOpType) -> Tensor:

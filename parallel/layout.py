@@ -390,3 +390,6 @@ class SequenceLayout:
         lengths = torch.tensor(self.full_lengths, dtype=torch.int64)
         starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths // self.cp_size)
         return torch.cat([starts.new_empty(0), *self._positions(rank)]) + starts
+
+
+Layouts = SequenceLayout | Sequence[SequenceLayout]  # of one micro-batch, or of several

@@ -5,6 +5,7 @@ Megatron calls it on the last pipeline stage, instead of the output layer, and r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -135,9 +136,28 @@ def _from_logits(
     **others: Any,
 ) -> tuple[Tensor, ...]:
     labels, mask = _checked(tp_group, output_layer, labels, loss_mask)
-    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    logits = _logits(output_layer, hidden_states, output_weight)
     logits = logits if scale_logits is None else scale_logits(logits)
     return vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
+
+
+def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:
+    """[s/cp, b, v/tp], by Megatron's output layer, or by a layer that takes hidden states alone."""
+    takes = inspect.signature(layer.forward).parameters
+    more: dict[str, Any] = {"runtime_gather_output": False} if "runtime_gather_output" in takes else {}
+    if weight is not None:
+        if "weight" not in takes:
+            raise ValueError(f"output_weight with a {type(layer).__name__}, whose forward takes no weight: pass logits")
+        more["weight"] = weight
+    found = layer(hidden, **more)
+    logits: Tensor = found[0] if isinstance(found, tuple) else found  # Megatron's layers return a bias too
+    rows = getattr(layer, "weight", None) if weight is None else weight
+    if isinstance(rows, Tensor) and rows.shape[0] != logits.shape[-1]:
+        raise ValueError(
+            f"output_layer has {rows.shape[0]} rows and makes {logits.shape[-1]} logits, as if it gathered them: pass "
+            "gather_output=False to the layer"
+        )
+    return logits
 
 
 def _checked(
@@ -162,12 +182,15 @@ def factor_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
     """The number that ``scale_logits`` multiplies by, found without a GPU's answer; ValueError if it does more."""
     if scale_logits is None:
         return 1.0
-    one, two = (float(scale_logits(torch.tensor(x, dtype=torch.float64, device="cpu"))) for x in (1.0, 2.0))
-    if not (one > 0 and two == 2 * one):
-        raise ValueError(
-            f"scale_logits makes {one} of 1 and {two} of 2, which is no multiplication by a positive number: "
-            "pass fused=False"
-        )
+    # A product with a power of 2 is exact; the large ones show bounds.
+    probes = (1.0, 2.0, 2.0**20, -(2.0**20))
+    one, *others = (float(scale_logits(torch.tensor(x, dtype=torch.float64, device="cpu"))) for x in probes)
+    for x, found in zip(probes[1:], others, strict=True):
+        if not (one > 0 and found == x * one):
+            raise ValueError(
+                f"scale_logits makes {one} of 1 and {found} of {x:g}, which is no multiplication by a positive number: "
+                "log_prob_processor needs fused=False, LogProbRequest mode='auto'"
+            )
     return one
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.parallel.collectives import reduce_each
+from megatron_rc.parallel.collectives import sum_each
 from megatron_rc.parallel.groups import Group
 from megatron_rc.parallel.layout import SequenceLayout
 
@@ -51,8 +51,8 @@ def neighbouring_values(recurrences: Sequence[Recurrence], cp: Group | None) -> 
 
     A chunk of consecutive tokens maps the H outside of it to the H at its end: by one coefficient and one offset. CP
     ranks exchange these two numbers for each chunk. Inside a chunk the tokens' maps are joined in log2(length) rounds,
-    without a division, and no sequence changes another one's bits. ``cp`` holds the other chunks, if
-    a layout has no group of its own.
+    without a division, and no sequence changes another one's bits. ``cp`` holds the other chunks,
+    unless a layout has a group of its own.
 
     Collectives: one SUM over each CP group, of two doubles for each recurrence and chunk of a sequence. Gradient: none.
     """
@@ -67,7 +67,7 @@ def neighbouring_values(recurrences: Sequence[Recurrence], cp: Group | None) -> 
         ends = torch.where(_is_new(chunk).roll(-1).unsqueeze(1), torch.stack(pair, dim=1), 0.0)
         whole = ends.new_zeros(one.layout.num_sequences * one.layout.num_chunks, 2)
         maps.append(whole.index_add_(0, chunk, ends))
-    exchanged = reduce_each(maps, [one.layout.cp(cp) for one in recurrences])
+    exchanged = sum_each(maps, [one.layout.cp(cp) for one in recurrences])
     found = []
     for one, chunk, (coefficient, offset), whole in zip(recurrences, chunks, joined, exchanged, strict=True):
         outside = _outside(one, whole)[chunk]

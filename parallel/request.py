@@ -19,8 +19,8 @@ from megatron_rc.parallel.processor import factor_of, log_prob_processor
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs_and_entropy
 
 _log = logging.getLogger("megatron_rc")
-# Layers that multiply hidden states by their weight and do nothing else: PyTorch's and Megatron's.
-_PLAIN_LAYERS = ("Linear", "ColumnParallelLinear")
+# Layers that multiply hidden states by their weight and do nothing else; peft's LoRA layer has the name Linear too.
+_PLAIN_LAYERS = ("torch.nn.modules.linear.Linear", "megatron.core.tensor_parallel.layers.ColumnParallelLinear")
 
 
 class LogProbs(NamedTuple):
@@ -80,8 +80,9 @@ class LogProbRequest:
     def answer(self, mode: Literal["strict", "auto"] = "strict") -> LogProbs:
         """The log-probs and entropies.
 
-        Hidden states are multiplied in chunks, so that logits are never stored. That needs an output layer that only
-        multiplies. For another one ``strict`` raises, and ``auto`` stores the logits and logs one warning.
+        Hidden states are multiplied in chunks, so that logits are never stored. That needs an output layer that
+        multiplies, adds a bias, and does nothing else. For another one ``strict`` raises, and ``auto`` stores the
+        logits and logs one warning.
 
         Collectives: those of :func:`~megatron_rc.parallel.linear.linear_log_probs_and_entropy`, or of
         :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`, over ``tp_group``.
@@ -91,47 +92,40 @@ class LogProbRequest:
                 the two functions.
         """
         one_of("mode", mode, ("strict", "auto"))
-        reason = None if self.hidden_states is None else self._why_logits_are_needed()
+        if self.logits is not None:
+            return self._of_logits(self.logits)
+        reason = self._why_logits_are_needed()
         if reason is not None and mode == "strict":
-            raise ValueError(f"{reason}: its logits must be stored: pass mode='auto' or logits")
+            raise ValueError(f"{reason}, so that its logits must be stored: pass mode='auto' or logits")
         if reason is not None:
             _warn_once(reason)
-        if self.hidden_states is not None and reason is None:
-            return self._from_hidden_states(self.hidden_states)
-        return self._from_logits(self._stored_logits() if self.logits is None else self.logits)
+        return self._of_hidden_states(fused=reason is None)
 
     @property
     def _options(self) -> dict[str, Any]:
         kept = {"support_ids": self.support_ids, "support_offsets": self.support_offsets}
         return {"vocab_size": self.vocab_size, "temperature": self.temperature, **kept}
 
-    def _from_hidden_states(self, hidden: Tensor) -> LogProbs:
+    def _of_hidden_states(self, *, fused: bool) -> LogProbs:
         """By the processor, which takes Megatron's form: hidden states [s, b, h], labels [b, s]."""
-        is_packed, layer = self.layout == "t", self.output_layer
-        found = log_prob_processor(self.tp_group, **self._options)(
-            hidden_states=hidden.unsqueeze(1)
-            if is_packed
-            else hidden.transpose(0, 1)
-            if self.layout == "bs"
-            else hidden,
-            output_layer=layer,
+        hidden, labels, mask = self.hidden_states, self.labels, self.mask
+        assert hidden is not None
+        if self.layout == "t":
+            hidden, labels, mask = hidden.unsqueeze(1), labels.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
+        elif self.layout == "bs":
+            hidden = hidden.transpose(0, 1)
+        found = log_prob_processor(self.tp_group, fused=fused, **self._options)(
+            hidden_states=hidden,
+            output_layer=self.output_layer,
             output_weight=self.output_weight,
-            labels=self.labels.unsqueeze(0) if is_packed else self.labels,
-            loss_mask=self.mask.unsqueeze(0) if is_packed and self.mask is not None else self.mask,
+            labels=labels,
+            loss_mask=mask,
             scale_logits=self.scale_logits,
-            config=getattr(layer, "config", None),
+            config=getattr(self.output_layer, "config", None),
         )
         return LogProbs(*(values.view(self.labels.shape) for values in found))
 
-    def _stored_logits(self) -> Tensor:
-        """The output layer's logits, as the model computes them."""
-        assert self.output_layer is not None
-        weight = {} if self.output_weight is None else {"weight": self.output_weight}
-        found = self.output_layer(self.hidden_states, **weight)
-        logits: Tensor = found[0] if isinstance(found, tuple) else found  # Megatron's layers return a bias too
-        return logits
-
-    def _from_logits(self, logits: Tensor) -> LogProbs:
+    def _of_logits(self, logits: Tensor) -> LogProbs:
         logits = logits if self.scale_logits is None else self.scale_logits(logits)
         logits = logits.transpose(0, 1) if self.layout == "sb" else logits
         mask = None if self.mask is None else self.mask != 0
@@ -142,9 +136,12 @@ class LogProbRequest:
     def _why_logits_are_needed(self) -> str | None:
         """The reason for which the output layer cannot be replaced by a product with its weight; None: it can."""
         layer = self.output_layer
-        name = type(layer).__name__
+        assert layer is not None
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         if name not in _PLAIN_LAYERS:
             return f"output_layer is a {name}, which may do more than multiply"
+        if "forward" in vars(layer) or layer._forward_hooks:
+            return f"output_layer is a {name} with another forward or with forward hooks"
         if self.output_weight is None and getattr(layer, "weight", None) is None:
             return f"output_layer is a {name} without a weight"
         try:
@@ -156,4 +153,4 @@ class LogProbRequest:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _log.warning("%s: its logits are stored", reason)
+    _log.warning("%s: the logits are stored", reason)

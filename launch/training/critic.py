@@ -192,7 +192,7 @@ class Critic(TrainedModel):
             found.per_token, local.mask, self.config.loss.aggregation, local.sequence_lengths, local.layout
         )
         self._sums.append(torch.cat([found.sums, (total.detach() / scale.denominator).view(1)]))
-        return schedule_return(total, {"loss": total}, scale)
+        return schedule_return(total, {"loss": total}, scale, local.mask.numel())
 
     def _metrics(self) -> dict[str, float]:
         """Metrics of the last gradients. Collectives: a SUM over ``dp_cp`` and a broadcast over ``pp``."""

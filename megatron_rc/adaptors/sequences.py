@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.groups import ParallelGroups, group_device
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-Sequences = Sequence[Tensor] | Tensor  # one [length] tensor a sequence, or a nested tensor of them
-# Arguments of correct_rollouts that may have one value for each token.
+Sequences = Sequence[Tensor] | Tensor  # one [length] tensor a sequence, or a jagged nested tensor
+# Arguments of correct_rollouts that may have one value for each token, and those that are no floating numbers.
 _OF_TOKENS = ("advantages", "policy_versions", "turn_ids")
+_DTYPES = {"response_mask": torch.bool, "policy_versions": torch.int64, "turn_ids": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ def correct_sequences(
     """Importance weights, accepted masks and denominators of a rollout batch, for a loss of the caller's.
 
     Args:
-        train_log_probs: log π_train of each sequence of this rank, [length], nats; or a nested tensor of all.
+        train_log_probs: log π_train of each sequence of this rank, [length], nats; or a jagged nested tensor.
         rollout_log_probs: log π_rollout of the same tokens.
         response_masks: bool, True for the tokens that count.
         config: the correction.
@@ -55,29 +55,25 @@ def correct_sequences(
             of tokens are sequences too.
 
     Returns:
-        The correction, whose data were checked. The caller divides its summed loss by a number of ``denominators``.
+        The correction, whose data were checked. The caller sums its loss over the batch and divides it once, by a
+        number of ``denominators``.
 
     Collectives and errors: those of :func:`~megatron_rc.correct_rollouts` and of its result's ``check()``; besides,
-    ValueError if two arguments differ in the number or the lengths of their sequences.
+    ValueError if two arguments differ in the number or the lengths of their sequences, on their rank alone.
     """
     masks = _listed("response_masks", response_masks)
     lengths = [len(mask) for mask in masks]
-    given = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
+    given = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": masks}
     given |= {name: more[name] for name in _OF_TOKENS if _has_sequences(more.get(name))}
-    flat = {name: _joined(name, values, lengths) for name, values in given.items()}
-    result = correct_rollouts(
-        response_mask=torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool),
-        config=config,
-        layout=SequenceLayout.packed([0, *accumulate(lengths)]),
-        groups=groups,
-        **more | flat,
-    )
+    device = group_device(ParallelGroups.given(groups).dp_cp)
+    rows = {name: _rows(name, values, lengths, device) for name, values in given.items()}
+    result = correct_rollouts(config=config, groups=groups, **more | rows)
     result.check()
 
     def like_masks(values: Tensor) -> Sequences:
-        if isinstance(response_masks, Tensor):
-            return torch.nested.nested_tensor_from_jagged(values, response_masks.offsets())  # type: ignore[attr-defined]
-        return list(values.split(lengths))
+        found = [row[:length] for row, length in zip(values, lengths, strict=True)]
+        is_nested = isinstance(response_masks, Tensor)
+        return torch.nested.as_nested_tensor(found, layout=torch.jagged) if is_nested else found
 
     assert isinstance(result.mask, Tensor)
     assert result.weights is None or isinstance(result.weights, Tensor)
@@ -91,22 +87,30 @@ def _has_sequences(values: object) -> bool:
 
 def _listed(name: str, values: Sequences) -> list[Tensor]:
     """One tensor a sequence, each of one dimension."""
-    if isinstance(values, Tensor) and not values.is_nested:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}: pass a list of [length] tensors, or a nested tensor")
+    is_jagged = isinstance(values, Tensor) and values.is_nested and values.layout == torch.jagged
+    if not is_jagged and (isinstance(values, Tensor) or not isinstance(values, Sequence)):
+        raise ValueError(
+            f"{name} is a {type(values).__name__}: pass a list of tensors [length], or a nested tensor with the layout "
+            "torch.jagged"
+        )
     found = list(values.unbind()) if isinstance(values, Tensor) else list(values)
-    wrong = next((number for number, each in enumerate(found) if not isinstance(each, Tensor) or each.dim() != 1), None)
-    if wrong is not None:
-        raise ValueError(f"{name}[{wrong}] is {found[wrong]!r:.80}: expected a tensor [length]")
+    for number, each in enumerate(found):
+        if not isinstance(each, Tensor) or each.dim() != 1:
+            raise ValueError(f"{name}[{number}] is {each!r:.80}: expected a tensor [length]")
     return found
 
 
-def _joined(name: str, values: Sequences, lengths: Sequence[int]) -> Tensor:
-    """The tokens of all sequences, one after the other; ValueError unless they are as many as in the masks."""
+def _rows(name: str, values: Sequences, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[n, longest]: the sequences, padded; without any an empty tensor on ``device``.
+
+    ValueError unless they are as long as the masks.
+    """
     found = _listed(name, values)
-    got = [len(each) for each in found]
-    if got != list(lengths):
-        number = next((i for i, (one, two) in enumerate(zip(got, lengths, strict=False)) if one != two), None)
-        differs = f"{len(got)} sequences" if number is None else f"{got[number]} tokens in sequence {number}"
-        expected = len(lengths) if number is None else lengths[number]
-        raise ValueError(f"{name} has {differs}, response_masks {expected}: pass tensors of the same tokens")
-    return torch.cat(found) if found else torch.zeros(0)
+    if len(found) != len(lengths):
+        raise ValueError(f"{name} has {len(found)} sequences, response_masks {len(lengths)}: pass the same sequences")
+    for number, (each, length) in enumerate(zip(found, lengths, strict=True)):
+        if len(each) != length:
+            raise ValueError(f"{name}[{number}] has {len(each)} tokens, response_masks[{number}] {length}")
+    if not found:
+        return torch.zeros(0, 0, dtype=_DTYPES.get(name, torch.float32), device=device)
+    return pad_sequence(found, batch_first=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,8 @@ from megatron_rc.advantages.shards import check_floats
 from megatron_rc.parallel.arguments import check_integer, check_kind, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
-from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
+from megatron_rc.parallel.layout import LAYOUT_REMEDY, Layouts, SequenceLayout
 
-Layouts = SequenceLayout | Sequence[SequenceLayout]
 EPSILON = 1e-6
 ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by less
 _NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
@@ -116,6 +115,8 @@ def group_advantages(
     counts = _weights(rewards, estimator, lengths, weights)
     batch = ParallelGroups.given(groups)
     _check_together(estimator, num_groups, groups)
+    if layout is not None and groups is None:
+        raise ValueError("layout does nothing without groups, whose ranks share sequences: pass both, or drop layout")
     here = _counts_here(group_ids, layout, batch)
     add = _Totals.of(group_ids, num_groups, batch, here)
     group = add.group
@@ -208,6 +209,8 @@ def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGrou
     layouts = [layout] if isinstance(layout, SequenceLayout) else [*layout]
     for one in layouts:
         check_kind("layout", one, SequenceLayout, f"{LAYOUT_REMEDY}, or a list of them")
+        if one.cp_group is None:
+            groups.check_cut(one.cp_rank, one.cp_size)
     groups.check_sums(*(one.cp_group for one in layouts))
     firsts = [one.cp_rank == 0 for one in layouts for _ in one.full_lengths]
     if len(firsts) != len(group_ids):

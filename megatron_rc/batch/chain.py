@@ -36,7 +36,6 @@ from megatron_rc.correction.history import history_values
 from megatron_rc.correction.inputs import (
     AgreedCounts,
     AnyInputs,
-    Layouts,
     PlanInputs,
     Shards,
     Tensors,
@@ -49,7 +48,7 @@ from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_o
 from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
 from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.layout import Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -211,7 +210,10 @@ def sequence_sums(
 
 
 def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
-    """The pair over whole sequences, of ``layouts`` if some have CP groups of their own.
+    """The pair over whole sequences.
+
+    ``layouts`` are those of the micro-batches, in order: needed if one has a CP group of its own. Without them all
+    sequences are reduced over ``groups.cp``.
 
     Collectives: one SUM over each CP group, and one MAX if there are maxima.
     """

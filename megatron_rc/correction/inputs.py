@@ -16,11 +16,10 @@ from torch import Tensor
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
 from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
-from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
+from megatron_rc.parallel.layout import LAYOUT_REMEDY, Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Tensors = Tensor | Sequence[Tensor]
-Layouts = SequenceLayout | Sequence[SequenceLayout]
 
 _LEAST = {"num_mini_batches": 1, "num_groups": 1, "max_staleness": 0}
 # Inputs with one value a sequence; advantages and policy_versions may have one a token instead.

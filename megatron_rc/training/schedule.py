@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,8 +78,7 @@ def masked_loss(
             raise
         correction.steps.refuse(str(error))
         return _refused(log_probs)
-    own = dataclasses.replace(scale, local_tokens=micro_batch.response_mask.numel())
-    returned = schedule_return(total, {"loss": total}, own)
+    returned = schedule_return(total, {"loss": total}, scale, micro_batch.response_mask.numel())
     statistics = losses.statistics.plus(loss=total.detach() / scale.denominator)
 
     def count(_: Tensor) -> None:
@@ -122,7 +120,7 @@ def _refused(log_probs: Tensor) -> Returned:
     return loss, count, {"loss": torch.full_like(loss.detach(), torch.nan)}
 
 
-def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) -> Returned:
+def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale, num_tokens: int) -> Returned:
     """The triple of Megatron's ``loss_func`` for one micro-batch, with the gradients of Σℓ/G.
 
     Without ``calculate_per_token_loss`` Megatron divides the loss by ``num_tokens`` and by the number of micro-batches,
@@ -133,13 +131,14 @@ def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) 
         loss_sum: 0-D, Σ of the masked loss over this local micro-batch, in the graph even if nothing is counted.
         log: the schedule hands it back to its caller; values are cloned, since Megatron scales the loss in place.
         scale: the factors of this step.
+        num_tokens: tokens of this local micro-batch, padding included.
     """
     loss = loss_sum / scale.denominator
     if scale.calculate_per_token_loss:
-        loss, num_tokens = loss * scale.total_tokens, scale.local_tokens
+        loss, number = loss * scale.total_tokens, num_tokens
     else:
-        loss, num_tokens = loss * (scale.num_microbatches * scale.dp_cp_size), 1
-    count = torch.full((), num_tokens, dtype=torch.int32, device=loss.device)
+        loss, number = loss * (scale.num_microbatches * scale.dp_cp_size), 1
+    count = torch.full((), number, dtype=torch.int32, device=loss.device)
     return loss, count, {name: value.detach().clone() for name, value in log.items()}
 
 

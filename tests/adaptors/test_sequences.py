@@ -62,6 +62,31 @@ def test_lists_and_nested_tensors(name):
     )
 
 
+def test_lengths_that_add_up_to_the_number_of_sequences():
+    """Versions of tokens are not taken for versions of sequences."""
+    given = [torch.full((2,), -1.0), torch.zeros(0)], [torch.full((2,), -1.0), torch.zeros(0)]
+    masks = [torch.ones(2, dtype=torch.bool), torch.zeros(0, dtype=torch.bool)]
+    versions = [torch.tensor([5, 1]), torch.zeros(0, dtype=torch.int64)]
+    told = {"current_version": 5, "max_staleness": 4, "policy_versions": versions}
+    metrics = correct_sequences(*given, masks, CONFIG, **told).result.metrics()
+    shares = [metrics[f"rollout_corr/staleness_{age}_token_fraction"] for age in (0, 4)]
+    assert shares == [0.5, 0.5]
+
+
+def without_sequences_on_the_second_rank():
+    """Denominators of a batch, all of which lies on the first rank; each token has a version and a turn."""
+    groups = ParallelGroups.from_megatron()
+    values, masks = (TWO, MASKS) if groups.dp.rank() == 0 else ([], [])
+    ids = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
+    told = {"current_version": 0, "policy_versions": ids, "turn_ids": ids}
+    found = correct_sequences(values, values, masks, CONFIG, groups, **told)
+    return len(found.masks), found.denominators.tolist()
+
+
+def test_a_rank_without_sequences(ranks):
+    assert ranks.run(without_sequences_on_the_second_rank, Layout(dp=2)) == [(2, [[5, 2, 5, 2]]), (0, [[5, 2, 5, 2]])]
+
+
 def on_a_rank(name):
     groups, (batch, expected) = ParallelGroups.from_megatron(), clear_batch(name)
     rank = groups.dp.rank()
@@ -77,9 +102,10 @@ def test_ranks_with_other_sequences(ranks):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"train_log_probs": torch.zeros(2, 3)}, r"train_log_probs has shape \(2, 3\): pass a list"),
+        ({"train_log_probs": torch.zeros(2, 3)}, "train_log_probs is a Tensor: pass a list"),
+        ({"train_log_probs": None}, "train_log_probs is a NoneType: pass a list"),
         ({"train_log_probs": TWO[:1]}, "train_log_probs has 1 sequences, response_masks 2"),
-        ({"rollout_log_probs": TWO[::-1]}, "rollout_log_probs has 3 tokens in sequence 0, response_masks 2"),
+        ({"rollout_log_probs": TWO[::-1]}, r"rollout_log_probs\[0\] has 3 tokens, response_masks\[0\] 2"),
         ({"rollout_log_probs": [*TWO[:1], TWO[1].view(1, 3)]}, r"rollout_log_probs\[1\] is tensor"),
         ({"response_masks": [mask.long() for mask in MASKS]}, "response_mask is torch.int64"),
         ({"advantages": [torch.ones(2)]}, "advantages has 1 sequences"),
@@ -93,7 +119,7 @@ def test_wrong_sequences(changed, words):
 
 
 def test_the_page():
-    """The gradient of the page's loss is that of the formula, from logits of a whole layer."""
+    """The losses of two micro-batches add up to the formula's, with its gradient, from logits of a whole layer."""
     torch.manual_seed(4)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     layer = torch.nn.Linear(3, 7, bias=False, dtype=torch.float64)
@@ -105,15 +131,10 @@ def test_the_page():
     weights = (old - rollout).exp().clamp(max=2)
     wanted = -(log_probs * weights * advantages * mask).sum() / 4
     given = [list(values.split(lengths)) for values in (old, rollout, mask)]
-    found = documented("A trainer with its own layout and loss")["loss_of"](
-        hidden, layer, labels, mask, given, advantages, CONFIG, ParallelGroups()
-    )
+    page = documented("A trainer with its own layout and loss")
+    corrected, accepted = page["corrected_weights"](*given, CONFIG, ParallelGroups())
+    parts = zip(*(values.split(lengths) for values in (hidden, labels, advantages)), corrected, strict=True)
+    found = sum(page["loss_of"](part, layer, label, weight, worth, accepted) for part, label, worth, weight in parts)
     torch.testing.assert_close(found, wanted)
     (gradient,), (other,) = (torch.autograd.grad(loss, hidden, retain_graph=True) for loss in (found, wanted))
     torch.testing.assert_close(gradient, other)
-
-
-def test_a_rank_without_sequences():
-    found = correct_sequences([], [], [], CONFIG)
-    assert found.masks == []
-    assert found.denominators.tolist() == [[0, 0, 0, 0]]

@@ -501,7 +501,7 @@ def test_schedule_factors_cancel_megatrons(per_token):
     counts = 0
     for rank in range(4):
         for micro_batch in range(3):
-            loss, count, log = schedule_return(sums[rank, micro_batch].clone(), {"x": sums[0, 0]}, scale)
+            loss, count, log = schedule_return(sums[rank, micro_batch].clone(), {"x": sums[0, 0]}, scale, 10)
             assert (count.dtype, count.dim()) == (torch.int32, 0)
             assert log["x"].data_ptr() != sums.data_ptr()
             counts += int(count)

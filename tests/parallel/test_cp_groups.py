@@ -43,6 +43,11 @@ ROUNDS = (
     (((3,), (0,)), ((11,), (0,)), ((4,), (1,)), ((9,), (2,)), ((2,), (3,))),
 )
 DEALT = [one for dealt in ROUNDS for one in dealt]
+# Ranks 1 and 3 have micro-batches of one group, which their neighbours have beside another.
+UNEVEN = (
+    *(((0, 5), (0, 1)), ((7, 2), (0, 1)), ((1, 6), (2, 3)), ((8, 10), (2, 3)), ((9,), (2, 3))),
+    *(((3,), (0,)), ((11,), (2,)), ((4,), (0,))),
+)
 
 
 def own_groups():
@@ -66,13 +71,13 @@ def my_layout(lengths, form, group, size):
     return SequenceLayout.packed([sum(local[:end]) for end in range(len(local) + 1)], cp_group=group)
 
 
-def my_micro_batches(batch, by_size):
+def my_micro_batches(batch, by_size, dealt=DEALT):
     """{its number in the step: (rows, layout, tensors, sides)} of this rank, in an order that a plan may be given.
 
     Odd ranks have the small groups first, the others the large ones.
     """
     found, sign = {}, 1 if dist.get_rank() % 2 else -1
-    for number, (rows, members) in sorted(enumerate(DEALT), key=lambda one: sign * len(one[1][1])):
+    for number, (rows, members) in sorted(enumerate(dealt), key=lambda one: sign * len(one[1][1])):
         if dist.get_rank() in members:
             part, size, form = batch.rows(torch.tensor(rows)), len(members), form_of(number)
             layout = my_layout(row_lengths(part, form), form, by_size[size], size)
@@ -87,13 +92,12 @@ def columns_of(mine):
     return rows, list(layouts), [list(column) for column in zip(*tensors, strict=True)], sides
 
 
-def correct_dealt(batches, counts_here=None):
+def correct_dealt(batches, counts_here=None, dealt=DEALT):
     """(the results as ``correct_shards`` of test_shards gives them, the collectives); ``counts_here``: a wrong one."""
     groups, by_size = own_groups()
     found, seen = {}, {}
     for name, batch in batches.items():
-        mine = my_micro_batches(batch, by_size)
-        rows, layouts, tensors, sides = columns_of(mine)
+        rows, layouts, tensors, sides = columns_of(my_micro_batches(batch, by_size, dealt))
         with recorded() as seen[name], mock.patch.object(Shards, "counts_here", counts_here or Shards.counts_here):
             result = correct_rollouts(*tensors, config_of(name), layouts, groups, **sides, **sizes(batch))
         result.check()
@@ -122,6 +126,16 @@ def test_a_mix_of_sizes_matches_the_oracle(ranks):
     for rank, calls in enumerate(seen):
         of_cp = [("SUM", 2), ("SUM", 4)] if rank < 2 else [("SUM", 4), ("SUM", 2)]
         assert [call[:2] for call in calls["token"]] == [*of_cp, ("SUM", 4), ("MAX", 4)]
+
+
+def test_a_rank_with_one_group_beside_ranks_with_more_matches_the_oracle(ranks):
+    clear = {name: clear_batch(name) for name in ("token", "maxima and veto", "turns by id", "groups")}
+    batches = {name: batch for name, (batch, _) in clear.items()}
+    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches, None, UNEVEN), strict=True)
+    assert_as_expected(found, clear)
+    for calls in seen:
+        assert [call[:2] for call in calls["token"]] == [("SUM", 2), ("SUM", 4), ("MAX", 4)]
+        assert [call[:2] for call in calls["maxima and veto"]][:2] == [("SUM", 2), ("MAX", 2)]
 
 
 WRONG = {
@@ -313,6 +327,16 @@ def wrong_uses(step):
         "responses": lambda: group_advantages(
             torch.ones(3), torch.zeros(3).long(), num_groups=1, groups=groups, layout=SequenceLayout.padded(2, 4)
         ),
+        "slices": lambda: group_advantages(
+            torch.ones(2),
+            torch.zeros(2).long(),
+            num_groups=1,
+            groups=groups,
+            layout=SequenceLayout.padded(2, 4, cp_size=2),
+        ),
+        "layout alone": lambda: group_advantages(
+            torch.ones(2), torch.zeros(2).long(), layout=SequenceLayout.padded(2, 4)
+        ),
         "micro-batches": lambda: train_dealt(*step, 3),
     }
     return {name: outcome(use) for name, use in uses.items()}
@@ -331,6 +355,8 @@ def test_wrong_groups_are_refused(ranks):
         assert f"rank {rank % 2} of 2 context-parallel ranks; this process is rank 0 of 1" in found["no group"]
         assert "cp_group=" in found["no group"]
         assert "layout has 2 sequences: expected one for each of 3 group_ids" in found["responses"]
+        assert "rank 0 of 2 context-parallel ranks; this process is rank 0 of 1" in found["slices"]
+        assert "layout does nothing without groups" in found["layout alone"]
         assert "local_microbatches" in found["micro-batches"]
 
 

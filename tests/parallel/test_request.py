@@ -1,5 +1,6 @@
 """Requests for log-probs in every form, against log_softmax in float64; values and gradients."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -9,13 +10,13 @@ from torch import nn
 from megatron_rc.parallel import LogProbRequest
 from tests.support.ranks import Layout
 
-ROWS, LENGTH, HIDDEN, VOCABULARY = 3, 5, 4, 12
+ROWS, LENGTH, HIDDEN, VOCABULARY = 3, 6, 4, 12
 FORMS = ("bs", "sb", "t")
 KINDS = ("logits", "hidden states")
 
 
-class WithAdapter(nn.Module):
-    """A linear layer that adds something to its product, as LoRA does."""
+class Linear(nn.Module):
+    """A linear layer that adds something to its product, with the name of peft's LoRA layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -98,8 +99,24 @@ def test_kept_tokens(kind):
     compare(found, expected, [hidden, layer.weight])
 
 
-def of_tp_ranks(form):
-    """Log-probs, entropies and this rank's gradients, from Megatron's output layer, against a whole layer's."""
+def test_a_bias_tied_weights_and_tokens_without_a_label():
+    hidden, _, labels, mask = data("sb")
+    layer, tied = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64), torch.randn(VOCABULARY, HIDDEN).double()
+    hidden.requires_grad_()
+    given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "layout": "sb"}
+    found = LogProbRequest(labels=labels.where(mask, -100), output_weight=tied.requires_grad_(), **given).answer()
+    compare(found, reference(hidden @ tied.t() + layer.bias, labels, mask), [hidden, tied, layer.bias])
+
+
+SOFT_CAP = 0.5
+
+
+def capped(logits):
+    return SOFT_CAP * torch.tanh(logits / SOFT_CAP)
+
+
+def of_tp_ranks(form, mode, is_sequence_parallel):
+    """Differences of log-probs, entropies and this rank's gradients: Megatron's output layer and a whole one."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
@@ -110,6 +127,7 @@ def of_tp_ranks(form):
         hidden_size=HIDDEN,
         num_attention_heads=2,
         tensor_model_parallel_size=2,
+        sequence_parallel=is_sequence_parallel,
         use_cpu_initialization=True,
         params_dtype=torch.float64,
     )
@@ -119,43 +137,81 @@ def of_tp_ranks(form):
     rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
     layer.weight.data.copy_(whole.weight.data.chunk(2)[rank])
     hidden.requires_grad_()
-    expected = reference(whole(hidden), labels, mask)
+    scale = capped if mode == "auto" else None
+    expected = reference(whole(hidden) if scale is None else scale(whole(hidden)), labels, mask)
     of_hidden, of_weight = backward_of(expected, [hidden, whole.weight])
-    given = {"hidden_states": in_form(hidden, form), "output_layer": layer}
-    found = LogProbRequest(labels=labels, layout=form, mask=mask, tp_group=group, **given).answer()
+    # With sequence parallelism a rank has its share of the tokens, and of their gradients.
+    share = torch.zeros(LENGTH, dtype=torch.bool).index_fill(0, torch.arange(LENGTH).chunk(2)[rank], True)
+    share = share if is_sequence_parallel else torch.ones_like(share)
+    given = {"hidden_states": in_form(hidden[:, share], form), "output_layer": layer, "scale_logits": scale}
+    request = {"labels": labels, "layout": form, "mask": mask, **given}
+    found = LogProbRequest(**request, tp_group=group).answer(mode)
+    of_hidden = of_hidden * share.view(1, -1, 1)
+    with pytest.raises(ValueError, match="tp_group has 1 ranks and the output layer is split over 2"):
+        LogProbRequest(**request).answer(mode)
     expected = [*expected, of_hidden, of_weight.chunk(2)[rank]]
     found = [*found, *backward_of(found, [hidden, layer.weight])]
     return [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ranks_that_share_the_vocabulary(ranks, form):
-    for differences in ranks.run(of_tp_ranks, Layout(tp=2), form):
+@pytest.mark.parametrize(
+    ("form", "mode", "is_sequence_parallel"),
+    [*((form, "strict", False) for form in FORMS), ("sb", "auto", False), ("bs", "strict", True), ("bs", "auto", True)],
+)
+def test_ranks_that_share_the_vocabulary(ranks, form, mode, is_sequence_parallel):
+    for differences in ranks.run(of_tp_ranks, Layout(tp=2), form, mode, is_sequence_parallel):
         assert max(differences) < 1e-12
 
 
 def test_an_output_layer_that_does_more_is_refused_or_its_logits_are_stored(caplog):
     hidden, layer, labels, mask = data("bs")
     hidden.requires_grad_()
-    adapted = WithAdapter(layer)
+    adapted = Linear(layer)
     request = LogProbRequest(labels=labels, layout="bs", mask=mask, hidden_states=hidden, output_layer=adapted)
-    with pytest.raises(ValueError, match=r"WithAdapter.*mode='auto'"):
+    with pytest.raises(ValueError, match=r"test_request\.Linear.*mode='auto'"):
         request.answer()
     with caplog.at_level(logging.WARNING, "megatron_rc"):
         found = [request.answer("auto") for _ in range(2)]
-    assert [record.message.count("WithAdapter") for record in caplog.records] == [1]
+    assert [record.message.count("test_request.Linear") for record in caplog.records] == [1]
     compare(found[1], reference(adapted(hidden), labels, mask), [hidden, layer.weight])
 
 
 def test_a_soft_cap_is_refused_or_its_logits_are_stored():
     hidden, layer, labels, mask = data("sb")
     hidden.requires_grad_()
-    cap = lambda logits: 0.5 * torch.tanh(logits / 0.5)  # noqa: E731
-    given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "scale_logits": cap}
+    given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "scale_logits": capped}
     request = LogProbRequest(labels=labels, layout="sb", mask=mask, **given)
     with pytest.raises(ValueError, match="scale_logits"):
         request.answer("strict")
-    compare(request.answer("auto"), reference(cap(layer(hidden)), labels, mask), [hidden, layer.weight])
+    compare(request.answer("auto"), reference(capped(layer(hidden)), labels, mask), [hidden, layer.weight])
+    with pytest.raises(ValueError, match=r"scale_logits makes 1\.0 of 1 and 5\.0 of"):
+        dataclasses.replace(request, scale_logits=lambda logits: logits.clamp(-5, 5)).answer()
+
+
+def test_a_changed_layer_is_refused_or_its_logits_are_stored():
+    hidden, layer, labels, mask = data("bs")
+    hidden.requires_grad_()
+    request = LogProbRequest(labels=labels, layout="bs", mask=mask, hidden_states=hidden, output_layer=layer)
+    handle = layer.register_forward_hook(lambda _layer, _inputs, logits: 3 * logits)
+    with pytest.raises(ValueError, match="forward hooks"):
+        request.answer()
+    compare(request.answer("auto"), reference(layer(hidden), labels, mask), [hidden, layer.weight])
+    handle.remove()
+    plain = layer.forward
+    layer.forward = lambda hidden: plain(hidden) + hidden.sum(-1, keepdim=True) * torch.arange(VOCABULARY)
+    with pytest.raises(ValueError, match="another forward"):
+        request.answer()
+    compare(request.answer("auto"), reference(layer(hidden), labels, mask), [hidden, layer.weight])
+    with pytest.raises(ValueError, match="output_weight with a Linear, whose forward takes no weight"):
+        dataclasses.replace(request, output_weight=layer.weight).answer("auto")
+
+
+def test_a_layer_that_gathers_its_logits_is_refused():
+    hidden, layer, labels, mask = data("bs")
+    layer.forward = lambda hidden: torch.zeros(*hidden.shape[:-1], 2 * VOCABULARY, dtype=torch.float64)
+    request = LogProbRequest(labels=labels, layout="bs", mask=mask, hidden_states=hidden, output_layer=layer)
+    with pytest.raises(ValueError, match="has 12 rows and makes 24 logits"):
+        request.answer("auto")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +223,7 @@ def test_a_soft_cap_is_refused_or_its_logits_are_stored():
         ({"logits": torch.zeros(1, 2, 3), "layout": "bsh"}, "layout='bsh'.*bs, sb, t"),
         ({"logits": torch.zeros(1, 2, 3), "labels": None}, "labels is a NoneType"),
         ({"logits": torch.zeros(1, 2, 3), "mode": "try"}, "mode='try'.*strict, auto"),
-        ({"logits": torch.zeros(1, 2, 3), "layout": "sb"}, r"\(2, 1\)|\[1, 2\]|\(1, 2\)"),
+        ({"logits": torch.zeros(1, 2, 3), "layout": "sb"}, r"logits \(2, 1, 3\) and labels \(1, 2\)"),
     ],
 )
 def test_wrong_requests(given, words):

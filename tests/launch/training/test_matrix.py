@@ -261,8 +261,8 @@ def run_wrongly(words, data, old, new, variant):
         "world for dp_cp": lambda scale: torch.distributed.get_world_size() / scale.dp_cp_size,
     }[variant]
 
-    def wrong(loss_sum, log, scale):
-        loss, tokens, log = right(loss_sum, log, scale)
+    def wrong(loss_sum, log, scale, num_tokens):
+        loss, tokens, log = right(loss_sum, log, scale, num_tokens)
         return loss * factor(scale), tokens, log
 
     schedule.schedule_return = wrong
