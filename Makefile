@@ -195,8 +195,8 @@ $(ADAPTORS_INSTALLED): setup.py constraints.txt tests/adaptors/verl/requirements
 	@echo "== PyTorch"
 	$(ADAPTORS_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== verl"
-	$(ADAPTORS_PIP) install -c constraints.txt -e . transformers numpy python-dateutil protobuf psutil pillow \
-		charset-normalizer pytest pytest-timeout
+	$(ADAPTORS_PIP) install -c constraints.txt -e ".[launch]" python-dateutil protobuf psutil pillow charset-normalizer \
+		pytest pytest-timeout
 	$(ADAPTORS_PIP) install --no-deps -r tests/adaptors/verl/requirements.txt
 	@touch $@
 

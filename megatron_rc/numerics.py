@@ -84,6 +84,11 @@ def numbers(flags: Tensor) -> Tensor:
     return flags if torch.compiler.is_compiling() else flags.view(torch.uint8)
 
 
+def stored(flags: Tensor) -> Tensor:
+    """Flags to be written into bools or bytes: a compiler has vectors for the way over floats alone."""
+    return torch.where(flags, 1.0, 0.0) if torch.compiler.is_compiling() else flags
+
+
 def cleared(values: Tensor, one: Tensor) -> Tensor:
     """The values, with 0 in the place of those whose ``one`` is not 1 but 0, NaN and infinities too.
 

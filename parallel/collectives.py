@@ -7,6 +7,7 @@ sum, unless its field is a :func:`largest` or a :func:`smallest`. A group of siz
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -32,31 +33,44 @@ def smallest() -> Any:
     return dataclasses.field(metadata={"sign": -1})
 
 
-def map_record(record: Any, function: Callable[[Tensor, int], Any], sign: int = 0) -> Any:
-    """The record with ``function(tensor, sign)`` instead of each tensor; sign: 0 sum, 1 largest, -1 smallest."""
+@functools.cache
+def _fields(kind: type) -> list[tuple[str, int]]:
+    """The name and the sign of each field of a record."""
+    return [(field.name, field.metadata.get("sign", 0)) for field in dataclasses.fields(kind)]
+
+
+def flatten(record: Any, sign: int = 0, found: Kinds | None = None) -> Kinds:
+    """The tensors of a record, in the order of its fields, as (sums, largest, smallest); added to ``found``."""
+    found = ([], [], []) if found is None else found
     if isinstance(record, Tensor):
-        return function(record, sign)
-    if isinstance(record, tuple):
-        return tuple(map_record(value, function, sign) for value in record)
-    if isinstance(record, dict):
-        return {name: map_record(value, function, sign) for name, value in record.items()}
-    if record is None:
-        return None
-    fields = ((getattr(record, field.name), field.metadata.get("sign", 0)) for field in dataclasses.fields(record))
-    return type(record)(*(map_record(value, function, sign) for value, sign in fields))
-
-
-def flatten(record: object) -> Kinds:
-    """The tensors of a record, in the order of its fields, as (sums, largest, smallest)."""
-    found: Kinds = ([], [], [])
-    map_record(record, lambda value, sign: found[sign].append(value))
+        found[sign].append(record)
+    elif isinstance(record, tuple | dict):
+        for value in record.values() if isinstance(record, dict) else record:
+            flatten(value, sign, found)
+    elif record is not None:
+        for name, of_field in _fields(record.__class__):
+            flatten(getattr(record, name), of_field, found)
     return found
 
 
 def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
     """A record like ``record`` with other values: (sums, largest, smallest) in the order of :func:`flatten`."""
-    rest = [iter(kind) for kind in kinds]
-    return cast(R, map_record(record, lambda _, sign: next(rest[sign])))
+    return cast(R, _filled(record, 0, [iter(kind) for kind in kinds]))
+
+
+def _filled(record: Any, sign: int, rest: Sequence[Iterator[Any]]) -> Any:
+    if record is None or isinstance(record, Tensor):
+        return None if record is None else next(rest[sign])
+    if isinstance(record, tuple):
+        return tuple([_filled(value, sign, rest) for value in record])
+    if isinstance(record, dict):
+        return {name: _filled(value, sign, rest) for name, value in record.items()}
+    return record.__class__(*[_filled(getattr(record, name), of, rest) for name, of in _fields(record.__class__)])
+
+
+def map_record(record: R, function: Callable[[Tensor], Any]) -> R:
+    """The record with ``function(tensor)`` instead of each tensor."""
+    return rebuild(record, [map(function, kind) for kind in flatten(record)])
 
 
 def concatenated(records: Sequence[R]) -> R:
@@ -83,7 +97,7 @@ def unpack(record: R, pair: Pair) -> R:
 
 def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:
     pieces = flat.split([value.numel() for value in kind])
-    return [piece.view(value.shape) for piece, value in zip(pieces, kind, strict=True)]
+    return [piece.view(value.shape) if value.dim() else piece[0] for piece, value in zip(pieces, kind, strict=True)]
 
 
 def on_host(record: object) -> Any:

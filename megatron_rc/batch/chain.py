@@ -46,6 +46,7 @@ from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader, SequenceMeasures, TokenSums
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
 from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
+from megatron_rc.numerics import stored
 from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import Layouts, SequenceLayout
@@ -56,8 +57,8 @@ from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 _ONE_LOOP: dict[str, Any] = dict.fromkeys(
     ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size", "cpp.max_horizontal_fusion_size"), 10**4
 )
-# Of each token: valid, kept, weight (or None) and the histogram's code. Of each sequence: sums and measures.
-Found = tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], tuple[SequenceSums, SequenceMeasures, TokenSums[Tensor]]]
+# The histogram's code of each token. Of each sequence: sums and measures.
+Found = tuple[Tensor, tuple[SequenceSums, SequenceMeasures, TokenSums[Tensor]]]
 
 
 @torch.no_grad()
@@ -192,17 +193,15 @@ def sequence_sums(
     weights = _room(shards, shards.dtype) if config.weighs_tokens else None
     history = history_values(shards, config, cp) if config.needs_history else None
     for number, block, tokens in token_blocks(shards, config, history, compile=compile):
+        places = [block.take(room[number]) for room in (valid, kept, weights) if room is not None]
         if compile and block.lengths is None and shape in (None, tokens.mask.shape):
             shape = tokens.mask.shape
-            (*of_tokens, codes), record = _find_compiled(tokens, config)
+            codes, record = _find_compiled(tokens, config, places)
         else:
-            (*of_tokens, codes), record = _find(tokens, BlockSequences(block.lengths), config)
-        for room, values in zip((valid, kept, weights), of_tokens, strict=True):
-            if room is not None and values is not None:
-                block.take(room[number]).copy_(values)
+            codes, record = _find(tokens, BlockSequences(block.lengths), config, places)
         counter.add(codes)
         records.append(record)
-        del of_tokens, codes, values  # before the next block needs room
+        del codes  # before the next block needs room
     sums, measures, per_sequence = concatenated(records)
     totals = add_sequences(per_sequence, sums, torch.ones_like(sums.valid, dtype=torch.bool))
     bins = bins_from_codes(counter.counts, sums.valid.sum())
@@ -302,21 +301,28 @@ def _empty_header(
     return local_batch(inputs, config, counts, ParallelGroups()).header
 
 
-def _find(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionConfig) -> Found:
-    """The arithmetic on one block: plain expressions, also inside ``torch.compile``."""
+def _find(
+    tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionConfig, places: Sequence[Tensor]
+) -> Found:
+    """The arithmetic on one block: plain expressions, also inside ``torch.compile``.
+
+    ``places`` are filled: with valid tokens, with kept tokens, and with weights if these are token-level.
+    """
     decisions = decide_tokens(tokens, config)
     sums = sum_tokens(tokens, decisions, sequences, config)
     measures = measure_block(decisions, sequences, config)
-    weights = None if decisions.weights is None else decisions.weights.bounded
-    codes = codes_of(decisions.log_ratio)  # invalid tokens have the code of 0
-    return (decisions.valid, decisions.kept, weights, codes), (sums, *measures)
+    weights = [] if decisions.weights is None else [decisions.weights.bounded]
+    for place, values in zip(places, [stored(decisions.valid), stored(decisions.kept), *weights], strict=True):
+        place.copy_(values)
+    return codes_of(decisions.log_ratio), (sums, *measures)  # invalid tokens have the code of 0
 
 
-def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig) -> Found:
+def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig, places: Sequence[Tensor]) -> Found:
     """``_find`` through ``torch.compile``, which makes a program for one shape: for all blocks of the first shape."""
     zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
+    places = [place.view(torch.uint8) if place.dtype == torch.bool else place for place in places]
     given = vars(tokens) | {"mask": tokens.mask.view(torch.uint8)}
-    found: Found = _compiled(config, zero.device.type)(zero, *given.values())
+    found: Found = _compiled(config, zero.device.type)(zero, places, *given.values())
     return found
 
 
@@ -328,11 +334,11 @@ def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., Any
     result depends on the sequence, as the sums do: so ``zero``, [n, 1], is in the mask.
     """
 
-    def program(zero: Tensor, train: Tensor, rollout: Tensor, mask: Tensor, *others: Any) -> Found:
+    def program(
+        zero: Tensor, places: Sequence[Tensor], train: Tensor, rollout: Tensor, mask: Tensor, *others: Any
+    ) -> Found:
         tokens = Tokens(train, rollout, mask.float() + zero != 0, *others)
-        (valid, kept, weights, codes), record = _find(tokens, BlockSequences(), config)
-        valid, kept = (torch.where(flags, 1.0, 0.0).to(torch.uint8) for flags in (valid, kept))
-        return (valid, kept, weights, codes), record
+        return _find(tokens, BlockSequences(), config, places)
 
     compiled: Callable[..., Any] = torch.compile(program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None)
     return compiled

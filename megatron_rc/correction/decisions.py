@@ -47,7 +47,7 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     device, num_tokens = part.mask.device, GPU_BLOCK
     if device.type == "cpu":
         # A compiled block has less scratch, and more to do for each call.
-        wider = 3 if compile else 1
+        wider = 6 if compile else 1
         num_tokens = min(max(part.mask.numel() * wider // 12, MIN_BLOCK), MAX_BLOCK * wider)
     return part.layout.blocks(num_tokens, device)
 
@@ -127,7 +127,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
             number = tokens.statistics[criterion.name] if criterion.tested is None else values[criterion.tested.name]
             number = number.to(log_ratio.dtype)
             test = TokenTest(number, valid & criterion.within_bounds(number, scale))
-            tests[criterion.name], kept = test, kept & test.accepted
+            tests[criterion.name], kept = test, test.accepted if kept is valid else kept & test.accepted
     if config.weighs_tokens:
         log_weight, raw = log_ratio, ratio
         if tokens.log_weight is not None:
@@ -320,9 +320,9 @@ def decide_sequences(
     if config.bad_log_probs == "reject_sequence":
         accept = accept & (sums.response == sums.valid)
     tokens = sums.valid if config.bad_log_probs == "reject_token" else sums.response
-    accepted: KeptSums = map_record(sums.kept, lambda kept, _: torch.where(accept, kept, 0))
+    accepted: KeptSums = map_record(sums.kept, lambda kept: torch.where(accept, kept, 0))
     if accept_negative is not None and sums.negative is not None:
-        lost: KeptSums = map_record(sums.negative.kept, lambda kept, _: torch.where(accept & ~accept_negative, kept, 0))
+        lost: KeptSums = map_record(sums.negative.kept, lambda kept: torch.where(accept & ~accept_negative, kept, 0))
         weight = None if accepted.weight is None or lost.weight is None else accepted.weight - lost.weight
         accepted = KeptSums(accepted.tokens - lost.tokens, weight)
     return SequenceDecisions(scale, weights, tokens, accept, accept_negative, accepted, by_criterion)

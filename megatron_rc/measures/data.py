@@ -223,17 +223,18 @@ def _distances(train: Tensor, rollout: Tensor, mask: Tensor, followed: Tensor) -
 
 def _cells(pairs: Tensor) -> Tensor:
     """[t] int64: the cell of each of [2, t] pairs, by bits from the middle of products with odd numbers."""
-    first, second = codes_of(pairs) * _FACTOR
+    first, second = codes_of(pairs).long() * _FACTOR
     return torch.add(second, first, alpha=NUM_CODES).bitwise_right_shift_(24).bitwise_and_(CELLS - 1)
 
 
 def measure_shift(sums: Sequence[Sequence[float]]) -> Shift:
     """The shift that the sums of the whole batch show: ``[5][cells]`` of :func:`shift_sums`."""
-    cells = [(count, *(value / count for value in values)) for count, *values in zip(*sums, strict=True) if count]
-    straight, late, early, straight_next = (sum(cell[row] for cell in cells) for row in range(1, ROWS))
+    cells = torch.tensor(sums, dtype=torch.float64)
+    cells = cells[:, cells[0] > 0]
+    straight, late, early, straight_next = (cells[1:] / cells[0]).sum(1).tolist()
     crosswise, lag = min((late, 1), (early, -1))
     straight = (straight + straight_next) / 2
-    is_enough = sum(cell[0] for cell in cells) >= MIN_PAIRS and len(cells) >= MIN_CELLS
+    is_enough = float(cells[0].sum()) >= MIN_PAIRS and cells.shape[1] >= MIN_CELLS
     return Shift(crosswise / straight if straight else 1.0, lag, is_enough)
 
 

@@ -58,34 +58,33 @@ def even_bins(
 
 
 def codes_of(values: Tensor) -> Tensor:
-    """The code of each value, of any shape: the leading bits of it as a float32; int64."""
-    return ((values.float().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)).long()
+    """The code of each value, of any shape: the leading bits of it as a float32; int32."""
+    return (values.float().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)
 
 
 class CodeCounter:
     """Counts how often each code occurs, in ``counts``, [counters, NUM_CODES] float64.
 
-    A CPU has a counter for each thread, because a scatter runs in parallel over rows only. A GPU has many, because
-    additions to one number wait for each other, and most tokens have one of few codes.
+    A GPU, whose ``bincount`` waits for the host, has many counters: additions to one number wait for each other.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._in_turns = device.type != "cpu"
-        counters = _GPU_COUNTERS if self._in_turns else torch.get_num_threads()
+        counters = 1 if device.type == "cpu" else _GPU_COUNTERS
         self.counts = torch.zeros(counters, NUM_CODES, dtype=torch.float64, device=device)
 
     def add(self, codes: Tensor) -> None:
         """Count codes, of any shape."""
-        codes = codes.reshape(-1)
-        rest = codes.numel() % len(self.counts)
-        self._add(self.counts, codes[rest:])
-        if rest:
-            self._add(self.counts[:1], codes[:rest])
+        if len(self.counts) == 1:
+            self.counts += torch.bincount(codes.reshape(-1), minlength=NUM_CODES)
+        else:
+            self._scatter(codes.reshape(-1).long())
 
-    def _add(self, counts: Tensor, codes: Tensor) -> None:
-        # Threads of a GPU that run side by side read neighbours, so these belong to different counters there.
-        shares = codes.view(-1, len(counts)).t() if self._in_turns else codes.view(len(counts), -1)
-        counts.scatter_add_(1, shares, counts.new_ones(1, 1).expand(shares.shape))
+    def _scatter(self, codes: Tensor) -> None:
+        rest = codes.numel() % len(self.counts)
+        # Threads that run side by side read neighbours, so these belong to different counters.
+        shares = codes[rest:].view(-1, len(self.counts)).t()
+        for counts, own in ((self.counts, shares), (self.counts[:1], codes[None, :rest])):
+            counts.scatter_add_(1, own, counts.new_ones(1, 1).expand(own.shape))
 
 
 def bins_from_codes(codes: Tensor, num_values: Tensor) -> Tensor:

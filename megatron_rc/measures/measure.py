@@ -145,8 +145,7 @@ def measure_batch(
     criteria = {one.name: criterion_sums(one, sums, measures, tokens, decisions) for one in config.criteria}
     policy, weights, veto, criteria = add_sequences((policy, weights, veto, criteria), sums, counted)
     data, tables = data_sums(shards, sums, config), breakdowns(sums, decisions, local, mask, counted)
-    bins = local.bins.cumsum(0)
-    return BatchHeader(denominators, data, policy, tokens, weights, veto, criteria, tables, bins)
+    return BatchHeader(denominators, data, policy, tokens, weights, veto, criteria, tables, local.bins.cumsum(0))
 
 
 def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:

@@ -119,7 +119,7 @@ def plan_decoupled(
     result = result or CorrectionResult(config, empty_header(config, counts, device))
     header = result.header
     if refused is not None:
-        header = map_record(header, lambda value, _: torch.full_like(value, torch.nan, dtype=torch.float64))
+        header = map_record(header, lambda value: torch.full_like(value, torch.nan, dtype=torch.float64))
     known = {"header": broadcast_record(header, groups.pp), "allow_zero_log_probs": setup.allow_zero_log_probs}
     plan = DecoupledPlan(**vars(result) | known, loss=setup.loss, groups=groups, agreed=counts, steps=steps)
     if refused is not None or (inputs is None and math.isnan(plan.on_host.denominators.counts[0][0])):

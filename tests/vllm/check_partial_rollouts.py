@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -151,31 +152,58 @@ WORDS = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query
 def test_a_run_whose_server_takes_weights_while_it_samples(tmp_path, broken):
     """Each token of its records against the model that the run saved at the token's version."""
     (tmp_path / "long_task.py").write_text(TASK)
-    (tmp_path / "train.py").write_text(TRAIN.format(broken=broken))
-    port = free_port()
-    folders = f"--runs-dir={tmp_path}/runs --save-hf={tmp_path}/hf --save-rollouts={tmp_path}/rollouts"
-    folders += f" --rollout-weights-dir={tmp_path}/weights --rollout-url=http://127.0.0.1:{port}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    with (tmp_path / "said").open("w") as said:
-        command = [*launcher, str(tmp_path / "train.py"), *WORDS.split(), *folders.split()]
-        run = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment(), start_new_session=True
-        )
-    processes = [run]
-    try:
-        weights = tmp_path / "weights" / "replica-0"
-        wait_until((weights / "config.json").exists, seconds=200)
-        processes.append(start_server(weights, port, tmp_path / "log"))
-        status = run.wait(500)
-    finally:
-        end(processes)
-    output = (tmp_path / "said").read_text()[-4000:]
+    status, output = run_beside_server(tmp_path, WORDS.split(), broken)
     if broken:
         assert status != 0, output
         assert "the rollout engine and the trainer disagree by" in output
         return
     assert status == 0, output
     check_records(tmp_path)
+
+
+@pytest.mark.parametrize("killed", ["server", "rank"])
+def test_a_run_goes_on_after_kill_9_while_the_server_samples(tmp_path, killed):
+    (tmp_path / "long_task.py").write_text(TASK)
+    files = [f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints", "--save-interval=1"]
+    status, output = run_beside_server(tmp_path, [*WORDS.split(), *files], kills=[killed])
+    assert status == 0, output
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    check_records(tmp_path)
+
+
+def run_beside_server(folder, words, broken="", kills=()):
+    """(exit status, what it said) of a run on one process, beside a server that has its weights.
+
+    ``kills``: what is killed, and started again, after one rollout batch more each time.
+    """
+    (folder / "train.py").write_text(TRAIN.format(broken=broken))
+    port = free_port()
+    folders = f"--runs-dir={folder}/runs --save-hf={folder}/hf --save-rollouts={folder}/rollouts"
+    folders += f" --rollout-weights-dir={folder}/weights --rollout-url=http://127.0.0.1:{port}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    launcher += [f"--max-restarts={len(kills)}"]
+    with (folder / "said").open("w") as said:
+        command = [*launcher, str(folder / "train.py"), *words, *folders.split()]
+        run = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True
+        )
+    processes = [run]
+    try:
+        weights = folder / "weights" / "replica-0"
+        wait_until((weights / "config.json").exists, seconds=200)
+        processes.append(start_server(weights, port, folder / "log"))
+        for number, kind in enumerate(kills):
+            wait_until(lambda least=number + 2: len([*(folder / "rollouts").glob("*")]) >= least, seconds=300)
+            if kind == "rank":
+                psutil.Process(run.pid).children()[0].kill()
+            else:
+                os.killpg(processes[-1].pid, signal.SIGKILL)
+                processes.append(start_server(weights, port, folder / "log"))
+        status = run.wait(500)
+    finally:
+        end(processes)
+    return status, (folder / "said").read_text()[-4000:]
 
 
 def end(processes):
