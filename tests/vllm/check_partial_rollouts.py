@@ -173,7 +173,7 @@ def test_a_run_goes_on_after_kill_9_while_the_server_samples(tmp_path, killed):
 
 
 def run_beside_server(folder, words, broken="", kills=()):
-    """(exit status, what it said) of a run on one process, beside a server that has its weights.
+    """(exit status, output) of a run on one process, beside a server with its weights; None: the server ended first.
 
     ``kills``: what is killed, and started again, after one rollout batch more each time.
     """
@@ -200,7 +200,8 @@ def run_beside_server(folder, words, broken="", kills=()):
             else:
                 os.killpg(processes[-1].pid, signal.SIGKILL)
                 processes.append(start_server(weights, port, folder / "log"))
-        status = run.wait(500)
+        wait_until(lambda: run.poll() is not None or processes[-1].poll() is not None, seconds=500)
+        status = run.poll()
     finally:
         end(processes)
     return status, (folder / "said").read_text()[-4000:]

@@ -6,10 +6,11 @@ from megatron_rc.records.rollout import load_rollouts
 from tests.support.paths import ROOT
 from tests.vllm.check_partial_rollouts import log_probs_of, run_beside_server
 
-# vLLM's attention on CPUs wants heads of 32 numbers.
+# vLLM's attention on CPUs wants heads of 32 numbers; 320 tokens are what the tests' server may read.
 WORDS = f"""--config={ROOT}/examples/guessing_game.yaml --cpu --num-attention-heads=2 --rollout-dtype=fp32
     --grpo-prompts-per-step=8 --global-batch-size=128 --micro-batch-size=64 --grpo-iterations=1 --train-iters=3
-    --rollout-engine=vllm-server --rollout-timeout=400 --save-hf-interval=1 --run-name=run"""
+    --max-position-embeddings=320 --rollout-engine=vllm-server --rollout-timeout=400 --save-hf-interval=1
+    --run-name=run"""
 
 
 def test_the_record_of_a_run_of_several_turns(tmp_path):

@@ -6,11 +6,10 @@ import importlib.util
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import Batch, Comparison
-from megatron_rc.adaptors.check.shards import on_ranks
+from megatron_rc.adaptors.check.shards import RANKS, on_ranks
 from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs
@@ -20,13 +19,18 @@ NEEDS = "megatron.core.tensor_parallel"
 GRPO = "megatron.rl.rl_utils"
 TOKENS, VOCABULARY = 24, 32
 CLIP_LOW, CLIP_HIGH, BOUND = 0.2, 0.3, 1.5
+SIZES = (1, RANKS)  # tensor-parallel ranks
+# Log-probs, Megatron's, gradient at this rank's logits, Megatron's.
+Found = tuple[list[float], list[float], list[list[float]], list[list[float]]]
 
 
 def comparisons(seed: int) -> Iterator[Comparison]:
     """All comparisons on the batch of a seed; the loss only if Megatron-LM's ``megatron.rl`` is there."""
-    for ranks in (1, 2):
-        columns = zip(*on_ranks(log_probs_of_shard, seed, ranks=ranks), strict=True)
-        ours, theirs, gradients, their_gradients = (torch.tensor(column) for column in columns)
+    shards = on_ranks(log_probs_of_shards, seed)
+    for ranks in SIZES:
+        ours, theirs, gradients, their_gradients = (
+            torch.tensor(column) for column in zip(*(of_rank[ranks] for of_rank in shards), strict=True)
+        )
         layout = f"{ranks} tensor-parallel rank" + "s" * (ranks > 1)
         yield Comparison.of(f"log-probs, {layout}", ours, theirs)
         yield Comparison.of(f"gradient of the log-probs, {layout}", gradients, their_gradients)
@@ -44,13 +48,17 @@ def has_grpo() -> bool:
     return importlib.util.find_spec("megatron.rl") is not None
 
 
-def log_probs_of_shard(seed: int) -> tuple[list[float], list[float], list[list[float]], list[list[float]]]:
-    """(log-probs, Megatron's, gradient at this rank's logits, Megatron's) with the vocabulary split over all ranks."""
+def log_probs_of_shards(seed: int) -> dict[int, Found]:
+    """For each number of ranks that share the vocabulary: log-probs and gradients of this rank."""
+    return {size: _log_probs_of_shard(seed, size) for size in SIZES}
+
+
+def _log_probs_of_shard(seed: int, size: int) -> Found:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    rank, size = dist.get_rank(), dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    rank = parallel_state.get_tensor_model_parallel_rank()
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(TOKENS, 1, VOCABULARY, generator=generator)
     labels = torch.randint(0, VOCABULARY, (TOKENS, 1), generator=generator)

@@ -23,18 +23,18 @@ RANKS = 2
 SECONDS = 300
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
-    """The results of ``function(*args)`` on each rank of a gloo group; lists and numbers, no tensors."""
+def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The results of ``function(*args)`` on each of the two ranks of a gloo group; lists and numbers, no tensors."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(ranks, mp_context=context) as pool:
-            given = (f"file://{folder}/store", ranks, function, args)
-            results = [pool.submit(_run, rank, *given) for rank in range(ranks)]
+        with ProcessPoolExecutor(RANKS, mp_context=context) as pool:
+            given = (f"file://{folder}/store", function, args)
+            results = [pool.submit(_run, rank, *given) for rank in range(RANKS)]
             return [result.result(SECONDS) for result in results]
 
 
-def _run(rank: int, store: str, ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS))
+def _run(rank: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=SECONDS))
     try:
         return function(*args)
     finally:
