@@ -51,6 +51,9 @@ REFUSED = {
     "captures CUDA graphs, but passes have other shapes for training and for log-probs": (
         "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph"
     ),
+    "is of Mamba layers, whose kernels run on CUDA alone, so that no test here can prove them": (
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path"
+    ),
     "makes another kind of model than a GPT with full attention": "experimental_attention_variant use_mup",
 }
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}

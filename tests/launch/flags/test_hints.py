@@ -35,6 +35,7 @@ HINTS = {
     "--use-rotary-position-embeddings": "--position-embedding-type rope",
     "--mock-data": "--task or --prompt-data",
     "--no-load-rng": "leave it out",
+    "--hybrid-layer-pattern": "there are no Mamba layers: leave it out",
     "--cache-mla-latents": "leave it out",
     "--n-samples-per-promt": "--grpo-group-size?",
     "--nproc_per_nod": "--nproc-per-node? ",

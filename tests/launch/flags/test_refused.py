@@ -355,6 +355,7 @@ TABLES = {
         --cuda-graph-impl=local
         --cuda-graph-scope=3 :: --cuda-graph-scope
         --experimental-attention-variant=gated_delta_net
+        --mamba-num-heads=8 :: --mamba-num-heads 8 | Mamba layers
         --fp16 --bf16 :: --fp16 and --bf16
         --fp16 --num-experts=4 :: --fp16 with --num-experts
         --fp8-format=hybrid :: --fp8-format hybrid | delayed
