@@ -48,8 +48,8 @@ def flatten(record: Any, sign: int = 0, found: Kinds | None = None) -> Kinds:
         for value in record.values() if isinstance(record, dict) else record:
             flatten(value, sign, found)
     elif record is not None:
-        for name, of_field in _fields(record.__class__):
-            flatten(getattr(record, name), of_field, found)
+        for name, own in _fields(record.__class__):
+            flatten(getattr(record, name), own, found)
     return found
 
 
@@ -65,7 +65,7 @@ def _filled(record: Any, sign: int, rest: Sequence[Iterator[Any]]) -> Any:
         return tuple([_filled(value, sign, rest) for value in record])
     if isinstance(record, dict):
         return {name: _filled(value, sign, rest) for name, value in record.items()}
-    return record.__class__(*[_filled(getattr(record, name), of, rest) for name, of in _fields(record.__class__)])
+    return record.__class__(*[_filled(getattr(record, name), own, rest) for name, own in _fields(record.__class__)])
 
 
 def map_record(record: R, function: Callable[[Tensor], Any]) -> R:

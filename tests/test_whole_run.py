@@ -17,7 +17,7 @@ TESTS = "import pytest\n\ndef test_a(): pass\ndef test_b(): assert False\ndef te
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("flags", [["-n", "1"], ["-n", "0", "-k", "test_a"]], ids=["whole", "chosen"])
+@pytest.mark.parametrize("flags", [["-n", "2"], ["-n", "0", "-k", "test_a"]], ids=["whole", "chosen"])
 def test_a_whole_run_writes_its_row(tmp_path, flags):
     (tmp_path / "test_some.py").write_text(TESTS)
     page = tmp_path / "page.md"

@@ -47,7 +47,7 @@ def layers_of_layout(layout: str, stages: int, num_layers: int) -> list[int]:
     try:
         read = PipelineParallelLayerLayout.from_str(layout, stages)
         read.validate_layer_layout(num_layers, None)
-    except AssertionError as error:  # all that Megatron raises for a wrong layout
+    except (AssertionError, IndexError) as error:  # of a wrong layout, and of one without layers
         raise ValueError(" ".join(str(error).split())) from error
     turns = zip(*read.layout, strict=True)  # Megatron lists the chunks of each stage
     return [chunk.count(LayerType.decoder) for turn in turns for chunk in turn]

@@ -4,7 +4,8 @@
     → batch_sums → reduce_batch (dp_cp) → finish
 
 Each ``reduce_*`` takes and returns one pair (sums, maxima) of float64 tensors. A controller with another transport can
-carry the pairs itself: add the sums, take the maxima. No function writes into its arguments.
+carry the pairs itself: add the sums, take the maxima. No function writes into what it is given; the arithmetic on a
+block alone fills its part of the new tensors.
 """
 
 from __future__ import annotations

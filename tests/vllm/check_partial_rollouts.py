@@ -195,6 +195,7 @@ def run_beside_server(folder, words, broken="", kills=()):
         processes.append(start_server(weights, port, folder / "log"))
         for number, kind in enumerate(kills):
             wait_until(lambda least=number + 2: len([*(folder / "rollouts").glob("*")]) >= least, seconds=300)
+            wait_until(lambda: number_of(f"http://127.0.0.1:{port}", "num_requests_running") > 0)
             if kind == "rank":
                 psutil.Process(run.pid).children()[0].kill()
             else:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rc.parallel import ParallelGroups, log_prob_processor
-from tests.parallel.test_processor import build, words_of
+from tests.parallel.test_processor import VOCABULARY, build, words_of
 from tests.support import training_cases
 from tests.support.ranks import Layout, ranks
 
@@ -26,7 +26,7 @@ OF_FLOAT32 = 2e-6  # Megatron's cross entropy, which verl calls for log-probs, c
 def data():
     """(tokens of each sequence, coefficients of log-probs and entropies in the loss [2, tokens])."""
     generator = torch.Generator().manual_seed(7)
-    tokens = [torch.randint(0, 13, (length,), generator=generator) for length in LENGTHS]
+    tokens = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
     return tokens, torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64)
 
 

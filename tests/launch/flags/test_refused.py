@@ -349,6 +349,7 @@ TABLES = {
         @2 PP --pipeline-model-parallel-layout=Et|tt|tL :: --pipeline-model-parallel-size 2 | divisible
         @2 PP --pipeline-model-parallel-layout=Ettx|tL :: Ettx|tL
         @2 PP --pipeline-model-parallel-layout=ttE|ttL :: embedding
+        @2 PP --pipeline-model-parallel-layout=||| :: ||| with --num-layers 4 | Et|ttL
         @2 PP --pipeline-model-parallel-layout=Ettt|tL --num-layers-per-virtual-pipeline-stage=1 :: drop --num-layers-p
         @2 PP --pipeline-model-parallel-layout=Et|tttL --decoder-first-pipeline-num-layers=1 :: drop --decoder-first-p
         --account-for-loss-in-pipeline-split :: --pipeline-model-parallel-layout
