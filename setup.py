@@ -58,7 +58,10 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    entry_points={"console_scripts": ["megatron-rc=megatron_rc.launch.command:main"]},
+    entry_points={
+        "console_scripts": ["megatron-rc=megatron_rc.launch.command:main"],
+        "vllm.general_plugins": ["megatron_rc=megatron_rc.launch.engines.vllm_plugin:register"],
+    },
     cmdclass={"sdist": SourceArchive},
     python_requires=">=3.10,<3.14",
     packages=packages(),

@@ -52,9 +52,9 @@ def seconds(words: list[str]) -> tuple[float, float]:
     from megatron_rc.launch.weights.converter import export_model, load_model
 
     trainer = make_trainer(words)
-    model = (trainer.chunks, trainer.args, trainer.groups)
+    model = (trainer.chunks, trainer.config, trainer.groups)
     found = []
-    for attempt in (lambda: sum(1 for _ in export_model(*model)), lambda: load_model(*model, trainer.args.load_hf)):
+    for attempt in (lambda: sum(1 for _ in export_model(*model)), lambda: load_model(*model, trainer.config.checkpoints.load_hf)):
         times = []
         for _ in range(3):
             start = time.perf_counter()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class ModelDirectory:
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            write_tensors(part, self._tensors(weights), self._shard_bytes)
+            write_tensors(part, self.tensors(weights), self._shard_bytes)
             self._config.save_pretrained(part)
             shutil.rmtree(old, ignore_errors=True)
             if self.path.exists():
@@ -74,9 +75,28 @@ class ModelDirectory:
             raise EngineError(f"rollout weights cannot be written to {self.path}: {error}: make room there") from error
         return self.path
 
-    def _tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Checked and rounded weights, with a separate output layer."""
-        for name, tensor in checked(weights, self._expected):
+    def write_config(self, dtype: torch.dtype) -> None:
+        """Write ``config.json`` alone, for a server that gets its weights of this type in another way.
+
+        Raises:
+            EngineError: the file cannot be written.
+        """
+        self._config.dtype = dtype
+        try:
+            self._config.save_pretrained(self.path)
+        except OSError as error:
+            raise EngineError(f"the model's config cannot be written to {self.path}: {error}") from error
+
+    def tensors(
+        self, weights: Iterable[tuple[str, Tensor]], names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Checked and rounded weights, with a separate output layer; ``names``: names of a part of the model.
+
+        Raises:
+            ValueError: as :meth:`write`.
+        """
+        expected = self._expected if names is None else {name: self._expected[name] for name in names}
+        for name, tensor in checked(weights, expected):
             if self._rounded is not None:
                 tensor = self._rounded(name, tensor)
             self._config.dtype = tensor.dtype

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.requests import API_KEY, Retries
@@ -18,6 +18,11 @@ from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
 from megatron_rc.launch.weights.families import family_of
+
+if TYPE_CHECKING:
+    from megatron_rc.launch.engines.http_client import HttpClient
+    from megatron_rc.launch.engines.model_directory import ModelDirectory
+    from megatron_rc.launch.engines.weight_sender import WeightSender
 
 _PREFIX = "rollout-weights-"
 _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
@@ -95,14 +100,29 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
 
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+    from megatron_rc.launch.engines.vllm_streamed import VllmStreamedEngine
 
     engine = inputs.config.engine
-    return VllmServerEngine(
-        **_server_arguments(inputs),
-        model=engine.rollout_model,
-        partial_rollouts=engine.rl_partial_rollouts,
-        max_versions=engine.rollout_max_versions,
-    )
+    settings = _server_arguments(inputs) | {
+        "model": engine.rollout_model,
+        "partial_rollouts": engine.rl_partial_rollouts,
+        "max_versions": engine.rollout_max_versions,
+    }
+    if engine.rollout_weight_transfer == "files":
+        return VllmServerEngine(**settings)
+    once = _client(inputs.config, inputs.replica, Retries(attempts=1))
+    return VllmStreamedEngine(**settings, once=once, dtype=inputs.config.dtype)
+
+
+def make_sender(config: RunConfig, eos_token_id: int, replica: int, stage: int) -> tuple[WeightSender, ModelDirectory]:
+    """Make the sender of a replica's pipeline stage, and the description of the engine's model."""
+    from megatron_rc.launch.engines.model_directory import ModelDirectory
+    from megatron_rc.launch.engines.weight_sender import WeightSender
+
+    model = ModelDirectory(_place(config, replica), family_of(config).hugging_face_config(config), eos_token_id)
+    # A part of an update must not be repeated.
+    client = _client(config, replica, Retries(attempts=1))
+    return WeightSender(client, stage, config.engine.rollout_weight_transfer), model
 
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
@@ -112,14 +132,9 @@ def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
 
 
 def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
-    from megatron_rc.launch.engines.http_client import HttpClient
-
     engine = inputs.config.engine
-    if engine.rollout_url is None:
-        raise RuntimeError("a server needs an address: the settings were not checked")
-    url, retries = engine.rollout_url.split(",")[inputs.replica], Retries(attempts=engine.rollout_attempts)
     return {
-        "client": HttpClient(url, engine.rollout_timeout, retries, api_key=os.environ.get(API_KEY)),
+        "client": _client(inputs.config, inputs.replica, Retries(attempts=engine.rollout_attempts)),
         "directory": _directory(inputs),
         "eos_token_id": inputs.eos_token_id,
         "concurrency": engine.rollout_concurrency,
@@ -127,6 +142,17 @@ def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
         "experts_shape": _experts_shape(inputs.config),
         "reports_support": inputs.config.rollouts.replays_sampling,
     }
+
+
+def _client(config: RunConfig, replica: int, retries: Retries) -> HttpClient:
+    """Client of a replica's server."""
+    from megatron_rc.launch.engines.http_client import HttpClient
+
+    engine = config.engine
+    if engine.rollout_url is None:
+        raise RuntimeError("a server needs an address: the settings were not checked")
+    url = engine.rollout_url.split(",")[replica]
+    return HttpClient(url, engine.rollout_timeout, retries, api_key=os.environ.get(API_KEY))
 
 
 def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
@@ -138,7 +164,7 @@ def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
-_OF_VLLM_SERVERS = ("rollout_model", "rl_partial_rollouts", "rollout_max_versions")
+_OF_VLLM_SERVERS = ("rollout_model", "rl_partial_rollouts", "rollout_max_versions", "rollout_weight_transfer")
 ENGINES = {
     "transformers": EngineKind(_transformers),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_kept_on_cpu=False),
@@ -152,16 +178,20 @@ def _memory() -> str:
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
-def _directory(inputs: EngineInputs, dtype: str | None = None) -> Any:
+def _directory(inputs: EngineInputs, dtype: str | None = None) -> ModelDirectory:
     """The replica's directory of weights, rounded to ``dtype``; without ``--rollout-weights-dir`` removed at exit."""
     from megatron_rc.launch.engines.model_directory import ModelDirectory
 
-    given = inputs.config.engine.rollout_weights_dir
-    if given is not None:
-        parent = Path(given)
-        parent.mkdir(parents=True, exist_ok=True)
-    else:
-        folders = contextlib.ExitStack()
-        parent = folders.enter_context(own_folder(_memory(), _PREFIX))
-        atexit.register(folders.close)
-    return ModelDirectory(parent / f"replica-{inputs.replica}", inputs.model, inputs.eos_token_id, dtype)
+    path = _place(inputs.config, inputs.replica)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return ModelDirectory(path, inputs.model, inputs.eos_token_id, dtype)
+
+
+def _place(config: RunConfig, replica: int) -> Path:
+    """Path of a replica's directory."""
+    name = f"replica-{replica}"
+    if config.engine.rollout_weights_dir is not None:
+        return Path(config.engine.rollout_weights_dir) / name
+    folders = contextlib.ExitStack()
+    atexit.register(folders.close)
+    return folders.enter_context(own_folder(_memory(), _PREFIX)) / name

@@ -49,10 +49,14 @@ class VllmServerEngine(ServerEngine):
                 f"{self.client.url} serves {', '.join(names) or 'no model'}, not {self.model}: name a model that it "
                 "serves with --rollout-model"
             )
-        with _development_mode():
+        with development_mode():
             info = self.client.json("GET", "/server_info?config_format=json")
         self._check_route()
-        mode = self._field(info, "vllm_config", "model_config", "logprobs_mode")
+        self._check_settings(self._field(info, "vllm_config"))
+
+    def _check_settings(self, settings: Any) -> None:
+        """Check the server's settings, as ``/server_info`` names them."""
+        mode = self._field(settings, "model_config", "logprobs_mode")
         if mode != PROCESSED:
             raise EngineError(
                 f"{self.client.url} reports {mode}, expected {PROCESSED}, the log-probs of the sampled distribution: "
@@ -81,25 +85,34 @@ class VllmServerEngine(ServerEngine):
         With ``--rl-partial-rollouts`` responses under way wait meanwhile, and the new weights read their tokens again;
         without it, or if another version would be one too many for such a response, the update waits for them.
         """
+        with development_mode():
+            keeps = self._pause()
+            self.client.call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+            self._resume(version, keeps)
+
+    def _pause(self) -> bool:
+        """Pause the server; return whether responses under way will go on under the new weights."""
         limit = self.max_versions
         keeps = self.partial_rollouts and (limit is None or self.open_samples.versions < limit)
-        with _development_mode():
-            self.client.call("POST", f"/pause?mode={'keep' if keeps else 'wait'}")
-            self.client.call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-            reset = self.client.call("POST", "/reset_prefix_cache" + ("?reset_running_requests=true" if keeps else ""))
-            # Some versions answer nothing, because they do not know whether the reset worked.
-            if reset and b"true" not in reset:
-                raise EngineError(f"{self.client.url} kept its prefix cache, made with old weights: see its log")
-            self._keeps_version = self._name_version(version)
-            if self.partial_rollouts and not self._keeps_version:
-                raise EngineError(f"{self.client.url} keeps no version, --rl-partial-rollouts needs vLLM 0.32 or newer")
-            self.client.call("POST", "/resume")
+        self.client.call("POST", f"/pause?mode={'keep' if keeps else 'wait'}")
+        return keeps
+
+    def _resume(self, version: int, keeps: bool) -> None:
+        """Clear the prefix cache, name the version of the new weights, and let the server go on."""
+        reset = self.client.call("POST", "/reset_prefix_cache" + ("?reset_running_requests=true" if keeps else ""))
+        # Some versions answer nothing, because they do not know whether the reset worked.
+        if reset and b"true" not in reset:
+            raise EngineError(f"{self.client.url} kept its prefix cache, made with old weights: see its log")
+        self._keeps_version = self._name_version(str(version))
+        if self.partial_rollouts and not self._keeps_version:
+            raise EngineError(f"{self.client.url} keeps no version, --rl-partial-rollouts needs vLLM 0.32 or newer")
+        self.client.call("POST", "/resume")
         self.open_samples.updated(went_on=keeps)
 
-    def _name_version(self, version: int) -> bool:
+    def _name_version(self, version: str) -> bool:
         """Tell the server the version; false if this vLLM keeps none."""
         try:
-            self.client.call("POST", "/update_weight_version", {"new_version": str(version)})
+            self.client.call("POST", "/update_weight_version", {"new_version": version})
         except HttpStatusError as error:
             if error.status not in (404, 405):
                 raise
@@ -185,7 +198,7 @@ class VllmServerEngine(ServerEngine):
 
 
 @contextlib.contextmanager
-def _development_mode() -> Iterator[None]:
+def development_mode() -> Iterator[None]:
     """Context in which status 404 means that the server lacks development mode."""
     try:
         yield

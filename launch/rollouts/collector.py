@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from megatron.core import parallel_state
@@ -14,6 +14,7 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
+from megatron_rc.launch.engines.vllm_streamed import VllmStreamedEngine
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
@@ -24,6 +25,7 @@ from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
+from megatron_rc.launch.rollouts.weight_transfer import WeightTransfer
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import StopRequest
 from megatron_rc.launch.tasks import Task
@@ -67,6 +69,7 @@ class RolloutCollector:
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
         self.work.run(lambda: self._start(engine), "the start of the engines")
+        self.transfer = self._make_transfer()
         self.sampling = config.rollouts.sampling
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(config, groups, self.sampling)
@@ -148,6 +151,8 @@ class RolloutCollector:
         if self.sampler is not None:
             self.sampler.close()
         self.prefetched.close()
+        if self.transfer is not None:
+            self.transfer.close()
         end = getattr(self.engine, "close", None)
         if end is not None:
             try:
@@ -162,6 +167,9 @@ class RolloutCollector:
         if an engine refused the weights.
         """
         if self.config.rollouts.load_rollouts:
+            return False
+        if self.transfer is not None:
+            self.transfer(chunks, version)
             return False
         phases.enter("the weight sync", waits=self.engine is None)
         error = None
@@ -273,6 +281,13 @@ class RolloutCollector:
             return
         self.engine = engine or self._default_engine()
         self.sampler = RolloutSampler(config, self.task, self.engine, self.replica)
+
+    def _make_transfer(self) -> WeightTransfer | None:
+        """This rank's part in updates over process groups; None: weights go through files, or there is no engine."""
+        if self.config.engine.rollout_weight_transfer == "files":
+            return None
+        engine = cast("VllmStreamedEngine | None", self.engine)
+        return WeightTransfer(self.config, self.groups, self.work, engine, self.task.text.eos)
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
         """Check the records, and write them if ``--save-rollouts`` is given."""

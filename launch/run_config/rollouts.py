@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rc.launch.run_config.options import option
 from megatron_rc.records.sampling import SamplingParams
@@ -119,6 +120,11 @@ class EngineSection:
     rollout_model: str | None = option("name of the served model, if a vLLM server has several")
     rollout_weights_dir: str | None = option(
         "folder in which servers find new weights; vllm's default: a folder in memory", metavar="DIR"
+    )
+    rollout_weight_transfer: Literal["files", "gloo", "nccl"] = option(
+        "way of new weights to a server: files in --rollout-weights-dir; gloo (CPUs) or nccl (GPUs): process groups of "
+        "the first rank of each pipeline stage and vLLM's processes",
+        default="files",
     )
     rl_partial_rollouts: bool = option(
         "sync weights at every rollout batch, while responses are under way: these go on under the new weights; needs "

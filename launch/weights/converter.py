@@ -24,12 +24,15 @@ MBRIDGE = "mbridge"
 
 
 def export_model(
-    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, by_stage: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
+    """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`.
+
+    mbridge does not export by stage.
+    """
     if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
-    return export_weights(chunks, config, groups, ExpertGroups.of_megatron())
+    return export_weights(chunks, config, groups, ExpertGroups.of_megatron(), by_stage)
 
 
 def load_model(

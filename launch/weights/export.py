@@ -32,27 +32,31 @@ def export_weights(
     config: RunConfig,
     groups: ParallelGroups,
     experts: ExpertGroups,
+    by_stage: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
+
+    With ``by_stage`` the first rank of each stage yields the weights of its stage, and stages do not wait for each
+    other.
 
     Every rank must exhaust the iterator, because it makes the collectives. The tensors share no memory with the model,
     and the iterator releases each before it makes the next. ``chunks`` are this rank's models, unwrapped.
 
     Collectives: a gather over ``tp``, or the experts' ``tp``, for each parameter; a broadcast over ``ep`` for each
-    tensor of an expert; for each tensor of a later stage, a send to the first stage over ``pp``.
+    tensor of an expert; for each tensor of a later stage, unless ``by_stage``, a send to the first stage over ``pp``.
 
     Raises RuntimeError on every rank, before the first tensor, if no rule names a parameter of the model.
     """
     units = units_of(config)
     parameters = own_weights(chunks, [unit for unit in units if unit.is_here(groups, experts)])
-    return _stream(parameters, units, config, groups, experts)
+    return _stream(parameters, units, config, groups, experts, by_stage)
 
 
 def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed."""
     units = units_of(config)
     check_complete([parameters], units)
-    return _stream([parameters], units, config, ParallelGroups(), ExpertGroups())
+    return _stream([parameters], units, config, ParallelGroups(), ExpertGroups(), by_stage=False)
 
 
 def _stream(
@@ -61,22 +65,24 @@ def _stream(
     config: RunConfig,
     groups: ParallelGroups,
     experts: ExpertGroups,
+    by_stage: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
     # CP ranks hold equal weights, experts excepted, so one of them sends for the replica.
     speaks = tp_rank == 0 and group_rank(groups.cp) == 0
     for unit in units:
         takes_part = group_rank(groups.cp) == 0 or unit.expert_rank is not None
+        goal = unit.stage if by_stage else 0
         for rule in unit.rules:
             tensors: Iterator[Tensor] = iter(())
             if unit.stage == pp_rank and takes_part:
                 tp_group = unit.tp_group(groups, experts)
                 tensors = _whole_tensors(parameters[unit.chunk], unit, rule, config, tp_group, experts.ep)
-            if groups.pp is not None and speaks and unit.stage != 0 and pp_rank in (0, unit.stage):
+            if groups.pp is not None and speaks and unit.stage != goal and pp_rank in (goal, unit.stage):
                 tensors = _to_first_stage(tensors, rule, unit.stage, config, groups.pp)
             names = iter(unit.names(rule))
             for tensor in tensors:
-                if speaks and pp_rank == 0:
+                if speaks and pp_rank == goal:
                     yield next(names), tensor
                 del tensor
 

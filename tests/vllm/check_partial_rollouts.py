@@ -172,16 +172,18 @@ def test_a_run_goes_on_after_kill_9_while_the_server_samples(tmp_path, killed):
     check_records(tmp_path)
 
 
-def run_beside_server(folder, words, broken="", kills=()):
-    """(exit status, output) of a run on one process, beside a server with its weights; None: the server ended first.
+def run_beside_server(folder, words, broken="", kills=(), ranks=1, servers=1, more=()):
+    """(exit status, output) of a run beside servers with its weights; status None: the last server ended first.
 
-    ``kills``: what is killed, and started again, after one rollout batch more each time.
+    ``kills``: what is killed, and started again, after one rollout batch more each time; ``more``: flags of servers.
     """
     (folder / "train.py").write_text(TRAIN.format(broken=broken))
-    port = free_port()
+    ports = [free_port() for _ in range(servers)]
+    port = ports[-1]
     folders = f"--runs-dir={folder}/runs --save-hf={folder}/hf --save-rollouts={folder}/rollouts"
-    folders += f" --rollout-weights-dir={folder}/weights --rollout-url=http://127.0.0.1:{port}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    folders += f" --rollout-weights-dir={folder}/weights"
+    folders += " --rollout-url=" + ",".join(f"http://127.0.0.1:{one}" for one in ports)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launcher += [f"--max-restarts={len(kills)}"]
     with (folder / "said").open("w") as said:
         command = [*launcher, str(folder / "train.py"), *words, *folders.split()]
@@ -190,9 +192,10 @@ def run_beside_server(folder, words, broken="", kills=()):
         )
     processes = [run]
     try:
-        weights = folder / "weights" / "replica-0"
-        wait_until((weights / "config.json").exists, seconds=200)
-        processes.append(start_server(weights, port, folder / "log"))
+        for number, one in enumerate(ports):
+            weights = folder / "weights" / f"replica-{number}"
+            wait_until((weights / "config.json").exists, seconds=200)
+            processes.append(start_server(weights, one, folder / "log", more))
         for number, kind in enumerate(kills):
             wait_until(lambda least=number + 2: len([*(folder / "rollouts").glob("*")]) >= least, seconds=300)
             wait_until(lambda: number_of(f"http://127.0.0.1:{port}", "num_requests_running") > 0)
@@ -200,7 +203,7 @@ def run_beside_server(folder, words, broken="", kills=()):
                 psutil.Process(run.pid).children()[0].kill()
             else:
                 os.killpg(processes[-1].pid, signal.SIGKILL)
-                processes.append(start_server(weights, port, folder / "log"))
+                processes.append(start_server(weights, port, folder / "log", more))
         wait_until(lambda: run.poll() is not None or processes[-1].poll() is not None, seconds=500)
         status = run.poll()
     finally:
@@ -219,6 +222,13 @@ def end(processes):
 
 def check_records(folder):
     """Versions change within responses, and each token has the log-prob of the model of its version."""
+    numbers, mixed = check_tokens(folder)
+    assert mixed > 0, "no response was under way when the weights changed"
+    assert len(numbers) > 1
+
+
+def check_tokens(folder):
+    """Each token has the log-prob of its version's model; returns the versions, and the number of mixed responses."""
     numbers, mixed = set(), 0
     for file in sorted((folder / "rollouts").glob("*.safetensors")):
         batch = load_rollouts(file)
@@ -230,8 +240,7 @@ def check_records(folder):
                 found = log_probs_of(folder / "hf" / f"step-{version}", batch.tokens[row])[here]
                 torch.testing.assert_close(batch.rollout_log_probs[row][here].double(), found, rtol=0, atol=1e-3)
                 numbers.add(version)
-    assert mixed > 0, "no response was under way when the weights changed"
-    assert len(numbers) > 1
+    return numbers, mixed
 
 
 @functools.cache

@@ -109,13 +109,13 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start_server(path, port, log):
+def start_server(path, port, log, more=()):
     words = f"""--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len {LONGEST}
         --skip-tokenizer-init --no-enable-chunked-prefill
         --enable-scale-out --logprobs-mode processed_logprobs --served-model-name tiny""".split()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
     return subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words],
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words, *more],
         env=environment | CPU_DEFAULTS | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"},
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,

@@ -102,8 +102,21 @@ def check_engine(config: RunConfig, samples: bool) -> None:
         check_key(os.environ.get(API_KEY))
     except ValueError as problem:
         raise ConfigurationError(f"--rollout-url: {problem}") from None
+    _check_transfer(config)
     names = (
         "--rollout-url names {urls} servers for {dp} data-parallel ranks: each needs one of its own, which gets its "
     )
     is_wrong = len(urls) != config.data_parallel_size
     refuse(config, {names + "weights": is_wrong}, urls=len(urls), dp=config.data_parallel_size)
+
+
+def _check_transfer(config: RunConfig) -> None:
+    """Check that the weights can go to the servers in this way."""
+    way, on_cpu = config.engine.rollout_weight_transfer, config.launch.on_cpu
+    needs, other = ("GPUs", "gloo") if way == "nccl" else ("CPUs", "nccl")
+    wrong = {
+        "{rollout_weight_transfer} needs {needs}: give {other}, or files": (
+            way != "files" and (way == "nccl") == on_cpu
+        ),
+    }
+    refuse(config, wrong, needs=needs, other=other)

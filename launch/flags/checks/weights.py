@@ -84,6 +84,8 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
         "{weights_bridge} knows the names of GPTModel alone, got {model}: use --model gpt, or drop the bridge": (
             config.model.is_hybrid
         ),
+        "{weights_bridge} collects all weights on one rank, with {rollout_weight_transfer} each stage sends its own: "
+        "give --weights-bridge none": config.engine.rollout_weight_transfer != "files",
     }
     refuse(config, foreign, impl=config.model.transformer_impl, install=pip_install("gpu"))
     require("mbridge", f"--weights-bridge {MBRIDGE}", "bridge")

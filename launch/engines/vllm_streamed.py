@@ -1,0 +1,88 @@
+"""vLLM's server, whose processes get weights from the trainer's ranks directly; see ``--rollout-weight-transfer``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.vllm_server import START, VllmServerEngine, development_mode
+from megatron_rc.launch.engines.weight_stream import BACKEND
+from megatron_rc.launch.engines.weight_versions import RestartedError
+
+STREAMED_START = f"""{START} --load-format dummy --weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
+INCOMPLETE = "incomplete"  # version of a server's weights during an update
+
+
+class VllmStreamedEngine(VllmServerEngine):
+    """Samples as :class:`VllmServerEngine`; every sender sends its part between ``begin_update`` and ``end_update``.
+
+    If a sender fails, the server stays paused, and names its weights incomplete, so that nobody samples a mixture. The
+    next :meth:`begin_update`, perhaps of another trainer, replaces them.
+
+    Args:
+        once: client of the same server, which repeats no request that the server answered with an error.
+        dtype: number format of the weights that senders send.
+    """
+
+    def __init__(self, *args: Any, once: HttpClient, dtype: torch.dtype, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.once, self.dtype = once, dtype
+        self._keeps = False
+
+    def begin_update(self, version: int) -> None:
+        """Pause the server and let it wait for weights; the first time, write their config and wait for the server.
+
+        Raises:
+            EngineError: the server is absent or unfit.
+        """
+        self.version = -1
+        if not self._is_checked:
+            self.directory.write_config(self.dtype)
+            self.client.wait_until_ready("/health", self.start_timeout)
+            self._check_server()
+            self._is_checked = True
+        self._given = version
+        with development_mode():
+            self._keeps = self._pause()
+            if self._held_version() == INCOMPLETE:
+                self._end_unfinished()
+            self._name_version(INCOMPLETE)
+            self.once.call("POST", "/start_weight_update")
+
+    def end_update(self) -> None:
+        """Let the server sample from the new weights.
+
+        Raises:
+            EngineError: the server is absent, or not all of its layers took weights.
+        """
+        self.once.call("POST", "/finish_weight_update")
+        with development_mode():
+            self._resume(self._given, self._keeps)
+        self.version = self._given
+
+    def _held_version(self) -> Any:
+        return self._field(self.client.json("GET", "/weight_info"), "weight_version")
+
+    def _end_unfinished(self) -> None:
+        """End the update that another trainer began; the server refuses, if the update has failed in the server too."""
+        with contextlib.suppress(EngineError):
+            self.once.call("POST", "/finish_weight_update")
+
+    def _check_settings(self, settings: Any) -> None:
+        super()._check_settings(settings)
+        found = settings.get("weight_transfer_config") or {}
+        if found.get("backend") != BACKEND:
+            raise EngineError(
+                f"{self.client.url} takes no weights from --rollout-weight-transfer: install megatron_rc beside vLLM, "
+                f"and start it as {STREAMED_START}"
+            )
+
+    def _give_again(self, loss: RestartedError) -> NoReturn:
+        raise EngineError(
+            f"{loss}: start the run again (torchrun's --max-restarts does), or give --rollout-weight-transfer files, "
+            "from which a server that was started again gets its weights again"
+        ) from loss

@@ -1,0 +1,152 @@
+"""Weights as streams of bytes over process groups, which the trainer's ranks and a server's processes share.
+
+Each sender of the trainer has one group with all processes of the server, in which it is rank 0. It broadcasts buckets,
+each of which holds the bytes of some tensors. Both sides import this module, so it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "megatron_rc"  # name of the engine in vLLM's ``--weight-transfer-config``
+BUCKET_BYTES = 256 << 20
+ARRIVED = "arrived"  # key under which a server's processes count themselves before they join a group
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host; nothing is sent.
+
+    Raises:
+        OSError: the host has no address, or no way leads to it.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with closing(socket.socket(family, kind)) as end:
+        end.connect(place)
+        return str(end.getsockname()[0])
+
+
+def open_store(address: str, timeout: float) -> Any:
+    """A store for the members of one group, on a free port of this address alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = int(listener.getsockname()[1])
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *(address, port),
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class StreamGroup:
+    """A sender, rank 0, and a server's processes, ranks 1 to ``size`` − 1; no part of torch's default group.
+
+    The constructor returns when all members are there.
+
+    Args:
+        store: store of this group alone.
+        rank: rank of this process.
+        size: number of members.
+        transport: ``gloo`` or ``nccl``.
+        address: gloo listens on this address of this machine.
+        timeout: seconds to wait for the others, here and in each broadcast.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, transport: str, address: str, timeout: float) -> None:
+        self._store, self._receivers, self._rounds = store, size - 1, 0
+        limit, own = timedelta(seconds=timeout), dist.PrefixStore(transport, store)  # type: ignore[attr-defined]
+        if transport == "gloo":
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options._timeout = limit
+            self._group: Any = dist.ProcessGroupGloo(own, rank, size, options)
+        else:
+            settings = dist.ProcessGroupNCCL.Options()
+            settings._timeout = limit
+            self._group = dist.ProcessGroupNCCL(own, rank, size, settings)
+
+    def is_awaited(self) -> bool:
+        """Whether all receivers wait for the next broadcast; one that nobody waits for would block the sender."""
+        return awaits(self._store, f"round {self._rounds + 1}", self._receivers)
+
+    def send(self, bucket: Tensor) -> Any:
+        """Begin to broadcast a bucket; returns torch's handle of the work."""
+        self._rounds += 1
+        return self._group.broadcast(bucket, 0)
+
+    def receive(self, size: int, device: torch.device) -> Tensor:
+        """Receive a bucket of ``size`` bytes."""
+        self._rounds += 1
+        self._store.add(f"round {self._rounds}", 1)
+        bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        self._group.broadcast(bucket, 0).wait()
+        return bucket
+
+
+def awaits(store: Any, key: str, number: int) -> bool:
+    """Whether as many processes have counted themselves under a key."""
+    return int(store.add(key, 0)) >= number
+
+
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], most_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Pack weights, in their order, into buckets of at most ``most_bytes``; a larger tensor has one of its own.
+
+    Yields the entries of :func:`unpack` and of the checksum, for JSON, and the bucket: [bytes] uint8.
+    """
+    packed: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if packed and size + tensor.nbytes > most_bytes:
+            yield _packed(packed)
+            packed, size = [], 0
+        packed.append((name, tensor))
+        size += tensor.nbytes
+        del tensor
+    if packed:
+        yield _packed(packed)
+
+
+def _packed(weights: Sequence[tuple[str, Tensor]]) -> tuple[dict[str, Any], Tensor]:
+    parts = [tensor.reshape(-1).view(torch.uint8) for _, tensor in weights]
+    bucket = torch.cat(parts) if len(parts) > 1 else parts[0]  # no second copy of the largest tensors
+    entries = {
+        "names": [name for name, _ in weights],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
+        "shapes": [list(tensor.shape) for _, tensor in weights],
+        "checksum": checksum(bucket),
+    }
+    return entries, bucket
+
+
+def checksum(bucket: Tensor) -> int:
+    """Sum of a bucket's bytes, read as integers of eight bytes, modulo 2⁶⁴, and of the bytes that are left."""
+    size = bucket.numel() // 8 * 8
+    whole = bucket[:size] if bucket.storage_offset() % 8 == 0 else bucket[:size].clone()
+    return int(whole.view(torch.int64).sum()) + int(bucket[size:].sum())
+
+
+def bytes_of(dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes of each tensor of a bucket."""
+    return [math.prod(shape) * getattr(torch, name).itemsize for name, shape in zip(dtype_names, shapes, strict=True)]
+
+
+def unpack(bucket: Tensor, dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors of a bucket, each in memory of its own."""
+    parts = bucket.split(bytes_of(dtype_names, shapes))
+    return [
+        # A part may begin at a byte at which no number of this type may.
+        part.clone().view(getattr(torch, name)).reshape(shape)
+        for part, name, shape in zip(parts, dtype_names, shapes, strict=True)
+    ]

@@ -1,0 +1,218 @@
+"""Weights that reach a server's processes over process groups: order and content of requests, and faults.
+
+``tests/vllm/check_weight_transfer.py`` has the same with vLLM's server.
+"""
+
+import struct
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, LlamaConfig
+
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.requests import Retries
+from megatron_rc.launch.engines.vllm_streamed import INCOMPLETE, VllmStreamedEngine
+from megatron_rc.launch.engines.weight_sender import WeightSender
+from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
+from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, checksum, unpack
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
+from tests.support.paths import ROOT
+from tests.support.rollout_servers import make_engine, running, sample, weights
+from tests.support.stream_server import StreamServer
+
+BUCKET_BYTES = 300  # several of the small model's tensors, and fewer bytes than its embeddings
+
+
+def test_buckets_hold_all_tensors_in_their_order_and_no_more_bytes_than_the_bound():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(3, generator=generator).bfloat16(),  # six bytes, so that the next begins at an odd place
+        torch.randn(2, 5, generator=generator),
+        torch.randn((), generator=generator, dtype=torch.float64),
+        torch.randn(40, 3, generator=generator).t(),  # larger than a bucket
+        torch.empty(0, 4),
+        torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
+    ]
+    packed = list(buckets(((str(number), tensor) for number, tensor in enumerate(tensors)), 100))
+    assert [entries["names"] for entries, _ in packed] == [["0", "1", "2"], ["3"], ["4", "5"]]
+    found = []
+    for entries, bucket in packed:
+        kinds = entries["dtype_names"], entries["shapes"]
+        assert (bucket.dtype, bucket.numel()) == (torch.uint8, sum(bytes_of(*kinds)))
+        numbers, end = bytes(bucket.tolist()), bucket.numel() // 8 * 8
+        total = sum(struct.unpack(f"{end // 8}q", numbers[:end]))
+        wrapped = (total + 2**63) % 2**64 - 2**63
+        shifted = torch.cat([bucket.new_zeros(3), bucket])[3:]  # at a place where no integer of eight bytes may begin
+        assert entries["checksum"] == checksum(bucket) == checksum(shifted) == wrapped + sum(numbers[end:])
+        found += unpack(bucket, *kinds)
+    assert [one.data_ptr() for one in found if one.numel() == 0] == [0]
+    for one, other in zip(found, tensors, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one.float(), other.float())
+
+
+PUBLISHED = {
+    "Llama 2 7B": {"vocab_size": 32000, "num_attention_heads": 32, "intermediate_size": 11008, "hidden_size": 4096},
+    "Llama 3 70B": {
+        **{"vocab_size": 128256, "num_attention_heads": 64, "intermediate_size": 28672, "hidden_size": 8192},
+        **{"num_hidden_layers": 80, "num_key_value_heads": 8},
+    },
+}
+MODELS = {name: LlamaConfig(**values) for name, values in PUBLISHED.items()}
+MODELS["DeepSeek-V3 671B"] = DeepseekV3Config()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_pages_table_follows_from_the_shapes(name):
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    sizes = [2 * tensor.numel() for tensor in checkpoint_tensors(empty_model(MODELS[name])).values()]
+    whole = sum(sizes)
+    want = [whole, whole, 2 * whole, whole / 8, max(2 * BUCKET, *sizes)]
+    assert row.split(" | ")[1:] == [f"{size / 1e9:.1f}" + " |" * (size is want[-1]) for size in want]
+
+
+@pytest.fixture
+def server():
+    with running(kind=StreamServer) as started:
+        yield started
+
+
+def made(server, folder, **more):
+    once = HttpClient(server.url, 5, Retries(attempts=1))
+    engine = make_engine(VllmStreamedEngine, server, folder, once=once, dtype=torch.float32, **more)
+    return engine, [WeightSender(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
+
+
+def part(stage, seed=0):
+    """Every second weight."""
+    return list(weights(seed).items())[stage::2]
+
+
+def send(engine, senders, seed=0):
+    """Both senders at once; returns their errors."""
+    errors = []
+
+    parts = [part(stage, seed) for stage in range(2)]
+
+    def run(stage):
+        own = parts[stage]
+        try:
+            senders[stage].send(engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own)))
+        except EngineError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(stage,)) for stage in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_two_senders_fill_a_server_of_two_processes(server, tmp_path):
+    engine, senders = made(server, tmp_path)
+    for version in (0, 1):
+        engine.begin_update(version)
+        assert send(engine, senders, version) == []
+        engine.end_update()
+        want = {name: one.detach() for name, one in weights(version).items()}
+        want["lm_head.weight"] = want["model.embed_tokens.weight"]
+        for received in server.received:
+            assert received.keys() == want.keys()
+            assert all(torch.equal(received[name], one) for name, one in want.items())
+        assert (engine.version, server.version) == (version, str(version))
+        assert sample(engine)[0].versions == [version] * 4
+    largest = want["lm_head.weight"].nbytes
+    assert set(server.buckets) >= {largest}
+    assert max(size for size in server.buckets if size != largest) <= BUCKET_BYTES
+    assert [path.name for path in engine.directory.path.glob("*")] == ["config.json"]
+    assert server.paths().count("/init_weight_transfer_engine") == 2, "groups are kept"
+
+
+def test_the_order_of_an_update(server, tmp_path):
+    engine, senders = made(server, tmp_path)
+    engine.begin_update(3)
+    assert server.version == INCOMPLETE
+    send(engine, senders)
+    engine.end_update()
+    found = [path for path in server.paths() if path not in ("/get_world_size", "/init_weight_transfer_engine")]
+    begun = found.index("/pause")
+    assert found[begun : begun + 4] == ["/pause", "/weight_info", "/update_weight_version", "/start_weight_update"]
+    assert set(found[begun + 4 : -4]) == {"/update_weights"}
+    assert found[-4:] == ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
+    engine, senders = made(server, tmp_path)
+    engine.begin_update(1)
+    senders[0].send(part(0))
+    other, others = made(server, tmp_path)
+    server.seen.clear()
+    server.faults["/finish_weight_update"] = [(500, {"detail": "no update is under way"})]
+    other.begin_update(2)
+    assert [path for path in server.paths() if path.endswith("_weight_update")] == [
+        "/finish_weight_update",
+        "/start_weight_update",
+    ]
+    assert send(other, others) == []
+    other.end_update()
+    assert server.version == "2"
+
+
+FAULTS = {
+    "/update_weights": "did not take",
+    "/init_weight_transfer_engine": "/init_weight_transfer_engine failed",
+}
+
+
+@pytest.mark.parametrize("path", FAULTS)
+def test_a_server_that_refuses_is_one_error_soon(server, tmp_path, path):
+    """Before a process of it has joined, or received anything."""
+    engine, senders = made(server, tmp_path)
+    engine.begin_update(1)
+    server.faults[path] = [(500, {"detail": "no memory"})] * 2
+    begun = time.monotonic()
+    errors = send(engine, senders)
+    assert time.monotonic() - begun < 4
+    assert len(errors) == 2
+    for error in errors:
+        assert FAULTS[path] in error
+        assert "no memory" in error
+    assert server.version == INCOMPLETE
+    with pytest.raises(EngineError, match="holds no weights"):
+        sample(engine)
+
+
+def test_a_process_that_falls_silent_ends_at_the_limit(server, tmp_path):
+    engine, senders = made(server, tmp_path)
+    engine.begin_update(1)
+    senders[0].client.timeout = 0.5
+    with (
+        mock.patch.object(StreamServer, "_join", side_effect=lambda *_: time.sleep(2)),
+        pytest.raises(EngineError, match=r"0\.5"),
+    ):
+        senders[0].send(part(0))
+
+
+def test_a_server_that_takes_no_streams_is_told_how_to_start(server, tmp_path):
+    server.always["/server_info"] = lambda answer: {
+        "vllm_config": answer["vllm_config"] | {"weight_transfer_config": None}
+    }
+    engine, _ = made(server, tmp_path)
+    with pytest.raises(EngineError, match=r"--rollout-weight-transfer.*--weight-transfer-config"):
+        engine.begin_update(0)
+
+
+def test_a_server_that_was_started_again_ends_the_run(server, tmp_path):
+    engine, senders = made(server, tmp_path)
+    engine.begin_update(4)
+    send(engine, senders)
+    engine.end_update()
+    server.version = "default"
+    with pytest.raises(EngineError, match=r"lost the weights of step 4.*--max-restarts"):
+        sample(engine)
