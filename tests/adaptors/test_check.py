@@ -16,6 +16,7 @@ from megatron_rc.adaptors.check.__main__ import HOSTS, UNUSABLE, main
 from megatron_rc.adaptors.check.comparison import Batch, Comparison, report
 from tests.adaptors.pages import blocks
 from tests.support.paths import ROOT
+from tests.support.ranks import server_context
 
 pytestmark = pytest.mark.processes
 
@@ -115,6 +116,13 @@ RESULTS = ("loss", "gradient")
 STAND_INS = {"slime": with_slime, "nemo_rl": with_nemo_rl, "megatron_lm": with_grpo}
 
 
+@pytest.fixture
+def loaded():
+    """The ranks' server of these tests, of which the comparison forks its ranks: it has loaded Megatron for others."""
+    server_context()
+
+
+@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("host", STAND_INS)
 def test_hosts_that_compute_the_same_are_equal(monkeypatch, capsys, host):
     STAND_INS[host](monkeypatch)

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
@@ -74,9 +75,10 @@ class RankFailure(AssertionError):
 
 
 def server_context() -> Any:
-    """The context whose processes are forked with a rank's modules already loaded."""
+    """The context whose processes are forked with a rank's modules already loaded, by a server that loads them now."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
+    forkserver.ensure_running()
     return context
 
 

@@ -26,7 +26,7 @@ Found = tuple[list[float], list[float], list[list[float]], list[list[float]]]
 
 def comparisons(seed: int) -> Iterator[Comparison]:
     """All comparisons on the batch of a seed; the loss only if Megatron-LM's ``megatron.rl`` is there."""
-    shards = on_ranks(log_probs_of_shards, seed)
+    shards = on_ranks(log_probs_of_shards, seed, modules=[NEEDS])
     for ranks in SIZES:
         ours, theirs, gradients, their_gradients = (
             torch.tensor(column) for column in zip(*(of_rank[ranks] for of_rank in shards), strict=True)
