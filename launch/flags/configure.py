@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from megatron_rc.launch.errors import ConfigurationError, require
@@ -61,7 +62,7 @@ def configure(
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Read flags and the launch file that they name into one namespace of typed values."""
-    parser = build_parser()
+    parser = _parser()
     options, typed = long_options(parser), [word.partition("=")[0][2:] for word in argv if word.startswith("--")]
     for name in typed:
         # The first values would be lost.
@@ -101,7 +102,7 @@ def _resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[Res
     given = {*args.typed, *args.in_launch_file, _ALWAYS}
     values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}
     values |= {name: value for name, value in vars(args).items() if value is not None or name not in values}
-    for group in build_parser()._action_groups:
+    for group in _parser()._action_groups:
         for action in group._group_actions:
             dest, name = action.dest, action.option_strings[0].removeprefix("--")
             if dest not in left_out and not is_correction_flag(dest):
@@ -114,6 +115,12 @@ def _resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[Res
         is_given = is_chosen and (value != DEFAULTS[name] or name == "rollout_is")
         shown = as_given(name, value, args.own_objects)
         yield ResolvedFlag("rollout correction", name.replace("_", "-"), shown, is_given)
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """Return this process's parser of flags; its help may be older than the objectives that a program has defined."""
+    return build_parser()
 
 
 def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
