@@ -2,6 +2,7 @@
 
 import importlib
 
+from megatron_rc.launch.flags.configure import parse_args
 from megatron_rc.launch.training.models.cpu import without_compiler
 
 with without_compiler():
@@ -12,7 +13,14 @@ with without_compiler():
         "transformers.models.gpt2.modeling_gpt2",
         "matplotlib.pyplot",
         "reasoning_gym",
-        # Modules beside the functions that ranks run.
+        # Modules beside the functions that ranks run, and modules with such functions.
         "pytest",
+        "tests.support.correction_comparison",
+        "tests.support.forked",
+        "tests.support.training_cases",
+        "tests.support.training_runs",
     ):
         importlib.import_module(name)
+
+# Ranks have the parser, and Megatron's fields, which are read from its source.
+parse_args([])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,10 +18,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from megatron_rc.launch.training.reporting import picture
@@ -107,8 +111,10 @@ class RankPool:
         self.layout = layout
         meeting = (self.store.port, f"meeting-{self.meetings}")
         connections = [connection for _, connection in self.workers[: layout.world]]
+        call = Copying.dumps((function, args))
         for rank, connection in enumerate(connections):
-            connection.send((function, args, layout, rank, meeting))
+            connection.send((layout, rank, meeting))
+            connection.send_bytes(call)
         return self._collect(connections, timeout)
 
     def close(self, seconds: float = 5) -> None:
@@ -159,6 +165,20 @@ class RankPool:
         raise RankFailure(f"rank {rank} of {len(connections)}:\n{text}")
 
 
+class Copying(ForkingPickler):
+    """A pickler that writes the numbers of tensors; torch's shares their memory, which takes many times as long."""
+
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.is_contiguous()
+        if not plain or value.requires_grad or value.is_conj():
+            return NotImplemented
+        return _tensor_of, (value.reshape(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _tensor_of(numbers: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(numbers).view(dtype).view(shape)
+
+
 def _ranks(failures: Sequence[tuple[float, int, str]]) -> set[int]:
     return {rank for _, rank, _ in failures}
 
@@ -169,8 +189,6 @@ def _serve(connection: Connection) -> None:
     import logging
     import os
     import warnings
-
-    import torch
 
     from megatron_rc.launch.training.models.cpu import cpu_backend
 
@@ -187,12 +205,14 @@ def _serve(connection: Connection) -> None:
     without = mock.patch.object(picture, "draw_run", return_value=None)
     with cpu_backend(), without, contextlib.suppress(EOFError):
         while True:
-            function, args, layout, rank, meeting = connection.recv()
+            layout, rank, meeting = connection.recv()
+            call = connection.recv_bytes()
             try:
                 if joined != meeting:
                     _join(layout, rank, meeting)
                     joined = meeting
-                connection.send((True, function(*args), time.time()))
+                function, args = pickle.loads(call)
+                connection.send_bytes(Copying.dumps((True, function(*args), time.time())))
             except BaseException:
                 connection.send((False, traceback.format_exc(), time.time()))
     os._exit(0)  # at once, without closing connections
