@@ -200,7 +200,6 @@ def _serve(connection: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     joined = None
-    _share_device()
     # Drawing takes half the time of a run of a few steps; see `drawing`.
     without = mock.patch.object(picture, "draw_run", return_value=None)
     with cpu_backend(), without, contextlib.suppress(EOFError):
@@ -224,21 +223,6 @@ _DRAW = picture.draw_run
 def drawing() -> contextlib.AbstractContextManager[Any]:
     """Let a run on the pool draw its picture at its end, as outside of tests."""
     return mock.patch.object(picture, "draw_run", _DRAW)
-
-
-def _share_device() -> None:
-    """Let all gloo groups share one device with one polling thread; torch would make one for each."""
-    from torch.distributed import ProcessGroupGloo, distributed_c10d
-
-    device = ProcessGroupGloo.create_default_device()
-
-    class Sharing(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 1, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = Sharing
 
 
 _KEPT: list[Any] = []

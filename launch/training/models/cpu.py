@@ -11,12 +11,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
 from torch.utils._device import _device_constructors
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,25 @@ class _Stream:
     def record_event(self, *_: Any) -> _Stream:
         """Return an object that can be waited for."""
         return self
+
+
+def _on_one_device(make: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of gloo's groups, with the devices of the first group for all later ones.
+
+    The thread of a device wakes up a hundred times a second, also without work, and Megatron makes 18 groups.
+    """
+    devices = list[Any]()
+
+    def make_on_one(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        if not devices:
+            make(group, store, rank, size, timeout)
+            devices.extend(group.options._devices)
+            return
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = devices, timeout
+        make(group, store, rank, size, options)
+
+    return make_on_one
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -182,7 +203,8 @@ def cpu_backend() -> Iterator[None]:
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
     with contextlib.ExitStack() as stack:
         # Import all modules first, before any replacement is active.
-        for owner, attribute, stand_in in [*_replacements(), *_tensor_replacements()]:
+        groups = (ProcessGroupGloo, "__init__", _on_one_device(ProcessGroupGloo.__init__))
+        for owner, attribute, stand_in in [*_replacements(), *_tensor_replacements(), groups]:
             create = attribute in _MAY_BE_MISSING
             stack.enter_context(mock.patch.object(owner, attribute, stand_in, create=create))
         yield

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from tests.support.paths import ROOT
 from tests.support.recorded_training import GPT2, flags, run_config
@@ -53,6 +56,24 @@ def test_the_cpu_switch_is_reversible(caplog):
     assert [record.message for record in caplog.records if "runs on the CPU" in record.message]
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
+
+
+def gloo_threads():
+    """Threads of gloo's devices in this process."""
+    return [path for path in Path("/proc/self/task").glob("*/comm") if path.read_text() == "gloo_tcp_loop\n"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_all_groups_share_one_thread_for_their_connections():
+    from megatron_rc.launch.training.models.cpu import cpu_backend
+
+    store, before = torch.distributed.HashStore(), len(gloo_threads())
+    with cpu_backend():
+        groups = [ProcessGroupGloo(PrefixStore(name, store), 0, 1, timedelta(seconds=9)) for name in "abc"]
+        assert len(gloo_threads()) == before + 1
+        assert {group.options._timeout for group in groups} == {timedelta(seconds=9)}
+    groups.append(ProcessGroupGloo(PrefixStore("d", store), 0, 1))
+    assert len(gloo_threads()) == before + 2
 
 
 @pytest.mark.processes
