@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +24,8 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import ATTEMPT, FOLDER, GUARD, end_forks_with_this_process, tell_ending, tell_start
-from megatron_rc.launch.errors import ConfigurationError, has_module
+from megatron_rc.launch.ending import ATTEMPT, GUARD, end_forks_with_this_process, tell_ending, tell_start
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.heartbeats import Heartbeats, Missed
 from megatron_rc.launch.run_config import RunConfig
@@ -51,11 +49,11 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     lines.setFormatter(VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[lines])
     tell_start()
-    _import_wandb()
     config, task = _configure(sys.argv[1:] if argv is None else argv)
     ignore_megatron_warnings()
     with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
-        from megatron_rc.launch.training.loop import train
+        with without_wandb():
+            from megatron_rc.launch.training.loop import train
 
         _collect_garbage_again()
         _say_restart(rank)
@@ -97,19 +95,16 @@ def _run_on_rank(run: Run, config: RunConfig, task: Task) -> None:
         raise
 
 
-def _import_wandb() -> None:
-    """Import Weights & Biases, as Megatron-Core does, with its temporary folders inside the launcher's.
-
-    In the system's they would stay behind when a rank is killed.
-    """
-    folder = os.environ.get(FOLDER)
-    if folder and has_module("wandb"):
-        before, tempfile.tempdir = tempfile.tempdir, folder
-        try:
-            with contextlib.suppress(ImportError):
-                importlib.import_module("wandb")
-        finally:
-            tempfile.tempdir = before
+@contextlib.contextmanager
+def without_wandb() -> Iterator[None]:
+    """Hide Weights & Biases from Megatron-Core, which imports it for half a second and does not use it here."""
+    is_loaded = "wandb" in sys.modules
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if not is_loaded:
+            del sys.modules["wandb"]
 
 
 def _collect_garbage_again() -> None:
@@ -130,7 +125,7 @@ def cpu_backend() -> contextlib.AbstractContextManager[None]:
     """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled."""
     from megatron_rc.launch.training.models import cpu
 
-    with cpu.without_compiler():
+    with cpu.without_compiler(), without_wandb():
         import megatron_rc.launch.training.loop  # noqa: F401
     return cpu.cpu_backend()
 

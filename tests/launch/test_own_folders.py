@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rc.launch import own_folders, train_ppo
+from megatron_rc.launch import own_folders
 from megatron_rc.launch.ending import FOLDER
 from megatron_rc.launch.own_folders import own_folder, remove_left_behind
+from megatron_rc.launch.training.reporting.boards import import_wandb
 from tests.support.paths import ROOT
 
 # Without torch, which takes two seconds.
@@ -111,6 +112,6 @@ def test_temporary_folders_of_wandb_lie_in_the_launchers(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv(FOLDER, str(folder))
     before = tempfile.gettempdir()
-    train_ppo._import_wandb()
+    import_wandb()
     assert Path(sys.modules.pop("wandb").made).parent == folder
     assert tempfile.gettempdir() == before

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import tempfile
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -13,6 +15,7 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rc.launch.ending import FOLDER
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
 from megatron_rc.launch.run_config import RunConfig
@@ -82,11 +85,20 @@ class TensorBoard:
             )
 
 
+def import_wandb() -> Any:
+    """Import Weights & Biases with its temporary folders in the launcher's, which outlasts a killed rank."""
+    before, tempfile.tempdir = tempfile.tempdir, os.environ.get(FOLDER) or tempfile.tempdir
+    try:
+        return importlib.import_module("wandb")
+    finally:
+        tempfile.tempdir = before
+
+
 class WandB:
     """Logs to Weights & Biases; a resumed run continues its run there. ``place``: URL of the run, or its folder."""
 
     def __init__(self, config: RunConfig, folder: Path, iteration: int) -> None:
-        self._wandb = importlib.import_module("wandb")
+        self._wandb = import_wandb()
         # Never ask for a key on the terminal, because all ranks would wait.
         quiet = self._wandb.Settings(show_info=False, quiet=True, finish_timeout=_UPLOAD_SECONDS)
         self._wandb.setup(settings=quiet)

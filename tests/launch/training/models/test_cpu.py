@@ -89,7 +89,7 @@ with cpu_backend():
     assert torch.equal(swiglu(torch.ones(2, device="cuda")), torch.ones(1).sigmoid())
 assert torch.compile is right
 assert "megatron_rc.launch.training.trainer" in sys.modules
-assert "torch._inductor.compile_fx" not in sys.modules
+assert not {"torch._inductor.compile_fx", "wandb"}.intersection(sys.modules)
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
