@@ -54,7 +54,8 @@ def seconds(words: list[str]) -> tuple[float, float]:
     trainer = make_trainer(words)
     model = (trainer.chunks, trainer.config, trainer.groups)
     found = []
-    for attempt in (lambda: sum(1 for _ in export_model(*model)), lambda: load_model(*model, trainer.config.checkpoints.load_hf)):
+    folder = trainer.config.checkpoints.load_hf
+    for attempt in (lambda: sum(1 for _ in export_model(*model)), lambda: load_model(*model, folder)):
         times = []
         for _ in range(3):
             start = time.perf_counter()

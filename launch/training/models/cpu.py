@@ -102,10 +102,12 @@ def _on_one_device(make: Callable[..., None]) -> Callable[..., None]:
     """
     devices = list[Any]()
 
-    def make_on_one(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        if not devices:
+    def make_on_one(group: Any, store: Any, rank: int, size: int, timeout: timedelta | Any) -> None:
+        chooses_devices = not isinstance(timeout, timedelta)  # by options in the place of the limit
+        if chooses_devices or not devices:
             make(group, store, rank, size, timeout)
-            devices.extend(group.options._devices)
+            if not chooses_devices:
+                devices.extend(group.options._devices)
             return
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._timeout = devices, timeout

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
+from tests.support.partial_rollouts import wait_until
 from tests.support.paths import ROOT
 from tests.support.recorded_training import GPT2, flags, run_config
 
@@ -70,10 +71,11 @@ def test_all_groups_share_one_thread_for_their_connections():
     store, before = torch.distributed.HashStore(), len(gloo_threads())
     with cpu_backend():
         groups = [ProcessGroupGloo(PrefixStore(name, store), 0, 1, timedelta(seconds=9)) for name in "abc"]
+        wait_until(lambda: len(gloo_threads()) > before)  # a thread gives itself its name
         assert len(gloo_threads()) == before + 1
         assert {group.options._timeout for group in groups} == {timedelta(seconds=9)}
     groups.append(ProcessGroupGloo(PrefixStore("d", store), 0, 1))
-    assert len(gloo_threads()) == before + 2
+    wait_until(lambda: len(gloo_threads()) == before + 2)
 
 
 @pytest.mark.processes
