@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines.registry import make_sender
 from megatron_rc.launch.engines.vllm_streamed import VllmStreamedEngine
@@ -14,7 +15,7 @@ from megatron_rc.launch.engines.weight_sender import WeightSender
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.converter import export_model
-from megatron_rc.launch.weights.units import names_of_stage
+from megatron_rc.launch.weights.units import names_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 _PHASE = "the weight sync"
@@ -45,7 +46,7 @@ class WeightTransfer:
         self.sender: WeightSender | None = None
         if group_rank(groups.tp) == group_rank(groups.cp) == 0:
             self.sender, self.model = make_sender(config, eos_token_id, work.replica, stage)
-            self.names = names_of_stage(config, stage)
+            self.names = names_of(config, stage)
         if config.engine.rollout_weight_transfer == "nccl" and engine is not None and work.replica == 0:
             _log.warning("--rollout-weight-transfer nccl has been run over gloo alone, not yet on GPUs")
 
@@ -58,6 +59,7 @@ class WeightTransfer:
             AgreedError: on every rank, if a server or a sender failed; that server stays paused.
         """
         self.work.run(lambda: self._of_engine().begin_update(version), _PHASE)
+        phases.enter(_PHASE)
         weights = export_model(chunks, self.config, self.groups, by_stage=True)
         error = None
         if self.sender is not None:

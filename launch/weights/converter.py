@@ -17,7 +17,7 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empt
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import load_weights, open_weights
-from megatron_rc.launch.weights.units import ExpertGroups, units_of
+from megatron_rc.launch.weights.units import ExpertGroups, names_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 MBRIDGE = "mbridge"
@@ -51,7 +51,7 @@ def bridge_export(
     """Export weights as :func:`export_weights` does; mbridge gives every tensor to every rank."""
     bridge = _make_bridge(config)  # not inside the generator, so that every rank raises its errors now
     is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-    return _stream(bridge.export_weights(list(chunks)), _names(config), is_first)
+    return _stream(bridge.export_weights(list(chunks)), names_of(config), is_first)
 
 
 def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: bool) -> Iterator[tuple[str, Tensor]]:
@@ -67,13 +67,9 @@ def bridge_load(chunks: Sequence[torch.nn.Module], config: RunConfig, folder: st
     bridge = _make_bridge(config)
     shapes = checkpoint_tensors(empty_model(family_of(config).hugging_face_config(config)))
     with open_weights(folder) as files:
-        for name in sorted(_names(config)):
+        for name in sorted(names_of(config)):
             files.check(name, tuple(shapes[name].shape))
     bridge.load_weights(list(chunks), str(folder))
-
-
-def _names(config: RunConfig) -> set[str]:
-    return {name for unit in units_of(config) for rule in unit.rules for name in unit.names(rule)}
 
 
 def _make_bridge(config: RunConfig) -> Any:

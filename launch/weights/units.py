@@ -77,9 +77,9 @@ def units_of(config: RunConfig) -> list[Unit]:
     return [_hybrid(unit) for unit in units] if config.model.is_hybrid else units
 
 
-def names_of_stage(config: RunConfig, stage: int) -> set[str]:
-    """Hugging Face names of the weights of one pipeline stage."""
-    own = [unit for unit in units_of(config) if unit.stage == stage]
+def names_of(config: RunConfig, stage: int | None = None) -> set[str]:
+    """Hugging Face names of the weights of one pipeline stage, or of the whole model."""
+    own = [unit for unit in units_of(config) if stage in (None, unit.stage)]
     return {name for unit in own for rule in unit.rules for name in unit.names(rule)}
 
 

@@ -201,7 +201,7 @@ def test_a_run_goes_on_after_kill_9(tmp_path, killed):
     """The ranks are started again, meet the server again, and go on from the last checkpoint."""
     (tmp_path / "long_task.py").write_text(TASK)
     files = [f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints", "--save-interval=1"]
-    words = [*WORDS.split(), "--rollout-weight-transfer=gloo", *files]
+    words = [*WORDS.split(), "--rollout-weight-transfer=gloo", "--max-response-length=100", *files]
     status, output = run_beside_server(tmp_path, words, kills=[killed], more=STREAMED)
     assert status == 0, output
     lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()

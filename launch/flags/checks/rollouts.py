@@ -115,7 +115,7 @@ def _check_transfer(config: RunConfig) -> None:
     way, on_cpu = config.engine.rollout_weight_transfer, config.launch.on_cpu
     needs, other = ("GPUs", "gloo") if way == "nccl" else ("CPUs", "nccl")
     wrong = {
-        "{rollout_weight_transfer} needs {needs}: give {other}, or files": (
+        "{rollout_weight_transfer} is for {needs}: give {other}, or files": (
             way != "files" and (way == "nccl") == on_cpu
         ),
     }

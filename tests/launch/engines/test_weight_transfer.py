@@ -15,7 +15,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.vllm_streamed import INCOMPLETE, VllmStreamedEngine
+from megatron_rc.launch.engines.vllm_streamed import INCOMPLETE, STREAMED_START, VllmStreamedEngine
 from megatron_rc.launch.engines.weight_sender import WeightSender
 from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
 from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, checksum, unpack
@@ -74,6 +74,11 @@ def test_the_pages_table_follows_from_the_shapes(name):
     whole = sum(sizes)
     want = [whole, whole, 2 * whole, whole / 8, max(2 * BUCKET, *sizes)]
     assert row.split(" | ")[1:] == [f"{size / 1e9:.1f}" + " |" * (size is want[-1]) for size in want]
+
+
+def test_the_page_starts_the_server_as_errors_say():
+    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8").replace("\\\n    ", "")
+    assert STREAMED_START.replace("DIRECTORY", "weights/replica-0") in page
 
 
 @pytest.fixture

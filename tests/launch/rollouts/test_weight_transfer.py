@@ -63,7 +63,7 @@ def test_a_stage_whose_weights_are_refused_ends_the_run_alike_on_every_rank(rank
 
 
 REFUSED = [
-    (["--rollout-weight-transfer=nccl"], "--rollout-weight-transfer nccl needs GPUs: give gloo"),
+    (["--rollout-weight-transfer=nccl"], "--rollout-weight-transfer nccl is for GPUs: give gloo"),
     (
         ["--rollout-engine=sglang-server"],
         "--rollout-weight-transfer gloo does nothing with --rollout-engine sglang-server",
