@@ -111,10 +111,10 @@ class RankPool:
         self.layout = layout
         meeting = (self.store.port, f"meeting-{self.meetings}")
         connections = [connection for _, connection in self.workers[: layout.world]]
-        call = Copying.dumps((function, args))
         for rank, connection in enumerate(connections):
             connection.send((layout, rank, meeting))
-            connection.send_bytes(call)
+            # Anew for each: memory that tensors share, such as a parameter's, is handed over once.
+            connection.send_bytes(Copying.dumps((function, args)))
         return self._collect(connections, timeout)
 
     def close(self, seconds: float = 5) -> None:
