@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from tests.support.ranks import ranks
+from tests.support.fixtures import ranks
 
 __all__ = ["ranks"]
 

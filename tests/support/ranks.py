@@ -23,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -260,10 +259,3 @@ def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-
-
-@pytest.fixture(scope="session")
-def ranks():
-    pool = RankPool()
-    yield pool
-    pool.close()

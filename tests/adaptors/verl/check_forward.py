@@ -15,7 +15,8 @@ import torch
 from megatron_rc.parallel import ParallelGroups, log_prob_processor
 from tests.parallel.test_processor import VOCABULARY, build, words_of
 from tests.support import training_cases
-from tests.support.ranks import Layout, ranks
+from tests.support.fixtures import ranks
+from tests.support.ranks import Layout
 
 __all__ = ["ranks"]
 
