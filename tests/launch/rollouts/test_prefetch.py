@@ -50,7 +50,7 @@ def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
 
     collector = RolloutCollector.__new__(RolloutCollector)
     collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(recorded_batch, in_background=False)
-    collector.sampler = None
+    collector.sampler = collector.transfer = None
     collector.close()
     assert "the rollout engine did not end cleanly: still there" in caplog.text
 
