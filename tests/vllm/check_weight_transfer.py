@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -82,22 +83,29 @@ class Trainer:
         return self.engine.directory.tensors(own, self.parts[stage])
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Address and folder of a server."""
-    folder = Path(tmp_path_factory.mktemp("server"))
+@contextmanager
+def started(folder, *more):
+    """A trainer and its server, which has the weights of version 0."""
     port = free_port()
     trainer = Trainer(f"http://127.0.0.1:{port}", folder)
     trainer.engine.directory.write_config(torch.float32)
-    process = start_server(folder / "weights", port, folder / "log", STREAMED)
+    process = start_server(folder / "weights", port, folder / "log", [*STREAMED, *more])
     try:
         trainer.give(0)
         trainer.engine.sample(PROMPTS, SamplingParams(), 4, SEED)  # the first requests take longer
-        yield trainer.engine.client.url, folder
+        yield trainer
     finally:
         sys.stderr.write((folder / "log").read_text()[-4000:])
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Address and folder of a server."""
+    folder = Path(tmp_path_factory.mktemp("server"))
+    with started(folder) as trainer:
+        yield trainer.engine.client.url, folder
 
 
 @pytest.fixture
@@ -119,6 +127,13 @@ def test_two_senders_give_all_weights(server):
         server.give(version)
         check(server.engine, version)
         assert [*server.engine.directory.path.glob("*")] == [server.engine.directory.path / "config.json"]
+
+
+def test_a_server_of_two_processes_which_share_each_tensor(tmp_path):
+    with started(tmp_path, "--tensor-parallel-size=2") as trainer:
+        for version in (1, 2):
+            trainer.give(version)
+            check(trainer.engine, version)
 
 
 def test_weights_change_within_responses(server):
