@@ -3,7 +3,7 @@
     python benchmarks/weight_transfer.py [--hidden 1024] [--layers 8]
 
 A Llama in float32 on four processes of one thread each, two pipeline stages in each of two data-parallel replicas. The
-servers are threads of this process: each reads the files, or receives over gloo, twice, as for two processes.
+servers are threads of this process: each maps the files, or receives over gloo, twice, as for two processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUNDS = 5
 
 
 class ReadingServer(StreamServer):
-    """Reads the files that it is told of, as vLLM's processes do."""
+    """Maps the files that it is told of into memory."""
 
     def answer(self, path: str, body: Any) -> Any:
         """Answer one request."""

@@ -39,17 +39,18 @@ class VllmStreamedEngine(VllmServerEngine):
         Raises:
             EngineError: the server is absent or unfit.
         """
-        self.version = -1
         if not self._is_checked:
             self.directory.write_config(self.dtype)
             self.client.wait_until_ready("/health", self.start_timeout)
             self._check_server()
             self._is_checked = True
-        self._given = version
         with development_mode():
             self._keeps = self._pause()
-            if self._held_version() == INCOMPLETE:
+            if self.version >= 0:
+                self._check_is_same()
+            elif self._held_version() == INCOMPLETE:
                 self._end_unfinished()
+            self._given = version
             self._name_version(INCOMPLETE)
             self.once.call("POST", "/start_weight_update")
 
@@ -63,6 +64,18 @@ class VllmStreamedEngine(VllmServerEngine):
         with development_mode():
             self._resume(self._given, self._keeps)
         self.version = self._given
+
+    def _check_version(self, asked: int) -> None:
+        held = self._held_version()
+        if held != INCOMPLETE:  # by an update that has begun since the batch ended
+            self._held(asked).read(held, self.client.url)
+
+    def _check_is_same(self) -> None:
+        """Check that the server was not started again: it would not know the senders."""
+        try:
+            self._check_version(self.version)
+        except RestartedError as loss:
+            self._give_again(loss)
 
     def _held_version(self) -> Any:
         return self._field(self.client.json("GET", "/weight_info"), "weight_version")

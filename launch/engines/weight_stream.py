@@ -84,13 +84,36 @@ class StreamGroup:
         self._rounds += 1
         return self._group.broadcast(bucket, 0)
 
-    def receive(self, size: int, device: torch.device) -> Tensor:
-        """Receive a bucket of ``size`` bytes."""
+    def receive(
+        self,
+        device: torch.device,
+        names: Sequence[str],
+        dtype_names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        checksum: int,
+    ) -> list[tuple[str, Tensor]]:
+        """Receive the weights of one bucket, which :func:`buckets` has described.
+
+        Raises:
+            RuntimeError: the sender has gone, or other bytes have come than it had.
+        """
         self._rounds += 1
         self._store.add(f"round {self._rounds}", 1)
-        bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        bucket = torch.empty(sum(bytes_of(dtype_names, shapes)), dtype=torch.uint8, device=device)
         self._group.broadcast(bucket, 0).wait()
-        return bucket
+        found = sum_of(bucket)
+        if found != checksum:
+            raise RuntimeError(
+                f"the bytes of {names[0]} to {names[-1]} have the sum {found}, the sender had {checksum}"
+            )
+        return list(zip(names, unpack(bucket, dtype_names, shapes), strict=True))
+
+
+def join(rank: int, address: str, port: int, transport: str, size: int, timeout: float) -> StreamGroup:
+    """The group of a sender that waits at this address, for a process of the server; see :class:`StreamGroup`."""
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    store.add(ARRIVED, 1)
+    return StreamGroup(store, rank, size, transport, address_towards(address, port), timeout)
 
 
 def awaits(store: Any, key: str, number: int) -> bool:
@@ -103,7 +126,7 @@ def buckets(
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Pack weights, in their order, into buckets of at most ``most_bytes``; a larger tensor has one of its own.
 
-    Yields the entries of :func:`unpack` and of the checksum, for JSON, and the bucket: [bytes] uint8.
+    Yields the arguments of :meth:`StreamGroup.receive` that describe a bucket, for JSON, and the bucket: [bytes] uint8.
     """
     packed: list[tuple[str, Tensor]] = []
     size = 0
@@ -125,12 +148,12 @@ def _packed(weights: Sequence[tuple[str, Tensor]]) -> tuple[dict[str, Any], Tens
         "names": [name for name, _ in weights],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
         "shapes": [list(tensor.shape) for _, tensor in weights],
-        "checksum": checksum(bucket),
+        "checksum": sum_of(bucket),
     }
     return entries, bucket
 
 
-def checksum(bucket: Tensor) -> int:
+def sum_of(bucket: Tensor) -> int:
     """Sum of a bucket's bytes, read as integers of eight bytes, modulo 2⁶⁴, and of the bytes that are left."""
     size = bucket.numel() // 8 * 8
     whole = bucket[:size] if bucket.storage_offset() % 8 == 0 else bucket[:size].clone()

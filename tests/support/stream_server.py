@@ -3,17 +3,8 @@
 import threading
 
 import torch
-import torch.distributed as dist
 
-from megatron_rc.launch.engines.weight_stream import (
-    ARRIVED,
-    BACKEND,
-    StreamGroup,
-    address_towards,
-    bytes_of,
-    checksum,
-    unpack,
-)
+from megatron_rc.launch.engines.weight_stream import BACKEND, bytes_of, join
 from tests.support.rollout_servers import Server
 
 
@@ -48,7 +39,8 @@ class StreamServer(Server):
             case "/update_weights":
                 with self._one_at_a_time:
                     self._on_all(self._receive, body["update_info"])
-                    self.buckets.append(sum(bytes_of(*self._types(body["update_info"]))))
+                    info = body["update_info"]
+                    self.buckets.append(sum(bytes_of(info["dtype_names"], info["shapes"])))
             case _:
                 return super().answer(path, body)
         return {}
@@ -58,10 +50,6 @@ class StreamServer(Server):
         super().server_close()
         self.groups.clear()
 
-    @staticmethod
-    def _types(info):
-        return info["dtype_names"], info["shapes"]
-
     def _on_all(self, function, info):
         threads = [threading.Thread(target=function, args=(rank, info)) for rank in range(self.processes)]
         for thread in threads:
@@ -70,15 +58,11 @@ class StreamServer(Server):
             thread.join()
 
     def _join(self, rank, info):
-        place = (info["address"], info["port"])
-        store = dist.TCPStore(*place, is_master=False)
-        store.add(ARRIVED, 1)
-        own = address_towards(*place)
-        group = StreamGroup(store, 1 + rank, info["size"], info["transport"], own, info["timeout"])
-        self.groups[info["sender"], rank] = group
+        meeting = dict(info)
+        sender = meeting.pop("sender")
+        self.groups[sender, rank] = join(1 + rank, **meeting)
 
     def _receive(self, rank, info):
-        size = sum(bytes_of(*self._types(info)))
-        bucket = self.groups[info["sender"], rank].receive(size, torch.device("cpu"))
-        assert checksum(bucket) == info["checksum"]
-        self.received[rank].update(zip(info["names"], unpack(bucket, *self._types(info)), strict=True))
+        entries = dict(info)
+        group = self.groups[entries.pop("sender"), rank]
+        self.received[rank].update(group.receive(torch.device("cpu"), **entries))

@@ -1,0 +1,86 @@
+"""vLLM's side of ``--rollout-weight-transfer gloo|nccl``: a weight transfer engine in each of a server's processes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_rc.launch.engines.weight_stream import StreamGroup, join
+
+
+@dataclass
+class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
+    """Place at which a sender waits for the server's processes."""
+
+    sender: int  # pipeline stage of the trainer's rank
+    address: str
+    port: int
+    transport: str  # ``gloo`` or ``nccl``
+    size: int  # members of the group: the sender and the server's processes
+    timeout: float  # seconds
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Description of the bucket that a sender broadcasts; see :meth:`StreamGroup.receive`."""
+
+    sender: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    checksum: int
+
+
+class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
+    """Receives buckets in one process of a server, and loads their tensors."""
+
+    init_info_cls, update_info_cls = Meeting, Bucket
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.groups: dict[int, StreamGroup] = {}
+        self._is_open = False
+
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        """Join a sender's group, in the place of an earlier one, as of a trainer that was started again."""
+        meeting = asdict(init_info)
+        sender = meeting.pop("sender")
+        self.groups.pop(sender, None)
+        config = self.parallel_config
+        rank = 1 + config.data_parallel_index * config.world_size + config.rank
+        self.groups[sender] = join(rank, **meeting)
+
+    def start_weight_update(self) -> None:
+        """Begin an update; one that was left unfinished is ended first, so that no layer keeps a part of it."""
+        if self._is_open:
+            self.finish_weight_update()
+        initialize_layerwise_reload(self.model)
+        self._is_open = True
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        """Receive one bucket and load its tensors."""
+        entries = asdict(update_info)
+        sender = entries.pop("sender")
+        try:
+            weights = self.groups[sender].receive(self.device, **entries)
+        except BaseException:
+            # The sender sees the end of the connection, and waits no longer.
+            self.groups.pop(sender, None)
+            raise
+        self.model.load_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        """Load the layers that have not been loaded yet."""
+        self._is_open = False
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave all groups."""
+        self.groups.clear()
