@@ -96,6 +96,11 @@ class ParallelGroups:
         """True on the ranks of the last pipeline stage, which hold the log-probs."""
         return group_rank(self.pp) == group_size(self.pp) - 1
 
+    @property
+    def is_first_of_replica(self) -> bool:
+        """True on the first rank of each data-parallel replica: rank 0 of ``tp``, ``cp`` and ``pp``."""
+        return group_rank(self.tp) == group_rank(self.cp) == group_rank(self.pp) == 0
+
 
 def group_size(group: Group | None) -> int:
     """Number of ranks in a group; 1 for ``None``."""

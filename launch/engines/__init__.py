@@ -40,6 +40,24 @@ class Sample:
     versions: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Responses to one call of a rollout batch, for an engine whose samples go on under new weights.
+
+    Attributes:
+        step: optimizer step at which the batch begins; requests of earlier batches go first.
+        prompts: the call's prompts, token ids.
+        sampling: the call's sampling parameters.
+        samples: responses that are there, by the index of their prompt. The engine asks for the others and adds each
+            one when it comes, so that a checkpoint can keep it.
+    """
+
+    step: int
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    samples: dict[int, Sample]
+
+
 class RolloutEngine(Protocol):
     """Interface of an engine.
 
@@ -47,9 +65,10 @@ class RolloutEngine(Protocol):
         version: number of optimizer steps that made the engine's weights.
 
     Two attributes are optional. ``is_elsewhere`` is true for an engine that samples in another process; then
-    ``--rollout-staleness`` calls ``sample`` on a thread while the trainer goes on, but never during ``load_weights``,
-    unless ``--rl-partial-rollouts`` is given: then samples that are under way go on under the new weights, and have
-    ``versions``. ``restarts`` counts the restarts of an engine that can be restarted while the trainer goes on.
+    ``--rollout-staleness`` calls ``sample`` on a thread while the trainer goes on, but never during ``load_weights``.
+    With ``--rl-partial-rollouts`` several threads call it, with a :class:`Progress` as the last argument, also during
+    ``load_weights``: then samples that are under way go on under the new weights, and have ``versions``. ``restarts``
+    counts the restarts of an engine that can be restarted while the trainer goes on.
     """
 
     version: int

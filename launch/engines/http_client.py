@@ -12,18 +12,19 @@ import math
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
 import httpx2
-from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.requests import API_KEY, MOST_BYTES, HttpStatusError, Request, Retries
 
 Result = TypeVar("Result")
+Turn = Callable[[], AbstractAsyncContextManager[None]]  # context of one request, which waits for its turn
 EXCERPT = 300  # characters of a server's answer in an error
 CONNECT_SECONDS = 10.0
 TOO_MANY = 429
@@ -90,24 +91,27 @@ class HttpClient:
             HttpStatusError: the server refused the request.
             EngineError: the answer is late or too large, or all attempts failed.
         """
-        (answer,) = self._send([Request(method, path, body)], lambda _, data: data, 1)
+        (answer,) = self._send([Request(method, path, body)], lambda _, data: data, 1, nullcontext)
         return answer
 
     def read_all(
-        self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int
+        self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int, turn: Turn
     ) -> list[Result]:
         """Send all requests and return ``read(index, answer)`` of each in their order; the first error ends all.
 
         Args:
             requests: requests whose answers are JSON.
             read: called as soon as an answer is there.
-            concurrency: largest number of requests and of connections at a time.
+            concurrency: largest number of connections at a time.
+            turn: makes the context of each request.
 
         Raises:
             EngineError: see :meth:`json`; or an error of ``read``.
         """
         paths = [request.path for request in requests]
-        return self._send(requests, lambda index, data: read(index, self._parsed(paths[index], data)), concurrency)
+        return self._send(
+            requests, lambda index, data: read(index, self._parsed(paths[index], data)), concurrency, turn
+        )
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
         """Request ``path`` until the server answers 2xx; it may still be loading its model.
@@ -144,13 +148,15 @@ class HttpClient:
                 "name its address"
             ) from error
 
-    def _send(self, requests: Sequence[Request], read: Callable[[int, bytes], Result], number: int) -> list[Result]:
+    def _send(
+        self, requests: Sequence[Request], read: Callable[[int, bytes], Result], number: int, turn: Turn
+    ) -> list[Result]:
         """Results of ``read`` over ``number`` connections; see :meth:`read_all`."""
         results: dict[int, Result] = {}
         errors: list[Exception] = []
 
-        async def one(index: int, connections: httpx2.AsyncClient, group: TaskGroup, turns: CapacityLimiter) -> None:
-            async with turns:
+        async def one(index: int, connections: httpx2.AsyncClient, group: TaskGroup) -> None:
+            async with turn():
                 try:
                     results[index] = read(index, await self._insist(connections, requests[index]))
                 except Exception as error:
@@ -158,10 +164,9 @@ class HttpClient:
                     group.cancel_scope.cancel()
 
         async def together() -> None:
-            turns = CapacityLimiter(number)
             async with self._connections(number) as connections, anyio.create_task_group() as group:
                 for index in range(len(requests)):
-                    group.start_soon(one, index, connections, group, turns)
+                    group.start_soon(one, index, connections, group)
 
         anyio.run(together)
         if errors:

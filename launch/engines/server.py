@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.launch.engines import EngineError, Progress, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
-from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.http_client import HttpClient, Turn
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.request_limit import RequestLimit
 from megatron_rc.launch.engines.requests import Request
 from megatron_rc.launch.engines.weight_versions import RestartedError, VersionRange
 from megatron_rc.records.rollout import SamplingParams
@@ -29,11 +30,11 @@ class OpenSamples:
 
     def __init__(self) -> None:
         self._updates = self._drained = 0
-        self._begun: list[int] = []  # number of updates before each open call
+        self._begun: list[int] = []  # number of updates before each response under way
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Context of a call that has responses under way."""
+        """Context of a response under way."""
         begun = self._updates
         self._begun.append(begun)
         try:
@@ -64,7 +65,7 @@ class ServerEngine(ABC):
         client: client of the server.
         directory: directory of weights.
         eos_token_id: token that ends a response.
-        concurrency: largest number of requests at a time.
+        concurrency: largest number of requests at a time, of all rollout batches together.
         start_timeout: seconds to wait for the server's first answer.
         experts_shape: (layers, top_k) of the model, if samples must have the experts of their tokens.
         reports_support: whether truncated samples must have the tokens that were kept.
@@ -90,6 +91,7 @@ class ServerEngine(ABC):
     ) -> None:
         self.client, self.directory, self.eos = client, directory, eos_token_id
         self.concurrency, self.start_timeout = concurrency, start_timeout
+        self._of_rollouts = RequestLimit(concurrency)
         self.experts_shape, self.reports_support = experts_shape, reports_support
         self.partial_rollouts, self.open_samples = partial_rollouts, OpenSamples()
         self.version, self.restarts = -1, 0
@@ -125,11 +127,18 @@ class ServerEngine(ABC):
             self.version = version
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        max_new_tokens: int,
+        seed: int,
+        progress: Progress | None = None,
     ) -> list[Sample]:
         """Sample one response for each prompt, in their order; see :class:`RolloutEngine`.
 
-        A server that is restarted meanwhile gets its weights again, and samples the whole batch again.
+        A server that is restarted meanwhile gets its weights again, and samples again: with ``progress`` the responses
+        that are not there yet, because each of them has its versions, without it all. Calls with ``progress`` share
+        ``concurrency``; a call without it, for a check or an evaluation, does not wait for them.
 
         Raises:
             ValueError: a prompt is empty.
@@ -141,33 +150,54 @@ class ServerEngine(ABC):
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
         kilobytes = 16 if self.experts_shape or self.reports_support else 1
         asks = [replace(ask, kilobytes=kilobytes, version=version) for ask in asks]
-        requests = [self._request(ask) for ask in asks]
         self._check_params(asks)
-        with self.open_samples.sampling():
-            for _ in range(TRIES - 1):
-                try:
-                    return self._sample_once(asks, requests, version)
-                except RestartedError as error:
-                    self._give_again(error)
-            return self._sample_once(asks, requests, version)
+        for _ in range(TRIES - 1):
+            restarts = self.restarts
+            try:
+                return self._sample_once(asks, version, progress)
+            except RestartedError as error:
+                self._give_again(error, restarts)
+        return self._sample_once(asks, version, progress)
 
-    def _sample_once(self, asks: Sequence[Ask], requests: Sequence[Request], version: int) -> list[Sample]:
+    def _sample_once(self, asks: Sequence[Ask], version: int, progress: Progress | None) -> list[Sample]:
         """Responses to all requests, made when the server held ``version``; RestartedError if it lost its weights."""
         absences = self.client.absences
-        samples = self.client.read_all(
-            requests, lambda index, answer: self._read(asks[index], answer), self.concurrency
-        )
+        limit = RequestLimit(self.concurrency) if progress is None else self._of_rollouts
+        samples = {} if progress is None else progress.samples
+        missing = [ask for ask in asks if ask.index not in samples]
+
+        def read(place: int, answer: Any) -> None:
+            samples[missing[place].index] = self._read(missing[place], answer)
+
+        turn = self._turn(limit, 0 if progress is None else progress.step)
+        self.client.read_all([self._request(ask) for ask in missing], read, self.concurrency, turn)
         if self._keeps_version:
             self._check_version(version)
         elif self.client.absences > absences:
             raise RestartedError(f"{self.client.url} was away, and may have lost the weights of step {version}")
-        return samples
+        return [samples[ask.index] for ask in asks]
 
-    def _give_again(self, loss: RestartedError) -> None:
-        """Give a restarted server its weights; raise ``loss`` if an update by the trainer has failed meanwhile."""
+    def _turn(self, limit: RequestLimit, order: int) -> Turn:
+        """Context of each request: within the limit, and counted as a response under way."""
+
+        @asynccontextmanager
+        async def turn() -> AsyncIterator[None]:
+            async with limit.turn(order):
+                with self.open_samples.sampling():
+                    yield
+
+        return turn
+
+    def _give_again(self, loss: RestartedError, restarts: int) -> None:
+        """Give a restarted server its weights, unless another thread has, since there were ``restarts``.
+
+        Raises ``loss`` if an update by the trainer has failed meanwhile.
+        """
         with self._updating:
             if self.version < 0:
                 raise loss
+            if self.restarts > restarts:
+                return
             self.restarts += 1
             _log.warning("%s: it gets them again, and the batch is sampled again", loss)
             self._check_server()

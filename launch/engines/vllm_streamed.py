@@ -75,7 +75,7 @@ class VllmStreamedEngine(VllmServerEngine):
         try:
             self._check_version(self.version)
         except RestartedError as loss:
-            self._give_again(loss)
+            self._give_again(loss, self.restarts)
 
     def _held_version(self) -> Any:
         return self._field(self.client.json("GET", "/weight_info"), "weight_version")
@@ -94,7 +94,7 @@ class VllmStreamedEngine(VllmServerEngine):
                 f"and start it as {STREAMED_START}"
             )
 
-    def _give_again(self, loss: RestartedError) -> NoReturn:
+    def _give_again(self, loss: RestartedError, restarts: int) -> NoReturn:
         raise EngineError(
             f"{loss}: start the run again (torchrun's --max-restarts does), or give --rollout-weight-transfer files, "
             "from which a server that was started again gets its weights again"

@@ -19,6 +19,7 @@ from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
+from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
@@ -32,7 +33,7 @@ from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.weights.converter import export_model
 from megatron_rc.parallel.collectives import all_reduce_sum, every_text
-from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 _log = logging.getLogger("megatron_rc")
@@ -59,11 +60,12 @@ class RolloutCollector:
         groups: ParallelGroups,
         engine: RolloutEngine | None = None,
         request: StopRequest | None = None,
+        open_rollouts: OpenRollouts | None = None,
     ) -> None:
-        self.config, self.task, self.groups = config, task, groups
+        self.config, self.task, self.groups, self.open_rollouts = config, task, groups, open_rollouts
         self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
-        self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
+        self.is_engine_rank = groups.is_first_of_replica
         self.work = EngineWork(config, self.replica, self.is_engine_rank, request or StopRequest())
         self.engine: RolloutEngine | None = None
         self.recorded: RecordedRollouts | None = None
@@ -89,7 +91,8 @@ class RolloutCollector:
         # [responses], see SampledBatch, on all ranks of the replica.
         self.baselines: Tensor | None = None
         self._unscored = self._asked = 0
-        self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
+        threads = (self.window + 1 if self.is_partial else 1) if self.window and elsewhere else 0
+        self.prefetched = PrefetchedRollouts(self._obtain, threads)
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch that starts at optimizer step ``step``; also syncs the engines' weights when it is time.
@@ -103,6 +106,8 @@ class RolloutCollector:
         Raises AgreedError as :meth:`sync_weights` and :meth:`collect` do, or if no response could be scored.
         """
         if self.is_partial:
+            if self.open_rollouts is not None:
+                self.open_rollouts.forget_before(step)
             weight_sync(lap)
             steps = (step, *self._following(step))
             self.prefetched.order([later for later in steps if later not in self.prefetched])
@@ -280,7 +285,7 @@ class RolloutCollector:
             )
             return
         self.engine = engine or self._default_engine()
-        self.sampler = RolloutSampler(config, self.task, self.engine, self.replica)
+        self.sampler = RolloutSampler(config, self.task, self.engine, self.replica, self.open_rollouts)
 
     def _make_transfer(self) -> WeightTransfer | None:
         """This rank's part in updates over process groups; None: weights go through files, or there is no engine."""
@@ -314,7 +319,7 @@ class RolloutCollector:
         return sampled
 
     def _obtain(self, step: int) -> SampledBatch:
-        """Sample or read this replica's records; may run on the prefetching thread."""
+        """Sample or read this replica's records; may run on a prefetching thread."""
         config = self.config
         if self.recorded is None:
             return self._required_sampler().sample(step)

@@ -8,11 +8,16 @@ rollout batch). These weights sample the next P batches while the trainer goes o
 
 A batch's weights depend on its number and on the step at which the run began, never on timing. The last batch of a
 window is taken before the weights change, so that the engine has no open request then and each token has one version.
+
+With ``--rl-partial-rollouts`` the engine gets new weights at every batch, and P + 1 threads sample the newest P + 1
+batches at once: a long response of one batch does not keep the engine from the next one. A batch consists of the next
+prompts, not of the first responses to end: these would be the short ones.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -27,28 +32,31 @@ T = TypeVar("T")
 class PrefetchedRollouts(Generic[T]):
     """Ordered batches that nobody took yet, by the optimizer step that they start at. Makes no collective.
 
-    All ranks keep the same orders; only a rank with an engine takes batches. ``obtain`` returns the batch of a step; it
-    is called for one batch at a time. With ``in_background`` a thread calls it as soon as a batch is ordered. Otherwise
+    All ranks keep the same orders; only a rank with an engine takes batches. ``obtain`` returns the batch of a step.
+    ``threads`` threads call it, in the order of the batches, as soon as a batch is ordered. Without threads
     :meth:`take` calls it: with an engine in this process, a thread would only take turns with the trainer.
     """
 
-    def __init__(self, obtain: Callable[[int], T], *, in_background: bool) -> None:
+    def __init__(self, obtain: Callable[[int], T], threads: int) -> None:
         self._obtain = obtain
         self._ordered: dict[int, Future[T] | None] = {}
         self._queue: SimpleQueue[tuple[int, Future[T]] | None] = SimpleQueue()
-        # A daemon thread: a run that failed reports it without waiting for the sampling.
-        self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True) if in_background else None
-        if self._thread is not None:
-            self._thread.start()
+        # Daemon threads: a run that failed reports it without waiting for the sampling.
+        self._threads = [threading.Thread(target=self._work, name="rollouts", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def __contains__(self, step: int) -> bool:
         return step in self._ordered
 
     def order(self, steps: Sequence[int]) -> None:
-        """Order the batches of these steps; the engine's weights must stay until all of them are taken."""
+        """Order the batches of these steps.
+
+        Without ``--rl-partial-rollouts`` the engine's weights must stay until all of them are taken.
+        """
         for step in steps:
             future: Future[T] | None = None
-            if self._thread is not None:
+            if self._threads:
                 future = Future()
                 self._queue.put((step, future))
             self._ordered[step] = future
@@ -63,14 +71,16 @@ class PrefetchedRollouts(Generic[T]):
         return self._obtain(step) if future is None else future.result()
 
     def close(self) -> None:
-        """Cancel all orders, and wait at most 5 seconds for the batch that is being sampled."""
+        """Cancel all orders, and wait at most 5 seconds for the batches that are being sampled."""
         for future in self._ordered.values():
             if future is not None:
                 future.cancel()
         self._ordered.clear()
-        if self._thread is not None:
+        for _ in self._threads:
             self._queue.put(None)
-            self._thread.join(GRACE_SECONDS)
+        end = time.monotonic() + GRACE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while (order := self._queue.get()) is not None:

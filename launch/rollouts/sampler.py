@@ -14,12 +14,14 @@ from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed
 from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards, penalised
+from megatron_rc.launch.rollouts.batches import batch_of, versions_of
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
+from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.rollouts.turns import Conversation, converse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
-from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 # Responses of an evaluation in one request: an engine in this process holds all their tokens in memory.
 _MOST_AT_ONCE = 256
@@ -56,13 +58,24 @@ class Answered:
 
 
 class RolloutSampler:
-    """Samples for one data-parallel replica, on its first rank. Makes no collective."""
+    """Samples for one data-parallel replica, on its first rank. Makes no collective.
 
-    def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
+    ``open_rollouts`` keeps the responses of rollout batches under way; None: nothing is kept.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        engine: RolloutEngine,
+        replica: int,
+        open_rollouts: OpenRollouts | None = None,
+    ) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
-        self.rewarder, self.good_samples = Rewarder(config, replica), GoodSamples(config, engine, replica)
+        self.rewarder = Rewarder(config, replica)
+        self.good_samples = GoodSamples(config, engine, replica, open_rollouts)
         self.sampling = config.rollouts.sampling
-        # Held by calls of the task and the rewarder: --rl-partial-rollouts evaluates while a thread samples.
+        # Held by calls of the task and the rewarder: with --rl-partial-rollouts several threads sample and evaluate.
         self._task_is_busy = threading.Lock()
 
     def sample(self, step: int) -> SampledBatch:
@@ -124,7 +137,7 @@ class RolloutSampler:
         """Sample and reward ``size`` responses to each problem; ``sampling`` None: as rollouts are sampled."""
         longest = self.config.rollouts.max_response_length
         reply = partial(self._reply, problems, size, step=step)
-        samples = self._responses(problems, size, sampling or self.sampling, longest, seed, reply)
+        samples = self._responses(problems, size, sampling or self.sampling, longest, seed, reply, step)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
         asked, given = [problems[index // size] for index in kept], [samples[index] for index in kept]
         rewards = self._rewards(asked, given, step=step)
@@ -229,8 +242,12 @@ class RolloutSampler:
         longest: int,
         seed: int,
         reply: Callable[[list[int], list[Conversation]], list[Outcome]] | None = None,
+        step: int | None = None,
     ) -> list[Conversation]:
-        """``size`` responses to each problem, of up to ``--max-turns`` turns if there is a ``reply``."""
+        """``size`` responses to each problem, of up to ``--max-turns`` turns if there is a ``reply``.
+
+        ``step``: optimizer step at which their rollout batch begins; None: they belong to none.
+        """
         with self._task_is_busy:
             encoded = [ids for problem in problems for ids in [self.task.text.encode(problem)] * size]
         room = self.config.training.seq_length - self.config.rollouts.max_response_length
@@ -238,83 +255,26 @@ class RolloutSampler:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
 
         def ask(texts: list[list[int]], seed: int) -> list[Sample]:
-            given = self.good_samples(texts, sampling, longest, seed)
-            return [replace(sample, versions=self._versions(sample).tolist()) for sample in given]
+            given = self.good_samples(texts, sampling, longest, seed, step)
+            return [replace(sample, versions=versions_of(sample, self.engine.version)) for sample in given]
 
         most = self.config.rollouts.max_turns
         return converse(encoded, ask, seed, reply=reply if most > 1 else None, most=most, room=room)
 
     def _batch(self, samples: Sequence[Conversation], rewards: Sequence[float], first_prompt: int) -> RolloutBatch:
-        rows, length = len(samples), self.config.training.seq_length
-        starts = torch.tensor([len(sample.prompt) for sample in samples]).unsqueeze(1)
-        ends = starts + torch.tensor([len(sample.token_ids) for sample in samples]).unsqueeze(1)
-        position = torch.arange(length)
-        used, mask = position < ends, torch.zeros(rows, length, dtype=torch.bool)
-        mask[used & (position >= starts)] = torch.tensor([one for sample in samples for one in sample.sampled]).bool()
-        tokens = torch.full((rows, length), self.task.text.pad)
-        tokens[used] = torch.tensor([token for sample in samples for token in (*sample.prompt, *sample.token_ids)])
-        log_probs = torch.zeros(rows, length)
-        log_probs[mask] = torch.tensor([value for sample in samples for value in sample.log_probs])
-        versions = torch.full((rows, length), self.engine.version, dtype=torch.int32)
-        versions[mask] = torch.tensor([one for sample in samples for one in sample.versions], dtype=torch.int32)
-        group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_prompt
-        return RolloutBatch(
-            tokens=tokens,
-            response_mask=mask,
-            rollout_log_probs=log_probs,
-            policy_versions=versions,
-            sample_ids=torch.arange(rows) + first_prompt * self.config.rollouts.grpo_group_size,
-            group_ids=group,
-            rewards=torch.tensor(rewards, dtype=torch.float32),
-            finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
-            sampling=self.sampling,
-            routed_experts=self._routed_experts(samples) if self.config.replays_rollouts else None,
-            **(self._support(samples, mask) if self.config.rollouts.replays_sampling else {}),
+        """The batch of groups of responses; ``first_prompt``: number of the first one's prompt, over all replicas."""
+        config, size = self.config, self.config.rollouts.grpo_group_size
+        batch = batch_of(
+            samples,
+            config.training.seq_length,
+            self.task.text.pad,
+            self.sampling,
+            has_experts=config.replays_rollouts,
+            has_support=config.rollouts.replays_sampling,
         )
-
-    def _versions(self, sample: Sample) -> Tensor:
-        """[tokens] int32 versions of the weights that sampled a response."""
-        versions = sample.versions
-        if versions is None:
-            versions = [self.engine.version] * len(sample.token_ids)
-        if len(versions) != len(sample.token_ids):
-            raise EngineError(f"the engine named the weights of {len(versions)} of {len(sample.token_ids)} tokens")
-        return torch.tensor(versions, dtype=torch.int32)
-
-    @staticmethod
-    def _support(samples: Sequence[Conversation], mask: Tensor) -> dict[str, Tensor]:
-        """The records' fields of the tokens that the engine kept; ``mask`` has the sampled tokens."""
-        for sample in samples:
-            given = None if sample.support is None else len(sample.support[1])
-            if given != len(sample.log_probs) and sample.token_ids:
-                raise EngineError(
-                    f"the engine reported the kept tokens of {given} of {len(sample.log_probs)} sampled tokens: "
-                    "--rollout-top-p, --rollout-top-k and --rollout-min-p need all of them"
-                )
-        none = torch.zeros(0, dtype=torch.int32)
-        supports = [(none, none) if sample.support is None else sample.support for sample in samples]
-        ids, sizes = (torch.cat(parts) for parts in zip(*supports, strict=True))
-        counts = torch.zeros(mask.shape, dtype=torch.int32)
-        counts[mask] = sizes
-        return {"support_ids": ids, "support_counts": counts}
-
-    def _routed_experts(self, samples: Sequence[Conversation]) -> Tensor:
-        """[responses, seq_length, layers, top_k] int16 experts of each token, −1 if they are not known."""
-        of_each = [sample.routed_experts for sample in samples]
-        known = [experts for experts in of_each if experts is not None]
-        if not known:
-            raise EngineError("the engine reported the experts of no response: --moe-enable-routing-replay needs them")
-        shape = (len(samples), self.config.training.seq_length, *known[0].shape[1:])
-        experts = torch.full(shape, NO_EXPERT, dtype=torch.int16)
-        for row, sample, given in zip(experts, samples, of_each, strict=True):
-            if not sample.token_ids:
-                continue
-            tokens = len(sample.prompt) + len(sample.token_ids) - 1
-            if given is None or given.shape != (tokens, *row.shape[1:]):
-                found = "none" if given is None else list(given.shape)
-                raise EngineError(
-                    f"a response of {len(sample.token_ids)} tokens to {len(sample.prompt)} has experts of shape "
-                    f"{found}, expected {[tokens, *row.shape[1:]]}: one row for each token but the last"
-                )
-            row[:tokens] = given
-        return experts
+        return replace(
+            batch,
+            sample_ids=batch.sample_ids + first_prompt * size,
+            group_ids=batch.group_ids // size + first_prompt,
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+        )

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed, fault_in_log_probs
+from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
 
@@ -28,24 +31,36 @@ _TRIES_FROM = 1 << 32
 
 
 class GoodSamples:
-    """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective."""
+    """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective.
 
-    def __init__(self, config: RunConfig, engine: RolloutEngine, replica: int) -> None:
-        self.config, self.engine, self.replica = config, engine, replica
+    ``open_rollouts`` keeps the responses of rollout batches under way; None: nothing is kept.
+    """
+
+    def __init__(
+        self, config: RunConfig, engine: RolloutEngine, replica: int, open_rollouts: OpenRollouts | None = None
+    ) -> None:
+        self.config, self.engine, self.replica, self.open_rollouts = config, engine, replica, open_rollouts
         self.policy = config.guards.bad_samples
-        self._counts = threading.local()  # --rl-partial-rollouts evaluates while a thread samples
+        self._counts = threading.local()  # with --rl-partial-rollouts several threads sample and evaluate
         self.file = bad_folder(config) / SAMPLES_FILE
         engines = config.engine.rollout_url
         self.name = engines.split(",")[replica] if engines else f"--rollout-engine {config.engine.rollout_engine}"
 
     def __call__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, longest: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        longest: int,
+        seed: int,
+        step: int | None = None,
     ) -> list[Sample]:
         """One response for each prompt, in their order; a dropped one has no token and the finish reason "abort".
 
+        ``step``: optimizer step at which their rollout batch begins; None: they belong to none.
+
         Raises EngineError if a response is bad, with ``--bad-samples stop``.
         """
-        samples = self.engine.sample(prompts, params, longest, seed)
+        samples = self._ask(prompts, params, longest, seed, step)
         tries = self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
         for number in range(tries + 1):
             found = {index: self.fault_of(one, longest, index) for index, one in enumerate(samples)}
@@ -56,12 +71,19 @@ class GoodSamples:
             self._counts.bad = self.bad + len(faults)
             if number == tries or not faults:
                 break
-            again = self.engine.sample(
-                [prompts[index] for index in faults], params, longest, derive_seed(seed, _TRIES_FROM + number)
-            )
+            seed_of_try = derive_seed(seed, _TRIES_FROM + number)
+            again = self._ask([prompts[index] for index in faults], params, longest, seed_of_try, step)
             for index, sample in zip(faults, again, strict=True):
                 samples[index] = sample
         return [Sample([], [], "abort") if index in faults else one for index, one in enumerate(samples)]
+
+    def _ask(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, longest: int, seed: int, step: int | None
+    ) -> list[Sample]:
+        if step is None or self.open_rollouts is None:
+            return self.engine.sample(prompts, params, longest, seed)
+        progress = self.open_rollouts.progress(step, seed, prompts, params, longest)
+        return cast(ServerEngine, self.engine).sample(prompts, params, longest, seed, progress)
 
     @property
     def bad(self) -> int:

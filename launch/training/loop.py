@@ -84,7 +84,9 @@ class _Run:
         if self.reporter is not None:
             stack.enter_context(self.reporter)
         self.request = StopRequest()
-        self.collector = RolloutCollector(config, task, groups, request=self.request)
+        self.collector = RolloutCollector(
+            config, task, groups, request=self.request, open_rollouts=trainer.open_rollouts
+        )
         stack.enter_context(self.request.installed())
         stack.enter_context(closing(self.collector))
         self.weight_sync = WeightSync(config, trainer, self.collector, groups, self.reporter)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.launch import phases
+from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -38,7 +39,7 @@ from megatron_rc.measures.histogram import Distribution
 from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
-from megatron_rc.parallel.groups import group_size
+from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.training.plan import LossScale, Plan
 from megatron_rc.training.rollout_correction import RolloutCorrection
@@ -63,6 +64,8 @@ class Trainer(TrainedModel):
     Attributes:
         iteration: number of optimizer steps, those before a loaded checkpoint included.
         sampling_weights: weights of the rollouts that are being sampled, kept for checkpoints.
+        open_rollouts: responses of the rollouts that are being sampled, kept for checkpoints; None without
+            ``--rl-partial-rollouts``.
         writer: writer of checkpoints.
         batch_check: check that the engines sampled the newest rollout batch from the trainer's weights.
         replay: the routing replay of ``--moe-enable-routing-replay``; else None.
@@ -91,6 +94,10 @@ class Trainer(TrainedModel):
         self.reference = Reference(config, self.chunks, reader) if config.needs_reference else None
         self.advantages, self.rewards = Advantages(config, groups), RewardScaler(config.advantages, groups.dp)
         self.sampling_weights, self.writer = SamplingWeights(config, self.chunks), CheckpointWriter(config)
+        self.open_rollouts = None
+        if config.engine.rl_partial_rollouts:
+            replica = group_rank(groups.dp) if groups.is_first_of_replica else None
+            self.open_rollouts = OpenRollouts(config, replica)
         self.critic = Critic(config, groups, self.passes) if config.critic else None
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
@@ -140,6 +147,7 @@ class Trainer(TrainedModel):
             critic=self.critic,
             reference=self.reference,
             sampling=self.sampling_weights,
+            open_rollouts=self.open_rollouts,
             rewards=self.rewards,
             left_out=self.left_out,
         )

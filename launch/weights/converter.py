@@ -18,7 +18,7 @@ from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import load_weights, open_weights
 from megatron_rc.launch.weights.units import ExpertGroups, names_of
-from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.parallel.groups import ParallelGroups
 
 MBRIDGE = "mbridge"
 
@@ -50,7 +50,7 @@ def bridge_export(
 ) -> Iterator[tuple[str, Tensor]]:
     """Export weights as :func:`export_weights` does; mbridge gives every tensor to every rank."""
     bridge = _make_bridge(config)  # not inside the generator, so that every rank raises its errors now
-    is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
+    is_first = groups.is_first_of_replica
     return _stream(bridge.export_weights(list(chunks)), names_of(config), is_first)
 
 

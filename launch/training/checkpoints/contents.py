@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
 from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
@@ -33,6 +34,7 @@ class Kept:
     critic: TrainedModel | None
     reference: Reference | None  # None without a KL penalty
     sampling: SamplingWeights  # weights of the rollouts under way
+    open_rollouts: OpenRollouts | None  # responses of the rollouts under way; None: no partial rollouts
     rewards: RewardScaler  # with the statistics of the rewards so far
     left_out: LeftOut  # steps that were not made
 

@@ -130,6 +130,8 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
         if not files.finetune:
             kept.rewards.load(loaded)
             kept.left_out.load(loaded)
+            if kept.open_rollouts is not None:
+                kept.open_rollouts.load(folder)
     return iteration
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree, failing_together
+from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
@@ -56,7 +57,7 @@ class CheckpointWriter:
             _check_weights(self.config, iteration, trained.model, whose, rate)
         state = kept.state(iteration, with_optimizer=not self.files.no_save_optim)
         with self._failing_together(iteration):
-            self._begin(iteration, state)
+            self._begin(iteration, state, kept.open_rollouts)
         if not self.files.async_save:
             self.finish()
 
@@ -70,7 +71,7 @@ class CheckpointWriter:
         while self.pending is not None:
             self._go_on(self.pending, wait=True)
 
-    def _begin(self, iteration: int, state: dict[str, Any]) -> None:
+    def _begin(self, iteration: int, state: dict[str, Any], open_rollouts: OpenRollouts | None) -> None:
         config, save = self.config, self.save_folder
         folder = folders.partial_folder(save, iteration)
 
@@ -84,6 +85,8 @@ class CheckpointWriter:
 
         _on_rank_0(config, make_folder)
         with _agreed(config):
+            if open_rollouts is not None:
+                open_rollouts.save(folder, iteration)
             pieces = Pieces(state, folder)
         with phases.waiting():
             plans = pieces.gathered()

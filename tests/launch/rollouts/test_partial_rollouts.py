@@ -9,7 +9,7 @@ import torch
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rollouts.sampler import RolloutSampler
+from megatron_rc.launch.rollouts.batches import versions_of
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.rollouts.test_prefetch import SECONDS, CountingEngine, run_with
 from tests.support.ranks import Layout
@@ -26,7 +26,7 @@ def partial(folder, *more, servers=1):
 
 
 class OpenEngine(CountingEngine):
-    """After its first call, on the sampling thread, ends a call when it has got new weights meanwhile."""
+    """Samples a batch ahead, on a thread, until it has got new weights."""
 
     def __init__(self):
         super().__init__()
@@ -39,14 +39,14 @@ class OpenEngine(CountingEngine):
             self.version = version
             self.news.notify_all()
 
-    def sample(self, prompts, params, max_new_tokens, seed):
-        name, begun = threading.current_thread().name, self.version
-        if name != "rollouts":  # an evaluation
+    def sample(self, prompts, params, max_new_tokens, seed, progress=None):
+        begun = self.version
+        if progress is None:  # an evaluation
             return [Sample([3] * LENGTH, [-1.0] * LENGTH, "length", versions=[begun] * LENGTH) for _ in prompts]
         self.calls.append(begun)
-        self.threads.add(name)
+        self.threads.add(threading.current_thread().name)
         with self.news:
-            if len(self.calls) > 1 and not self.news.wait_for(lambda: self.version > begun, SECONDS):
+            if progress.step > begun and not self.news.wait_for(lambda: self.version > begun, SECONDS):
                 raise TimeoutError("no new weights came while the responses were under way")
         versions = [begun] * OLD + [self.version] * (LENGTH - OLD)
         return [self.response(index, versions) for index, _ in enumerate(prompts)]
@@ -156,13 +156,11 @@ def test_an_update_that_fails_ends_the_run_while_responses_are_under_way(ranks, 
 
 
 def test_a_response_needs_as_many_versions_as_tokens():
-    sampler = RolloutSampler.__new__(RolloutSampler)
-    sampler.engine = mock.Mock(version=7)
-    assert sampler._versions(Sample([3, 4], [-1.0, -1.0], "stop")).tolist() == [7, 7]
-    assert sampler._versions(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5, 6])).tolist() == [5, 6]
-    assert sampler._versions(Sample([], [], "abort")).dtype == torch.int32
+    assert versions_of(Sample([3, 4], [-1.0, -1.0], "stop"), 7) == [7, 7]
+    assert versions_of(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5, 6]), 7) == [5, 6]
+    assert versions_of(Sample([], [], "abort"), 7) == []
     with pytest.raises(EngineError, match="weights of 1 of 2 tokens"):
-        sampler._versions(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5]))
+        versions_of(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5]), 7)
 
 
 REFUSED = [

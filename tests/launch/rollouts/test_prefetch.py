@@ -21,8 +21,8 @@ from tests.support.training_runs import HELD_OUT, LIVE, rows, run_training, with
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
+@pytest.mark.parametrize("threads", [0, 1])
+def test_batches_are_sampled_one_at_a_time_in_their_order(threads):
     seen, main = [], threading.get_ident()
 
     def sample(step):
@@ -31,7 +31,7 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
             raise TimeoutError("no answer")
         return -step
 
-    prefetched = PrefetchedRollouts(sample, in_background=in_background)
+    prefetched = PrefetchedRollouts(sample, threads)
     prefetched.order([4, 6, 8, 9])
     assert (4 in prefetched, 3 in prefetched) == (True, False)
     assert [prefetched.take(step) for step in (4, 6, 8)] == [-4, -6, -8]
@@ -40,7 +40,24 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
     assert not any(step in prefetched for step in range(10))
     assert prefetched.take(3) == -3, "not ordered: obtained at once"
     prefetched.close()
-    assert seen == [*((step, not in_background) for step in (4, 6, 8, 9)), (3, True)]
+    assert seen == [*((step, not threads) for step in (4, 6, 8, 9)), (3, True)]
+
+
+def test_several_threads_sample_several_batches_at_once():
+    together, begun = threading.Barrier(2, timeout=SECONDS), []
+
+    def sample(step):
+        begun.append(step)
+        if step < 3:
+            together.wait()
+        return -step
+
+    prefetched = PrefetchedRollouts(sample, threads=2)
+    prefetched.order([1, 2, 3])
+    assert [prefetched.take(step) for step in (1, 2, 3)] == [-1, -2, -3]
+    assert begun[2] == 3
+    prefetched.close()
+    assert not sampling_threads()
 
 
 def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
@@ -49,7 +66,7 @@ def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
             raise OSError("still there")
 
     collector = RolloutCollector.__new__(RolloutCollector)
-    collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(recorded_batch, in_background=False)
+    collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(recorded_batch, threads=0)
     collector.sampler = collector.transfer = None
     collector.close()
     assert "the rollout engine did not end cleanly: still there" in caplog.text
@@ -63,7 +80,7 @@ def test_closing_drops_what_waits_and_ends_the_thread(monkeypatch):
         begun.set()
         go.wait(SECONDS)
 
-    prefetched = PrefetchedRollouts(slow, in_background=True)
+    prefetched = PrefetchedRollouts(slow, threads=1)
     prefetched.order([1, 2, 3])
     assert begun.wait(SECONDS)
     closing = threading.Thread(target=prefetched.close)
@@ -75,7 +92,7 @@ def test_closing_drops_what_waits_and_ends_the_thread(monkeypatch):
     # A batch that does not end is left behind: an error of the trainer is not kept back by it.
     monkeypatch.setattr("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01)
     begun.clear(), go.clear()
-    prefetched = PrefetchedRollouts(slow, in_background=True)
+    prefetched = PrefetchedRollouts(slow, threads=1)
     prefetched.order([1])
     assert begun.wait(SECONDS)
     prefetched.close()

@@ -1,0 +1,98 @@
+"""Responses of rollout batches that were not trained on yet: checkpoints of partial rollouts keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_rc.launch.engines import Progress, Sample
+from megatron_rc.launch.rollouts.batches import batch_of, samples_of
+from megatron_rc.launch.rollouts.turns import Conversation
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
+
+_Call = tuple[int, int]  # optimizer step at which the batch begins, and the call's seed
+
+
+class OpenRollouts:
+    """Responses of one replica's batches under way, of a run with ``--rl-partial-rollouts``; makes no collective.
+
+    Which weights sample a token follows from timing, so a resumed run cannot repeat these responses: it takes them from
+    the checkpoint, and asks for the missing ones. ``replica`` is None on a rank without an engine, which keeps nothing.
+    """
+
+    def __init__(self, config: RunConfig, replica: int | None) -> None:
+        self.config, self.replica = config, replica
+        self._calls: dict[_Call, Progress] = {}
+        # Responses of a checkpoint whose call was not made again yet.
+        self._loaded: dict[_Call, RolloutBatch] = {}
+
+    def progress(
+        self, step: int, seed: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams, longest: int
+    ) -> Progress:
+        """Responses of one call for the batch that begins at ``step``, those of a checkpoint included."""
+        found = Progress(step, [list(prompt) for prompt in prompts], sampling, {})
+        batch = self._loaded.pop((step, seed), None)
+        if batch is not None and batch.sampling == sampling:
+            for index, (prompt, sample) in zip(batch.sample_ids.tolist(), samples_of(batch), strict=True):
+                if index < len(prompts) and prompt == found.prompts[index] and self._fits(sample, step, longest):
+                    found.samples[index] = sample
+        self._calls[step, seed] = found
+        return found
+
+    def forget_before(self, step: int) -> None:
+        """Forget the batches that begin before ``step``: they were trained on."""
+        for call in [call for call in self._calls if call[0] < step]:
+            del self._calls[call]
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write the responses of batches that begin at ``step`` or later into the folder of a checkpoint.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        begun = {call: batch for call, progress in [*self._calls.items()] if (batch := self._batch(progress))}
+        for (begins, seed), batch in (self._loaded | begun).items():
+            if begins >= step:
+                save_rollouts(batch, folder / f"rollouts-{self.replica:04d}-{begins}-{seed}.safetensors")
+
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote on this replica.
+
+        Raises:
+            OSError, ValueError: a file cannot be read.
+        """
+        if self.replica is None:
+            return
+        for path in folder.glob(f"rollouts-{self.replica:04d}-*.safetensors"):
+            begins, seed = map(int, path.stem.split("-")[2:])
+            self._loaded[begins, seed] = load_rollouts(path)
+
+    def _fits(self, sample: Sample, step: int, longest: int) -> bool:
+        """Whether the flags would give this response now: the resumed run may have others."""
+        ends = len(sample.token_ids) == longest or (sample.finish_reason == "stop" and len(sample.token_ids) < longest)
+        return ends and min(sample.versions or ()) >= step - (self.config.rollouts.rollout_staleness or 0)
+
+    def _batch(self, progress: Progress) -> RolloutBatch | None:
+        """The good responses of a call, numbered by their prompts; None if there are none."""
+        # A copy, because the sampling thread adds responses meanwhile.
+        samples = {index: sample for index, sample in progress.samples.copy().items() if _is_good(sample)}
+        if not samples:
+            return None
+        rows = [Conversation(progress.prompts[index], (sample,)) for index, sample in samples.items()]
+        batch = batch_of(
+            rows,
+            max(len(row.prompt) + len(row.token_ids) for row in rows),
+            pad=0,
+            sampling=progress.sampling,
+            has_experts=any(sample.routed_experts is not None for sample in samples.values()),
+            has_support=any(sample.support is not None for sample in samples.values()),
+        )
+        return dataclasses.replace(batch, sample_ids=torch.tensor([*samples]))
+
+
+def _is_good(sample: Sample) -> bool:
+    return bool(sample.token_ids and sample.versions) and sample.fault is None
