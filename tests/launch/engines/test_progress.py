@@ -1,0 +1,152 @@
+"""Rollout batches that are sampled at once: their limit of requests, their order, and what a restart repeats."""
+
+import asyncio
+import threading
+
+from megatron_rc.launch.engines import Progress
+from megatron_rc.launch.engines.request_limit import RequestLimit
+from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from megatron_rc.records.rollout import SamplingParams
+from tests.launch.engines.test_servers import in_choice
+from tests.support.partial_rollouts import wait_until
+from tests.support.rollout_servers import TOKENS, given
+
+SECONDS = 60
+
+
+def test_turns_are_limited_over_threads_and_taken_in_their_order():
+    limit, taken, go = RequestLimit(2), [], threading.Event()
+
+    async def request(order, name):
+        async with limit.turn(order):
+            taken.append(name)
+            while not go.is_set():
+                await asyncio.sleep(0.001)
+
+    async def both(order, names):
+        await asyncio.gather(*(request(order, name) for name in names))
+
+    threads = []
+    for order, names in ((5, "ab"), (7, "cd"), (6, "ef")):
+        threads.append(threading.Thread(target=asyncio.run, args=(both(order, names),)))
+        threads[-1].start()
+        wait_until(lambda least=2 * len(threads): len(taken) + len(limit._waiting) == least)
+    assert taken == ["a", "b"]
+    go.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert "".join(taken[:2]) == "ab"
+    assert set(taken[2:4]) == set("ef")
+    assert set(taken[4:]) == set("cd")
+
+
+def test_a_request_that_is_cancelled_leaves_its_turn_to_others():
+    limit, taken = RequestLimit(1), []
+
+    async def request(name, end):
+        async with limit.turn(0):
+            taken.append(name)
+            await end.wait()
+
+    async def scene():
+        ends = [asyncio.Event() for _ in range(4)]
+        tasks = [asyncio.create_task(request(name, end)) for name, end in zip("abcd", ends, strict=True)]
+        while not taken:
+            await asyncio.sleep(0.001)
+        tasks[1].cancel()  # it waits
+        tasks[0].cancel()  # it has its turn
+        while taken != ["a", "c"]:
+            await asyncio.sleep(0.001)
+        ends[2].set()
+        await tasks[2]
+        tasks[3].cancel()  # its turn has come, but it has not run since
+        await asyncio.gather(*tasks, return_exceptions=True)
+        ends[0].set()
+        await asyncio.wait_for(request("e", ends[0]), SECONDS)
+
+    asyncio.run(scene())
+    assert taken[-1] == "e"
+
+
+def call(engine, step, samples, number=8):
+    """(thread, its results): a call for the rollout batch that begins at ``step``."""
+    prompts, found = [[2 + step, index] for index in range(number)], []
+    progress = Progress(step, prompts, SamplingParams(), samples)
+    thread = threading.Thread(
+        target=lambda: found.extend(engine.sample(prompts, SamplingParams(), TOKENS, step, progress))
+    )
+    thread.start()
+    return thread, found
+
+
+def asked(server):
+    return [body["token_ids"] for path, body in server.seen if path == ROUTE]
+
+
+def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True, concurrency=3)
+    server.together = gate = threading.Event()
+    later, earlier = {}, {}
+    threads = [call(engine, 2, later)]
+    wait_until(lambda: len(asked(server)) == 3)
+    threads.append(call(engine, 1, earlier))
+    wait_until(lambda: len(engine._of_rollouts._waiting) == 5 + 8)
+    evaluation = threading.Thread(target=lambda: engine.sample([[9, 9]], SamplingParams(), TOKENS, 0))
+    evaluation.start()
+    wait_until(lambda: len(asked(server)) == 4)
+    gate.set()
+    for thread in (evaluation, *(thread for thread, _ in threads)):
+        thread.join(SECONDS)
+    first, then = [prompt[0] for prompt in asked(server)[:10]], [prompt[0] for prompt in asked(server)[10:]]
+    # Three requests that were sent at once may come in any order.
+    assert (first, sorted(then)) == ([4] * 3 + [9] + [3] * 6, [3] * 2 + [4] * 5)
+    for (_, found), samples in zip(threads, (later, earlier), strict=True):
+        assert found == [samples[index] for index in range(8)]
+
+
+def test_what_is_there_is_not_asked_again(server, tmp_path):
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True)
+    (thread, found), first = call(engine, 3, known := {}), [[5, index] for index in range(8)]
+    thread.join(SECONDS)
+    assert sorted(asked(server)) == first
+    server.seen.clear()
+    part = {index: known[index] for index in (0, 1, 4, 7)}
+    thread, again = call(engine, 3, part)
+    thread.join(SECONDS)
+    assert sorted(asked(server)) == [first[index] for index in (2, 3, 5, 6)]
+    assert again == found
+    assert part == known
+
+
+def test_a_restarted_server_gets_its_weights_once_and_only_missing_responses_are_asked_again(server, tmp_path):
+    """Two batches lose responses by one restart."""
+    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True, concurrency=64)
+    lost = in_choice(weight_versions=[{"version": "default", "start": 0, "end": TOKENS}])
+    server.together = gate = threading.Event()
+    server.faults[ROUTE] = [None] * 7 + [lost] + [None] * 7 + [lost]
+    kept = {}, {}
+    calls = [call(engine, 3, kept[0])]
+    wait_until(lambda: len(asked(server)) == 8)
+    calls.append(call(engine, 4, kept[1]))
+    wait_until(lambda: len(asked(server)) == 16)
+    gate.set()
+    for thread, found in calls:
+        thread.join(SECONDS)
+        assert len(found) == 8
+    assert engine.restarts == 1
+    assert server.paths().count("/collective_rpc") == 2, "the first weights, and once more"
+    assert 18 <= len(asked(server)) < 32
+
+
+def test_versions_are_counted_from_the_start_of_each_request(server, tmp_path):
+    """A request that waits for its turn during an update is not under way."""
+    engine = given(VllmServerEngine, server, tmp_path, 0, partial_rollouts=True, concurrency=2)
+    server.together = threading.Barrier(3, timeout=SECONDS)
+    thread, _ = call(engine, 0, {}, number=6)
+    for number in (2, 4, 6):
+        wait_until(lambda least=number: len(asked(server)) == least and engine.open_samples.versions == 1)
+        engine.open_samples.updated(went_on=True)
+        assert engine.open_samples.versions == 2
+        server.together.wait()
+    thread.join(SECONDS)
+    assert engine.open_samples.versions == 1
