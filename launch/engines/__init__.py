@@ -45,14 +45,14 @@ class Progress:
     """Responses to one call of a rollout batch, for an engine whose samples go on under new weights.
 
     Attributes:
-        step: optimizer step at which the batch begins; requests of earlier batches go first.
+        batch: number of the rollout batch; requests of earlier batches go first.
         prompts: the call's prompts, token ids.
         sampling: the call's sampling parameters.
         samples: responses that are there, by the index of their prompt. The engine asks for the others and adds each
             one when it comes, so that a checkpoint can keep it.
     """
 
-    step: int
+    batch: int
     prompts: list[list[int]]
     sampling: SamplingParams
     samples: dict[int, Sample]

@@ -169,7 +169,7 @@ class ServerEngine(ABC):
         def read(place: int, answer: Any) -> None:
             samples[missing[place].index] = self._read(missing[place], answer)
 
-        turn = self._turn(limit, 0 if progress is None else progress.step)
+        turn = self._turn(limit, 0 if progress is None else progress.batch)
         self.client.read_all([self._request(ask) for ask in missing], read, self.concurrency, turn)
         if self._keeps_version:
             self._check_version(version)

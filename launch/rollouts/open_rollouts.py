@@ -14,7 +14,7 @@ from megatron_rc.launch.rollouts.turns import Conversation
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 
-_Call = tuple[int, int]  # optimizer step at which the batch begins, and the call's seed
+_Call = tuple[int, int]  # number of the rollout batch, and the call's seed
 
 
 class OpenRollouts:
@@ -34,30 +34,30 @@ class OpenRollouts:
         self, step: int, seed: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams, longest: int
     ) -> Progress:
         """Responses of one call for the batch that begins at ``step``, those of a checkpoint included."""
-        found = Progress(step, [list(prompt) for prompt in prompts], sampling, {})
-        batch = self._loaded.pop((step, seed), None)
+        call = self._number(step), seed
+        found = self._calls[call] = Progress(call[0], [list(prompt) for prompt in prompts], sampling, {})
+        batch = self._loaded.pop(call, None)
         if batch is not None and batch.sampling == sampling:
             for index, (prompt, sample) in zip(batch.sample_ids.tolist(), samples_of(batch), strict=True):
                 if index < len(prompts) and prompt == found.prompts[index] and self._fits(sample, step, longest):
                     found.samples[index] = sample
-        self._calls[step, seed] = found
         return found
 
     def forget_before(self, step: int) -> None:
         """Forget the batches that begin before ``step``: they were trained on."""
-        for call in [call for call in self._calls if call[0] < step]:
+        for call in [call for call in self._calls if call[0] < self._number(step)]:
             del self._calls[call]
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the responses of batches that begin at ``step`` or later into the folder of a checkpoint.
+        """Write the responses of batches that have steps after ``step`` into the folder of a checkpoint.
 
         Raises:
             OSError: a file cannot be written.
         """
         begun = {call: batch for call, progress in [*self._calls.items()] if (batch := self._batch(progress))}
-        for (begins, seed), batch in (self._loaded | begun).items():
-            if begins >= step:
-                save_rollouts(batch, folder / f"rollouts-{self.replica:04d}-{begins}-{seed}.safetensors")
+        for (number, seed), batch in (self._loaded | begun).items():
+            if number >= self._number(step):
+                save_rollouts(batch, folder / f"rollouts-{self.replica:04d}-{number}-{seed}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote on this replica.
@@ -68,8 +68,12 @@ class OpenRollouts:
         if self.replica is None:
             return
         for path in folder.glob(f"rollouts-{self.replica:04d}-*.safetensors"):
-            begins, seed = map(int, path.stem.split("-")[2:])
-            self._loaded[begins, seed] = load_rollouts(path)
+            number, seed = map(int, path.stem.split("-")[2:])
+            self._loaded[number, seed] = load_rollouts(path)
+
+    def _number(self, step: int) -> int:
+        """Number of the rollout batch of an optimizer step: a run that was stopped within a batch begins it again."""
+        return step // self.config.updates_per_rollout
 
     def _fits(self, sample: Sample, step: int, longest: int) -> bool:
         """Whether the flags would give this response now: the resumed run may have others."""

@@ -82,8 +82,9 @@ class RolloutSampler:
         """This replica's share of the rollout batch that starts at optimizer step ``step``, with rewards."""
         config, replica, bad = self.config, self.replica, self.good_samples.bad
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
-        first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
-        seed = config.training.seed + 1_000_003 * step + replica
+        number = step // config.updates_per_rollout
+        first = number * config.rollouts.grpo_prompts_per_step + replica * prompts
+        seed = config.training.seed + 1_000_003 * number * config.updates_per_rollout + replica
         answered = self._scored(self._problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
         replaced = self._replace_flat(answered, first, seed, step)
         greedy = self._greedy(answered, seed, step) if config.advantages.advantage_estimator == "remax" else None

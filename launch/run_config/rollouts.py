@@ -136,7 +136,7 @@ class EngineSection:
         "under way; default: the limit that follows from --rollout-staleness",
         needs="rl_partial_rollouts",
     )
-    rollout_concurrency: int = option("requests that a server gets at once", default=64)
+    rollout_concurrency: int = option("requests for rollouts that a server gets at once", default=64)
     rollout_timeout: float = option(
         "seconds to wait for an answer, for the start of a server, and for a lost server", default=600.0
     )

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,6 +171,8 @@ def test_a_run_goes_on_after_kill_9_while_the_server_samples(tmp_path, killed):
     lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     check_records(tmp_path)
+    if killed == "rank":
+        check_kept(tmp_path, int(re.search(r"goes on from checkpoint (\d+)", output)[1]))
 
 
 def run_beside_server(folder, words, broken="", kills=(), ranks=1, servers=1, more=()):
@@ -209,6 +212,23 @@ def run_beside_server(folder, words, broken="", kills=(), ranks=1, servers=1, mo
     finally:
         end(processes)
     return status, (folder / "said").read_text()[-4000:]
+
+
+def check_kept(folder, step):
+    """The responses in the checkpoint that a run went on from are in its records, as they were."""
+    number = 0
+    for file in (folder / "checkpoints" / f"iter_{step:07d}").glob("rollouts-*"):
+        kept = load_rollouts(file)
+        record = load_rollouts(
+            folder / "rollouts" / f"step-{int(file.stem.split('-')[2]):07d}-replica-0000.safetensors"
+        )
+        for row, index in enumerate(kept.sample_ids.tolist()):
+            length, mask = kept.tokens.shape[1], record.response_mask[index]
+            assert torch.equal(record.tokens[index, :length], kept.tokens[row])
+            for name in ("rollout_log_probs", "policy_versions"):
+                assert torch.equal(getattr(record, name)[index][mask], getattr(kept, name)[row][mask[:length]])
+            number += 1
+    assert number > 0, "the checkpoint had no response"
 
 
 def end(processes):

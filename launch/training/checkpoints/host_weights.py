@@ -87,7 +87,7 @@ class SamplingWeights(HostWeights):
 
     Batches are sampled ahead. A resumed run gives the engines these weights again and repeats the rollouts that were
     under way: a batch follows from its step and its weights. With ``--rl-partial-rollouts`` a batch follows from timing
-    too; no copy is kept, and a resumed run samples it from the weights of the checkpoint.
+    too; no copy is kept, and the checkpoint has the responses instead, see :class:`OpenRollouts`.
     """
 
     def __init__(self, config: RunConfig, chunks: Sequence[ModelChunk]) -> None:

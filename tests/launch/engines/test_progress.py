@@ -30,7 +30,7 @@ def test_turns_are_limited_over_threads_and_taken_in_their_order():
     for order, names in ((5, "ab"), (7, "cd"), (6, "ef")):
         threads.append(threading.Thread(target=asyncio.run, args=(both(order, names),)))
         threads[-1].start()
-        wait_until(lambda least=2 * len(threads): len(taken) + len(limit._waiting) == least)
+        wait_until(lambda: len(taken) + len(limit._waiting) == 2 * len(threads))
     assert taken == ["a", "b"]
     go.set()
     for thread in threads:
@@ -68,12 +68,12 @@ def test_a_request_that_is_cancelled_leaves_its_turn_to_others():
     assert taken[-1] == "e"
 
 
-def call(engine, step, samples, number=8):
-    """(thread, its results): a call for the rollout batch that begins at ``step``."""
-    prompts, found = [[2 + step, index] for index in range(number)], []
-    progress = Progress(step, prompts, SamplingParams(), samples)
+def call(engine, batch, samples, number=8):
+    """(thread, its results): a call for a rollout batch."""
+    prompts, found = [[2 + batch, index] for index in range(number)], []
+    progress = Progress(batch, prompts, SamplingParams(), samples)
     thread = threading.Thread(
-        target=lambda: found.extend(engine.sample(prompts, SamplingParams(), TOKENS, step, progress))
+        target=lambda: found.extend(engine.sample(prompts, SamplingParams(), TOKENS, batch, progress))
     )
     thread.start()
     return thread, found

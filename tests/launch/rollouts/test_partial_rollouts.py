@@ -1,10 +1,8 @@
 """Weights that change while responses are under way: versions within a response, the order of things, resumed runs."""
 
 import threading
-from unittest import mock
 
 import pytest
-import torch
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.errors import ConfigurationError
@@ -46,7 +44,7 @@ class OpenEngine(CountingEngine):
         self.calls.append(begun)
         self.threads.add(threading.current_thread().name)
         with self.news:
-            if progress.step > begun and not self.news.wait_for(lambda: self.version > begun, SECONDS):
+            if progress.batch > begun and not self.news.wait_for(lambda: self.version > begun, SECONDS):
                 raise TimeoutError("no new weights came while the responses were under way")
         versions = [begun] * OLD + [self.version] * (LENGTH - OLD)
         return [self.response(index, versions) for index, _ in enumerate(prompts)]
