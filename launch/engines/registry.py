@@ -117,18 +117,22 @@ def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
 def make_sender(config: RunConfig, eos_token_id: int, replica: int, stage: int) -> tuple[WeightSender, ModelDirectory]:
     """Make the sender of a replica's pipeline stage, and the description of the engine's model."""
     from megatron_rc.launch.engines.model_directory import ModelDirectory
-    from megatron_rc.launch.engines.weight_sender import WeightSender
+    from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender
 
     model = ModelDirectory(_place(config, replica), family_of(config).hugging_face_config(config), eos_token_id)
     # A part of an update must not be repeated.
     client = _client(config, replica, Retries(attempts=1))
-    return WeightSender(client, stage, config.engine.rollout_weight_transfer), model
+    kind = VllmSender if config.engine.rollout_engine == "vllm-server" else SglangSender
+    return kind(client, stage, config.engine.rollout_weight_transfer), model
 
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+    from megatron_rc.launch.engines.sglang_streamed import SglangStreamedEngine
 
-    return SglangServerEngine(**_server_arguments(inputs))
+    if inputs.config.engine.rollout_weight_transfer == "files":
+        return SglangServerEngine(**_server_arguments(inputs))
+    return SglangStreamedEngine(**_server_arguments(inputs), dtype=inputs.config.dtype)
 
 
 def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
@@ -163,8 +167,8 @@ def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
 
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
-_OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
-_OF_VLLM_SERVERS = ("rollout_model", "rl_partial_rollouts", "rollout_max_versions", "rollout_weight_transfer")
+_OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts", "rollout_weight_transfer")
+_OF_VLLM_SERVERS = ("rollout_model", "rl_partial_rollouts", "rollout_max_versions")
 ENGINES = {
     "transformers": EngineKind(_transformers),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_kept_on_cpu=False),

@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.streamed import INCOMPLETE, StreamedEngine
 from megatron_rc.launch.engines.vllm_server import START, VllmServerEngine, development_mode
 from megatron_rc.launch.engines.weight_stream import BACKEND
-from megatron_rc.launch.engines.weight_versions import RestartedError
 
 STREAMED_START = f"""{START} --load-format dummy --weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
-INCOMPLETE = "incomplete"  # version of a server's weights during an update
 
 
-class VllmStreamedEngine(VllmServerEngine):
-    """Samples as :class:`VllmServerEngine`; every sender sends its part between ``begin_update`` and ``end_update``.
-
-    If a sender fails, the server stays paused, and names its weights incomplete, so that nobody samples a mixture. The
-    next :meth:`begin_update`, perhaps of another trainer, replaces them.
+class VllmStreamedEngine(StreamedEngine, VllmServerEngine):
+    """Samples as :class:`VllmServerEngine`; gets weights as :class:`StreamedEngine`, and stays paused after a failure.
 
     Args:
         once: client of the same server, which repeats no request that the server answered with an error.
-        dtype: number format of the weights that senders send.
     """
 
-    def __init__(self, *args: Any, once: HttpClient, dtype: torch.dtype, **settings: Any) -> None:
+    def __init__(self, *args: Any, once: HttpClient, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.once, self.dtype = once, dtype
-        self._keeps = False
+        self.once, self._keeps = once, False
 
     def begin_update(self, version: int) -> None:
-        """Pause the server and let it wait for weights; the first time, write their config and wait for the server.
-
-        Raises:
-            EngineError: the server is absent or unfit.
-        """
-        if not self._is_checked:
-            self.directory.write_config(self.dtype)
-            self.client.wait_until_ready("/health", self.start_timeout)
-            self._check_server()
-            self._is_checked = True
+        """Pause the server and let it wait for weights; see :meth:`StreamedEngine.begin_update`."""
+        self._make_ready()
         with development_mode():
             self._keeps = self._pause()
             if self.version >= 0:
@@ -70,13 +54,6 @@ class VllmStreamedEngine(VllmServerEngine):
         if held != INCOMPLETE:  # by an update that has begun since the batch ended
             self._held(asked).read(held, self.client.url)
 
-    def _check_is_same(self) -> None:
-        """Check that the server was not started again: it would not know the senders."""
-        try:
-            self._check_version(self.version)
-        except RestartedError as loss:
-            self._give_again(loss, self.restarts)
-
     def _held_version(self) -> Any:
         return self._field(self.client.json("GET", "/weight_info"), "weight_version")
 
@@ -93,9 +70,3 @@ class VllmStreamedEngine(VllmServerEngine):
                 f"{self.client.url} takes no weights from --rollout-weight-transfer: install megatron_rc beside vLLM, "
                 f"and start it as {STREAMED_START}"
             )
-
-    def _give_again(self, loss: RestartedError, restarts: int) -> NoReturn:
-        raise EngineError(
-            f"{loss}: start the run again (torchrun's --max-restarts does), or give --rollout-weight-transfer files, "
-            "from which a server that was started again gets its weights again"
-        ) from loss

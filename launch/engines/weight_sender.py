@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -15,6 +18,7 @@ from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.weight_stream import (
     ARRIVED,
+    BACKEND,
     BUCKET_BYTES,
     StreamGroup,
     address_towards,
@@ -26,8 +30,8 @@ from megatron_rc.launch.engines.weight_stream import (
 _PAUSE = 1e-3  # seconds between two looks at the group and at the server's answer
 
 
-class WeightSender:
-    """Sends weights between the server's ``/start_weight_update`` and ``/finish_weight_update``.
+class WeightSender(ABC):
+    """Sends one rank's part of an update.
 
     Args:
         client: client of the server; a request that the server answers with an error must not be repeated.
@@ -48,39 +52,39 @@ class WeightSender:
             ValueError: from the iterator.
         """
         if self._group is None:
-            self._group = self._met()
+            parts = urlsplit(self.client.url)
+            address = address_towards(str(parts.hostname), parts.port or 80)
+            self._group = self._meet(address, open_store(address, self.client.timeout))
         for entries, bucket in buckets(weights, self.bucket_bytes):
             answer = _in_background(self._announce, entries)
             try:
-                self._wait(self._group.is_awaited, answer)
+                self._wait(self._is_awaited, answer)
                 work = self._group.send(bucket)
                 self._wait(work.is_completed, answer)
                 work.wait()
                 answer.result()
             except RuntimeError as problem:
-                self._group = None
+                self._leave()
                 raise EngineError(
                     f"{self.client.url} did not take {entries['names'][0]} to {entries['names'][-1]}: {problem}: see "
                     "its log"
                 ) from problem
 
+    @abstractmethod
+    def _meet(self, address: str, store: Any) -> StreamGroup:
+        """The group of this sender and the server's processes, which come to the store at this address."""
+
+    @abstractmethod
     def _announce(self, entries: dict[str, Any]) -> None:
         """Tell the server which tensors the next bucket has; it answers when it has loaded them."""
-        self.client.call("POST", "/update_weights", {"update_info": {"sender": self.sender, **entries}})
 
-    def _met(self) -> StreamGroup:
-        """The group of this sender and the server's processes."""
-        size = 1 + int(self.client.json("GET", "/get_world_size")["world_size"])
-        parts = urlsplit(self.client.url)
-        address = address_towards(str(parts.hostname), parts.port or 80)
-        store = open_store(address, self.client.timeout)
-        place = {"address": address, "port": store.port, "transport": self.transport}
-        meeting = place | {"sender": self.sender, "size": size, "timeout": self.client.timeout}
-        answer = _in_background(self.client.call, "POST", "/init_weight_transfer_engine", {"init_info": meeting})
-        self._wait(lambda: awaits(store, ARRIVED, size - 1), answer)
-        group = StreamGroup(store, 0, size, self.transport, address, self.client.timeout)
-        answer.result()
-        return group
+    def _is_awaited(self) -> bool:
+        """Whether the server's processes wait for the next bucket, if they say when they do."""
+        return True
+
+    def _leave(self) -> None:
+        """Leave the group after a failure; this waits for a broadcast under way."""
+        self._group = None
 
     def _wait(self, is_done: Callable[[], bool], answer: Future[Any]) -> None:
         """Wait until it is done; an error in the server's answer ends the wait."""
@@ -91,6 +95,62 @@ class WeightSender:
             if time.monotonic() - begun > self.client.timeout:
                 raise EngineError(f"{self.client.url} took no weights for {self.client.timeout:g} s: see its log")
             time.sleep(_PAUSE)
+
+
+class VllmSender(WeightSender):
+    """Sends to vLLM between ``/start_weight_update`` and ``/finish_weight_update``; see :mod:`vllm_receiver`."""
+
+    def _meet(self, address: str, store: Any) -> StreamGroup:
+        size = 1 + int(self.client.json("GET", "/get_world_size")["world_size"])
+        place = {"address": address, "port": store.port, "transport": self.transport}
+        meeting = place | {"sender": self.sender, "size": size, "timeout": self.client.timeout}
+        answer = _in_background(self.client.call, "POST", "/init_weight_transfer_engine", {"init_info": meeting})
+        self._wait(lambda: awaits(store, ARRIVED, size - 1), answer)
+        group = StreamGroup(store, 0, size, self.transport, address, self.client.timeout)
+        answer.result()
+        return group
+
+    def _announce(self, entries: dict[str, Any]) -> None:
+        self.client.call("POST", "/update_weights", {"update_info": {"sender": self.sender, **entries}})
+
+    def _is_awaited(self) -> bool:
+        return self._group is not None and self._group.is_awaited()
+
+
+class SglangSender(WeightSender):
+    """Sends to SGLang's own group for weights, in the form that SGLang names ``flattened_bucket``.
+
+    SGLang makes the group by ``init_custom_process_group`` of ``sglang/srt/utils/common.py``: torch then puts its keys
+    under the name of the group, twice, and the kind of device.
+    """
+
+    _name = ""
+
+    def _meet(self, address: str, store: Any) -> StreamGroup:
+        size = 1 + int(self.client.json("GET", "/get_server_info")["tp_size"])
+        # A server keeps the groups of earlier trainers, so each has a name of its own.
+        self._name = f"{BACKEND}-{uuid.uuid4().hex}"
+        prefix = f"{self._name}/{self._name}//{'cpu' if self.transport == 'gloo' else 'cuda'}/"
+        place = {"master_address": address, "master_port": store.port, "group_name": self._name}
+        meeting = place | {"rank_offset": 1, "world_size": size, "backend": self.transport}
+        answer = _in_background(self.client.call, "POST", "/init_weights_update_group", meeting)
+        timeout = self.client.timeout
+        group = _in_background(StreamGroup, store, 0, size, self.transport, address, timeout, prefix)
+        self._wait(group.done, answer)
+        answer.result()
+        found: StreamGroup = group.result()
+        return found
+
+    def _announce(self, entries: dict[str, Any]) -> None:
+        told = {"names": entries["names"], "dtypes": entries["dtype_names"], "shapes": entries["shapes"]}
+        form = {"load_format": "flattened_bucket", "flush_cache": False, "group_name": self._name}
+        self.client.call("POST", "/update_weights_from_distributed", told | form)
+
+    def _leave(self) -> None:
+        # Its processes leave too, so that a broadcast that they do not receive ends.
+        with contextlib.suppress(EngineError):
+            self.client.call("POST", "/destroy_weights_update_group", {"group_name": self._name})
+        super()._leave()
 
 
 def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -60,11 +60,15 @@ class StreamGroup:
         transport: ``gloo`` or ``nccl``.
         address: gloo listens on this address of this machine.
         timeout: seconds to wait for the others, here and in each broadcast.
+        prefix: prefix of torch's keys in the store, equal for all members; default: the transport.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, transport: str, address: str, timeout: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, transport: str, address: str, timeout: float, prefix: str = ""
+    ) -> None:
         self._store, self._receivers, self._rounds = store, size - 1, 0
-        limit, own = timedelta(seconds=timeout), dist.PrefixStore(transport, store)  # type: ignore[attr-defined]
+        limit = timedelta(seconds=timeout)
+        own = dist.PrefixStore(prefix or transport, store)  # type: ignore[attr-defined]
         if transport == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]

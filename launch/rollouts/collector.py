@@ -14,7 +14,7 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
-from megatron_rc.launch.engines.vllm_streamed import VllmStreamedEngine
+from megatron_rc.launch.engines.streamed import StreamedEngine
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
@@ -291,7 +291,7 @@ class RolloutCollector:
         """This rank's part in updates over process groups; None: weights go through files, or there is no engine."""
         if self.config.engine.rollout_weight_transfer == "files":
             return None
-        engine = cast("VllmStreamedEngine | None", self.engine)
+        engine = cast("StreamedEngine | None", self.engine)
         return WeightTransfer(self.config, self.groups, self.work, engine, self.task.text.eos)
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:

@@ -10,7 +10,7 @@ import torch
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines.registry import make_sender
-from megatron_rc.launch.engines.vllm_streamed import VllmStreamedEngine
+from megatron_rc.launch.engines.streamed import StreamedEngine
 from megatron_rc.launch.engines.weight_sender import WeightSender
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.run_config import RunConfig
@@ -38,7 +38,7 @@ class WeightTransfer:
         config: RunConfig,
         groups: ParallelGroups,
         work: EngineWork,
-        engine: VllmStreamedEngine | None,
+        engine: StreamedEngine | None,
         eos_token_id: int,
     ) -> None:
         self.config, self.groups, self.work, self.engine = config, groups, work, engine
@@ -47,8 +47,13 @@ class WeightTransfer:
         if group_rank(groups.tp) == group_rank(groups.cp) == 0:
             self.sender, self.model = make_sender(config, eos_token_id, work.replica, stage)
             self.names = names_of(config, stage)
-        if config.engine.rollout_weight_transfer == "nccl" and engine is not None and work.replica == 0:
-            _log.warning("--rollout-weight-transfer nccl has been run over gloo alone, not yet on GPUs")
+        if engine is not None and work.replica == 0:
+            if config.engine.rollout_weight_transfer == "nccl":
+                _log.warning("--rollout-weight-transfer nccl has been run over gloo alone, not yet on GPUs")
+            if config.engine.rollout_engine == "sglang-server":
+                _log.warning(
+                    "--rollout-weight-transfer follows SGLang's source, and has not been run with its server yet"
+                )
 
     def __call__(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Send the weights of all stages at once.
@@ -78,7 +83,7 @@ class WeightTransfer:
         """Leave the groups, whose threads must not live until Python ends."""
         self.sender = None
 
-    def _of_engine(self) -> VllmStreamedEngine:
+    def _of_engine(self) -> StreamedEngine:
         if self.engine is None:
             raise RuntimeError("only the first rank of a replica has an engine")
         return self.engine

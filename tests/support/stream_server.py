@@ -1,15 +1,17 @@
-"""A rollout server in threads, whose processes, which are threads too, receive weights over gloo as vLLM's do."""
+"""Rollout servers in threads, with threads as processes that receive weights over gloo, as vLLM and SGLang do."""
 
 import threading
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from megatron_rc.launch.engines.weight_stream import BACKEND, bytes_of, join
 from tests.support.rollout_servers import Server
 
 
 class StreamServer(Server):
-    """A server of ``processes`` processes.
+    """vLLM's server of ``processes`` processes.
 
     Attributes:
         received: by process, the weights of the update under way or of the last one.
@@ -17,6 +19,7 @@ class StreamServer(Server):
     """
 
     processes = 2
+    joins, takes = "/init_weight_transfer_engine", "/update_weights"  # paths
 
     def __init__(self, port=0):
         super().__init__(port)
@@ -66,3 +69,47 @@ class StreamServer(Server):
         entries = dict(info)
         group = self.groups[entries.pop("sender"), rank]
         self.received[rank].update(group.receive(torch.device("cpu"), **entries))
+
+
+class SglangStreamServer(StreamServer):
+    """SGLang's server of ``processes`` tensor-parallel processes."""
+
+    joins, takes = "/init_weights_update_group", "/update_weights_from_distributed"
+
+    def answer(self, path, body):
+        match path:
+            case "/get_server_info":
+                return {"tp_size": self.processes, "pp_size": 1, "dp_size": 1}
+            case "/get_model_info":
+                return {"model_path": "", "is_generation": True, "weight_version": self.version}
+            case "/init_weights_update_group":
+                self._on_all(self._join, body)
+            case "/update_weights_from_distributed":
+                with self._one_at_a_time:
+                    assert body["load_format"] == "flattened_bucket"
+                    self._on_all(self._receive, body)
+                    self.buckets.append(sum(bytes_of(body["dtypes"], body["shapes"])))
+            case "/destroy_weights_update_group":
+                for rank in range(self.processes):
+                    del self.groups[body["group_name"], rank]
+            case _:
+                return super().answer(path, body)
+        return {"success": True, "message": ""}
+
+    def _join(self, rank, info):
+        """As SGLang's ``init_custom_process_group`` does, in a process that has no other group of this name."""
+        store = dist.TCPStore(info["master_address"], info["master_port"], info["world_size"], is_master=False)
+        for prefix in (info["group_name"], f"{info['group_name']}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        group = dist.ProcessGroupGloo(store, info["rank_offset"] + rank, info["world_size"], timedelta(seconds=60))
+        self.groups[info["group_name"], rank] = group
+
+    def _receive(self, rank, info):
+        """As SGLang's ``_update_bucketed_weights_from_distributed`` does."""
+        kinds = [getattr(torch, name) for name in info["dtypes"]]
+        made = [torch.empty(shape, dtype=kind) for shape, kind in zip(info["shapes"], kinds, strict=True)]
+        flat = torch.cat([one.flatten().view(torch.uint8) for one in made])
+        self.groups[info["group_name"], rank].broadcast(flat, 0).wait()
+        parts = flat.split([one.nbytes for one in made])
+        for name, part, one in zip(info["names"], parts, made, strict=True):
+            self.received[rank][name] = part.clone().view(one.dtype).reshape(one.shape)

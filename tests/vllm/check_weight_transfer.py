@@ -19,8 +19,9 @@ from megatron_rc.launch.engines import weight_stream
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.vllm_streamed import INCOMPLETE, STREAMED_START, VllmStreamedEngine
-from megatron_rc.launch.engines.weight_sender import WeightSender
+from megatron_rc.launch.engines.streamed import INCOMPLETE
+from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
+from megatron_rc.launch.engines.weight_sender import VllmSender
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.partial_rollouts import (
     CLOSE,
@@ -52,7 +53,7 @@ class Trainer:
         self.engine = VllmStreamedEngine(
             HttpClient(url, 60), directory, EOS, start_timeout=300, once=once, dtype=torch.float32
         )
-        self.senders = [WeightSender(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
+        self.senders = [VllmSender(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
         self.parts = [{name for name, _ in weights_of(0) if ("layers.0" in name) == (not stage)} for stage in range(2)]
 
     def give(self, version):

@@ -4,6 +4,7 @@
 """
 
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -16,14 +17,16 @@ from transformers import DeepseekV3Config, LlamaConfig
 from megatron_rc.launch.engines import EngineError, vllm_plugin
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.vllm_streamed import INCOMPLETE, STREAMED_START, VllmStreamedEngine
-from megatron_rc.launch.engines.weight_sender import WeightSender
+from megatron_rc.launch.engines.sglang_streamed import SglangStreamedEngine
+from megatron_rc.launch.engines.streamed import INCOMPLETE
+from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
+from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender
 from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
 from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, sum_of, unpack
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from tests.support.paths import ROOT
 from tests.support.rollout_servers import make_engine, running, sample, weights
-from tests.support.stream_server import StreamServer
+from tests.support.stream_server import SglangStreamServer, StreamServer
 
 BUCKET_BYTES = 300  # several of the small model's tensors, and fewer bytes than its embeddings
 
@@ -93,10 +96,22 @@ def server():
         yield started
 
 
+@pytest.fixture(params=[StreamServer, SglangStreamServer], ids=["vllm", "sglang"])
+def either(request):
+    """A server of each kind."""
+    with running(kind=request.param) as started:
+        yield started
+
+
 def made(server, folder, seconds=5):
+    """An engine, and two senders."""
     once = HttpClient(server.url, seconds, Retries(attempts=1))
-    engine = make_engine(VllmStreamedEngine, server, folder, once=once, dtype=torch.float32)
-    return engine, [WeightSender(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
+    if type(server) is SglangStreamServer:
+        engine, kind = make_engine(SglangStreamedEngine, server, folder, dtype=torch.float32), SglangSender
+    else:
+        engine = make_engine(VllmStreamedEngine, server, folder, once=once, dtype=torch.float32)
+        kind = VllmSender
+    return engine, [kind(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
 
 
 def part(stage, seed=0):
@@ -125,8 +140,8 @@ def send(engine, senders, seed=0):
     return errors
 
 
-def test_two_senders_fill_a_server_of_two_processes(server, tmp_path):
-    engine, senders = made(server, tmp_path)
+def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
+    engine, senders = made(server := either, tmp_path)
     for version in (0, 1):
         engine.begin_update(version)
         assert send(engine, senders, version) == []
@@ -142,7 +157,7 @@ def test_two_senders_fill_a_server_of_two_processes(server, tmp_path):
     assert set(server.buckets) >= {largest}
     assert max(size for size in server.buckets if size != largest) <= BUCKET_BYTES
     assert [path.name for path in engine.directory.path.glob("*")] == ["config.json"]
-    assert server.paths().count("/init_weight_transfer_engine") == 2, "groups are kept"
+    assert server.paths().count(server.joins) == 2, "groups are kept"
 
 
 def test_the_order_of_an_update(server, tmp_path):
@@ -156,6 +171,76 @@ def test_the_order_of_an_update(server, tmp_path):
     assert found[begun : begun + 4] == ["/pause", "/weight_info", "/update_weight_version", "/start_weight_update"]
     assert set(found[begun + 4 : -4]) == {"/update_weights"}
     assert found[-4:] == ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+def test_the_order_of_an_update_of_sglang(tmp_path):
+    with running(kind=SglangStreamServer) as server:
+        engine, senders = made(server, tmp_path)
+        engine.begin_update(3)
+        assert server.version == INCOMPLETE
+        assert send(engine, senders) == []
+        engine.end_update()
+        first = ["/health", "/get_model_info", "/get_server_info", "/update_weight_version"]
+        assert server.paths()[:4] == first
+        assert set(server.paths()[4:-2]) == {"/get_server_info", server.joins, server.takes}
+        assert server.paths()[-2:] == ["/flush_cache", "/update_weight_version"]
+        # Another trainer: its groups have names of their own.
+        other, others = made(server, tmp_path)
+        other.begin_update(4)
+        assert send(other, others) == []
+        other.end_update()
+        names = [body["group_name"] for path, body in server.seen if path == server.joins]
+        assert len(set(names)) == 4
+        assert {body["abort_all_requests"] for path, body in server.seen if path == "/update_weight_version"} == {False}
+
+
+def test_stages_of_sglang_are_refused(tmp_path):
+    with running(kind=SglangStreamServer) as server:
+        server.always["/get_server_info"] = lambda answer: answer | {"pp_size": 2}
+        engine, _ = made(server, tmp_path)
+        with pytest.raises(EngineError, match=r"has 2 pipeline stages.*--pp-size"):
+            engine.begin_update(0)
+
+
+SGLANG = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
+
+place, name, rank, size, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # SGLang's own group
+store, rank, size = next(rendezvous(place, rank, size, timeout=timedelta(seconds=60)))
+group, _ = _new_process_group_helper(
+    size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=60)
+)
+bucket = torch.empty(count, dtype=torch.uint8)
+dist.distributed_c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
+dist.broadcast(bucket, src=0, group=group)
+print(bytes(bucket.tolist()).hex())
+"""
+
+
+def test_torchs_own_groups_find_the_sender(tmp_path):
+    """SGLang makes its group by torch's functions; here they run in a process of their own, as in SGLang's."""
+    found = []
+
+    class Server(SglangStreamServer):
+        processes = 1
+
+        def _join(self, rank, info):
+            place = f"tcp://{info['master_address']}:{info['master_port']}"
+            words = [place, info["group_name"], info["rank_offset"] + rank, info["world_size"], tensor.nbytes]
+            command = [sys.executable, "-c", SGLANG, *map(str, words)]
+            self.groups[0] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+        def _receive(self, rank, info):
+            found.append(self.groups[0].communicate(timeout=60)[0].strip())
+
+    tensor = torch.arange(11, dtype=torch.float32)
+    with running(kind=Server) as server:
+        sender = SglangSender(HttpClient(server.url, 60, Retries(attempts=1)), 0, "gloo")
+        sender.send([("weight", tensor)])
+    assert found == [bytes(tensor.view(torch.uint8).tolist()).hex()]
 
 
 def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
@@ -175,22 +260,16 @@ def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
     assert server.version == "2"
 
 
-FAULTS = {
-    "/update_weights": "did not take",
-    "/init_weight_transfer_engine": "/init_weight_transfer_engine failed",
-}
-
-
-@pytest.mark.parametrize("path", FAULTS)
-def test_a_server_that_refuses_is_one_error_before_the_limit(server, tmp_path, path):
+@pytest.mark.parametrize(("path", "words"), [("takes", "did not take"), ("joins", "failed 1 times")])
+def test_a_server_that_refuses_is_one_error_before_the_limit(either, tmp_path, path, words):
     """Before a process of it has joined, or received anything."""
-    engine, senders = made(server, tmp_path, seconds=3600)
+    engine, senders = made(server := either, tmp_path, seconds=3600)
     engine.begin_update(1)
-    server.faults[path] = [(500, {"detail": "no memory"})] * 2
+    server.faults[getattr(server, path)] = [(500, {"detail": "no memory"})] * 2
     errors = send(engine, senders)
     assert len(errors) == 2
     for error in errors:
-        assert FAULTS[path] in error
+        assert words in error
         assert "no memory" in error
     assert server.version == INCOMPLETE
 
@@ -228,8 +307,8 @@ def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
 
 
 @pytest.mark.parametrize("finds_it", [sample, lambda engine: engine.begin_update(5)], ids=["rollout", "update"])
-def test_a_server_that_was_started_again_ends_the_run(server, tmp_path, finds_it):
-    engine, senders = made(server, tmp_path)
+def test_a_server_that_was_started_again_ends_the_run(either, tmp_path, finds_it):
+    engine, senders = made(server := either, tmp_path)
     engine.begin_update(4)
     send(engine, senders)
     engine.end_update()
