@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.requests import API_KEY, Retries
+from megatron_rc.launch.engines.vllm_args import read_engine_args
 from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
@@ -85,7 +86,8 @@ def _transformers(inputs: EngineInputs) -> RolloutEngine:
 def _vllm(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.vllm_engine import DTYPES, VllmEngine
 
-    dtype, rounded = inputs.config.engine.rollout_dtype, None
+    engine = inputs.config.engine
+    dtype, rounded = engine.rollout_dtype, None
     if dtype not in DTYPES:
         # vLLM would round other layers, and differently at each start; so the files hold rounded weights.
         dtype, rounded = "fp32" if inputs.config.launch.on_cpu else "bf16", dtype
@@ -95,6 +97,9 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
         reports_support=inputs.config.rollouts.replays_sampling,
         # On a CPU vLLM packs the experts' weights at its start; vLLM 0.32 computes wrong log-probs after a reload.
         takes_weights=not inputs.config.launch.on_cpu or inputs.config.experts is None,
+        processes=engine.rollout_tensor_parallel_size,
+        sleeps=engine.rollout_colocate,
+        more=read_engine_args(engine.rollout_engine_args),
     )
 
 
@@ -168,10 +173,11 @@ def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
 _OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts", "rollout_weight_transfer")
+_OF_VLLM = ("rollout_weights_dir", "rollout_tensor_parallel_size", "rollout_engine_args", "rollout_colocate")
 _OF_VLLM_SERVERS = ("rollout_model", "rl_partial_rollouts", "rollout_max_versions")
 ENGINES = {
     "transformers": EngineKind(_transformers),
-    "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm", reports_kept_on_cpu=False),
+    "vllm": EngineKind(_vllm, takes=_OF_VLLM, package="vllm", reports_kept_on_cpu=False),
     "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, *_OF_VLLM_SERVERS)),
     "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),
 }

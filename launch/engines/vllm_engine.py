@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.vllm_experts import RecordsExperts
 from megatron_rc.records.rollout import SamplingParams
 
+_log = logging.getLogger("megatron_rc")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Names and prefixes of torchrun's variables. With them vLLM's processes would join the trainer's job and wait for it.
 TORCHRUN = (
@@ -43,6 +46,9 @@ class VllmEngine:
             worker records them, without vLLM's prefix cache: its tokens have no experts.
         reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
         takes_weights: whether a running vLLM takes new weights; if not, each :meth:`load_weights` starts it anew.
+        processes: number of processes that vLLM spreads the model over; on GPUs this rank's and the next ones.
+        sleeps: whether :meth:`rest` gives vLLM's GPU memory back, until the next :meth:`load_weights`.
+        more: further arguments of ``vllm.LLM``; see :mod:`vllm_args`.
 
     Raises:
         EngineError: vLLM cannot run in this trainer's surroundings.
@@ -58,8 +64,13 @@ class VllmEngine:
         reports_experts: bool = False,
         reports_support: bool = False,
         takes_weights: bool = True,
+        processes: int = 1,
+        sleeps: bool = False,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self._devices = _devices(processes) if torch.cuda.is_available() else None
         _check_surroundings()
+        self._sleeps, self._is_asleep = sleeps, False
         self.directory, self.eos, self.version = directory, eos_token_id, -1
         self._takes_weights = takes_weights
         self._records_experts = reports_experts and not torch.cuda.is_available()
@@ -74,8 +85,11 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            "tensor_parallel_size": processes,
+            "enable_sleep_mode": sleeps,
             **(_option_of_experts(self._records_experts) if reports_experts else {}),
             **({"return_sampling_mask": True} if reports_support else {}),
+            **more,
         }
         self._llm: Any = None
 
@@ -96,7 +110,12 @@ class VllmEngine:
                 if self._records_experts:
                     self._llm.collective_rpc("record_experts")
             else:
+                if self._is_asleep:
+                    self._llm.wake_up(tags=["weights"])
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+                if self._is_asleep:
+                    self._llm.wake_up(tags=["kv_cache"])
+                    self._is_asleep = False
                 is_clean = self._llm.reset_prefix_cache()
         except Exception as error:  # vLLM's own exceptions, which the trainer does not know
             raise EngineError(f"vLLM did not take the weights over: {type(error).__name__}: {error}") from error
@@ -116,17 +135,23 @@ class VllmEngine:
         experts = self._recorded_experts(outputs)
         return [_to_sample(ask, output, of_it) for ask, output, of_it in zip(asks, outputs, experts, strict=True)]
 
+    def rest(self) -> None:
+        """Give the GPU's memory back until the next :meth:`load_weights`, if the engine was made so."""
+        if self._sleeps and self._llm is not None and not self._is_asleep:
+            self._llm.sleep(level=2)  # without a copy of the weights, because the next ones replace them
+            self.version, self._is_asleep = -1, True
+
     def close(self) -> None:
         """End vLLM's process and free its memory."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm, self.version = None, -1
+            self._llm, self.version, self._is_asleep = None, -1, False
 
     def _recorded_experts(self, outputs: Sequence[Any]) -> list[Tensor | None]:
         """The experts of each output, by this project's record on a CPU, else by vLLM's own."""
         if not self._records_experts:
             return [_experts_of(output) for output in outputs]
-        (tables,) = self._llm.collective_rpc("take_experts")
+        tables, *_ = self._llm.collective_rpc("take_experts")  # each process has the same
         # The worker's name of a request is the output's with a random ending.
         by_request = tables | {name.rpartition("-")[0]: table for name, table in tables.items()}
         return [torch.tensor(by_request[output.request_id], dtype=torch.int32) for output in outputs]
@@ -135,7 +160,14 @@ class VllmEngine:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would inherit the trainer's threads
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # otherwise a hundred lines at each start
         settings = {}
-        if not torch.cuda.is_available():
+        if self._devices is not None:
+            settings["CUDA_VISIBLE_DEVICES"] = self._devices
+            if self._sleeps or "," in self._devices:
+                _log.warning(
+                    "--rollout-colocate and --rollout-tensor-parallel-size follow vLLM's documentation, and have not "
+                    "been run on GPUs yet"
+                )
+        else:
             for name, value in CPU_DEFAULTS.items():
                 os.environ.setdefault(name, value)
             # All cores, because the trainer's ranks usually wait while vLLM samples.
@@ -163,11 +195,25 @@ def _check_surroundings() -> None:
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if distributed and os.environ.get(MULTIPROCESSING, "1") == "0":
         raise EngineError(f"vLLM would join the trainer's process group of several ranks: remove {MULTIPROCESSING}=0")
-    if torch.cuda.is_available() and torch.cuda.current_device() != 0:
+
+
+def _devices(number: int) -> str:
+    """CUDA_VISIBLE_DEVICES of vLLM's processes: this rank's GPU and the next ones.
+
+    Raises:
+        EngineError: the rank does not see as many GPUs, or vLLM would run in the trainer's process on another GPU.
+    """
+    first, count = torch.cuda.current_device(), torch.cuda.device_count()
+    if first and os.environ.get(MULTIPROCESSING, "1") == "0":
+        raise EngineError(f"vLLM would take GPU 0, this rank has GPU {first}: remove {MULTIPROCESSING}=0")
+    if first + number > count:
         raise EngineError(
-            f"vLLM would take GPU 0, this rank has GPU {torch.cuda.current_device()}: use a vLLM server, or give each "
-            "rank one GPU with CUDA_VISIBLE_DEVICES"
+            f"--rollout-tensor-parallel-size {number} needs as many GPUs from GPU {first} on, this rank sees {count}: "
+            "give fewer, or show it more with CUDA_VISIBLE_DEVICES"
         )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(count)]
+    return ",".join(names[first : first + number])
 
 
 def _option_of_experts(records: bool) -> dict[str, Any]:

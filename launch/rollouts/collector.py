@@ -15,6 +15,7 @@ from megatron_rc.launch.distributed import AgreedError, agree_and_share
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.streamed import StreamedEngine
+from megatron_rc.launch.engines.vllm_engine import VllmEngine
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
@@ -116,6 +117,8 @@ class RolloutCollector:
         if is_fresh:
             weight_sync(lap)
         batch = self._collect_scored(step, lap)
+        if self.config.engine.rollout_colocate:
+            self.work.run(lambda: cast(VllmEngine, self.engine).rest(), "the end of the rollout")
         # Orders end at --train-iters, but a window does not: a longer run continues it after a resume.
         self.is_window_over = is_fresh or step == self._window_end
         if self.is_window_over:

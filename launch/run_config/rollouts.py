@@ -123,7 +123,7 @@ class EngineSection:
     )
     rollout_weight_transfer: Literal["files", "gloo", "nccl"] = option(
         "way of new weights to a server: files in --rollout-weights-dir; gloo (CPUs) or nccl (GPUs): process groups of "
-        "the first rank of each pipeline stage and vLLM's processes",
+        "the first rank of each pipeline stage and the server's processes",
         default="files",
     )
     rl_partial_rollouts: bool = option(
@@ -143,6 +143,14 @@ class EngineSection:
     rollout_attempts: int = option(
         "tries of a request that a server answers with status 500 before the run ends", default=6
     )
+    rollout_tensor_parallel_size: int = option(
+        "processes that vLLM spreads the model over; on a machine with GPUs the GPUs of this rank and of the next ones",
+        default=1,
+    )
+    rollout_engine_args: str | None = option(
+        "YAML file of further arguments of vllm.LLM, such as gpu_memory_utilization: 0.5", metavar="FILE"
+    )
+    rollout_colocate: bool = option("give vLLM's GPU memory to the trainer between two rollouts, by vLLM's sleep mode")
     rollout_dtype: str = option(
         "number format of the engine's weights at every sync; servers keep the format of their start", default="bf16"
     )

@@ -3,6 +3,7 @@
 Both models have tied embeddings. In process vLLM starts under the environment of torchrun, beside a process group.
 """
 
+import functools
 import os
 import signal
 import socket
@@ -67,10 +68,10 @@ class Rig:
         return samples
 
 
-def in_process(folder, config):
+def in_process(folder, config, **settings):
     os.environ |= TORCHRUN_VALUES
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    engine = VllmEngine(ModelDirectory(folder / "weights", config, EOS), "fp32", EOS, LONGEST)
+    engine = VllmEngine(ModelDirectory(folder / "weights", config, EOS), "fp32", EOS, LONGEST, **settings)
 
     def cached_tokens(prompt):
         from vllm import SamplingParams as Params
@@ -134,7 +135,14 @@ def number_of(url, name):
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}"))
 
 
-RIGS = {"llama": (in_process, LLAMA), "gpt2": (in_process, GPT2), "llama-served": (served, LLAMA)}
+# Two processes that hold half of the model each, and an argument of --rollout-engine-args.
+SPREAD = functools.partial(in_process, processes=2, more={"max_num_seqs": 3})
+RIGS = {
+    "llama": (in_process, LLAMA),
+    "llama-spread": (SPREAD, LLAMA),
+    "gpt2": (in_process, GPT2),
+    "llama-served": (served, LLAMA),
+}
 
 
 @pytest.fixture(scope="module", params=RIGS)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
+from megatron_rc.launch.engines.vllm_args import read_engine_args
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.rollouts.recorded import find_rollouts
@@ -94,6 +95,7 @@ def check_engine(config: RunConfig, samples: bool) -> None:
         ),
     }
     refuse(config, needs | wrong)
+    _check_vllm(config)
     if "rollout_url" not in engine.needs:
         return
     try:
@@ -108,6 +110,22 @@ def check_engine(config: RunConfig, samples: bool) -> None:
     )
     is_wrong = len(urls) != config.data_parallel_size
     refuse(config, {names + "weights": is_wrong}, urls=len(urls), dp=config.data_parallel_size)
+
+
+def _check_vllm(config: RunConfig) -> None:
+    """Check the settings of vLLM in a process of the trainer's own."""
+    engine = config.engine
+    wrong = {
+        "{rollout_colocate} needs a GPU, whose memory it shares: drop it": engine.rollout_colocate
+        and config.launch.on_cpu,
+        "{rollout_colocate} does not go with {rollout_staleness}, by which the engine samples while the trainer works: "
+        "drop one of them": engine.rollout_colocate and bool(config.rollouts.rollout_staleness),
+    }
+    refuse(config, wrong)
+    try:
+        read_engine_args(engine.rollout_engine_args)
+    except ValueError as problem:
+        raise ConfigurationError(f"--rollout-engine-args {engine.rollout_engine_args}: {problem}") from None
 
 
 def _check_transfer(config: RunConfig) -> None:

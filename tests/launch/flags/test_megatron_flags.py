@@ -88,7 +88,8 @@ config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf w
 apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts save-log-probs load-rollouts rollout-staleness
-rollout-max-versions rollout-weight-transfer max-turns reply
+rollout-max-versions rollout-weight-transfer rollout-tensor-parallel-size rollout-engine-args rollout-colocate max-turns
+reply
 allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance
 sync-probe-interval
 keep-last continue-after-failed-save load-last-valid reward reward-workers

@@ -1,0 +1,42 @@
+"""``--rollout-engine-args``: a YAML file of further arguments of ``vllm.LLM``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Arguments that follow from other flags: another value would sample from another model or distribution.
+OWN = {
+    "model": "the weights are the trainer's",
+    "dtype": "--rollout-dtype decides",
+    "max_model_len": "--seq-length decides",
+    "tensor_parallel_size": "--rollout-tensor-parallel-size decides",
+    "enable_sleep_mode": "--rollout-colocate decides",
+    "logprobs_mode": "the correction needs processed_logprobs",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "enable_return_routed_experts": "--moe-enable-routing-replay decides",
+    "return_sampling_mask": "--rollout-top-p and the like decide",
+    "worker_extension_cls": "--moe-enable-routing-replay decides",
+}
+
+
+def read_engine_args(path: str | None) -> dict[str, Any]:
+    """Arguments of the file; none without a file.
+
+    Raises:
+        ValueError: the file cannot be read, is no table of names, or has an argument of :data:`OWN`.
+    """
+    import yaml
+
+    if path is None:
+        return {}
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as problem:
+        raise ValueError(f"it cannot be read ({' '.join(str(problem).split())})") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"expected lines of the form gpu_memory_utilization: 0.5, found {str(found)[:60]}")
+    owned = [name for name in found if name in OWN]
+    if owned:
+        raise ValueError(f"it has {owned[0]}, but {OWN[owned[0]]}: drop it")
+    return found

@@ -1,0 +1,133 @@
+"""vLLM in a process of the trainer's own: its arguments, its GPUs, and its rest, without vLLM.
+
+``tests/vllm/check_vllm.py`` has the rest with vLLM, on a CPU.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import EngineError, registry
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.registry import make_engine
+from megatron_rc.launch.engines.vllm_args import OWN, read_engine_args
+from megatron_rc.launch.engines.vllm_engine import VllmEngine, _devices
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.records.rollout import SamplingParams
+from tests.support.recorded_training import flags, run_config
+from tests.support.rollout_servers import CONFIG, EOS, weights
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """As if vLLM were installed."""
+    monkeypatch.setattr("megatron_rc.launch.flags.checks.rollouts.require", lambda *_: None)
+
+
+def parse(folder, *words):
+    return run_config(flags(folder, "--rollout-engine=vllm", *words))
+
+
+def test_the_file_adds_arguments_and_replaces_this_projects_choices(tmp_path):
+    file = tmp_path / "args.yaml"
+    file.write_text("gpu_memory_utilization: 0.5\nmax_num_seqs: 256\n")
+    config = parse(tmp_path, f"--rollout-engine-args={file}", "--rollout-tensor-parallel-size=2")
+    options = make_engine(config, EOS, 0, 0)._options
+    assert options.items() >= {"gpu_memory_utilization": 0.5, "max_num_seqs": 256, "tensor_parallel_size": 2}.items()
+    assert make_engine(parse(tmp_path), EOS, 0, 0)._options["max_num_seqs"] == 64
+
+
+WRONG = {
+    "missing": (None, "cannot be read"),
+    "broken": ("a: [", "cannot be read"),
+    "list": ("- max_num_seqs", "expected lines of the form"),
+    "numbers": ("1: 2", "expected lines of the form"),
+    "empty": ("", "found None"),
+    **{name: (f"{name}: 1", f"it has {name}, but ") for name in OWN},
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_files_are_refused_by_name(tmp_path, text, message):
+    file = tmp_path / "args.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigurationError, match=f"--rollout-engine-args {file}: .*{message}") as caught:
+        parse(tmp_path, f"--rollout-engine-args={file}")
+    assert "\n" not in str(caught.value)
+    assert read_engine_args(None) == {}
+
+
+REFUSED = [
+    (["--rollout-colocate"], "--rollout-colocate needs a GPU"),
+    (["--rollout-engine=vllm-server", "--rollout-colocate"], "--rollout-colocate does nothing with"),
+    (["--rollout-tensor-parallel-size=0"], "--rollout-tensor-parallel-size"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_what_cannot_work_is_refused(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    ("visible", "current", "number", "found"),
+    [(None, 0, 1, "0"), (None, 2, 2, "2,3"), ("4,5,6,7", 1, 2, "5,6"), ("GPU-a,GPU-b,GPU-c,GPU-d", 3, 1, "GPU-d")],
+)
+def test_vllm_gets_this_ranks_gpu_and_the_next_ones(monkeypatch, visible, current, number, found):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=current),
+        mock.patch.object(torch.cuda, "device_count", return_value=4),
+    ):
+        assert _devices(number) == found
+        with pytest.raises(EngineError, match=rf"--rollout-tensor-parallel-size {5 - current} needs as many GPUs"):
+            _devices(5 - current)
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if current:
+            with pytest.raises(EngineError, match=f"GPU {current}: remove VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+                _devices(number)
+
+
+def test_vllm_rests_from_the_rollout_to_the_next_weights(tmp_path):
+    engine = VllmEngine(ModelDirectory(tmp_path / "weights", CONFIG, EOS), "fp32", EOS, 16, sleeps=True)
+    llm = mock.Mock()
+    with mock.patch.object(VllmEngine, "_start", return_value=llm):
+        engine.rest()  # it has not started yet
+        engine.load_weights(weights().items(), 0)
+        engine.rest()
+        engine.rest()
+        with pytest.raises(EngineError, match="call load_weights first"):
+            engine.sample([[3]], SamplingParams(), 4, 0)
+        engine.load_weights(weights().items(), 1)
+    path = str(engine.directory.path)
+    assert llm.mock_calls[:4] == [
+        mock.call.sleep(level=2),
+        mock.call.wake_up(tags=["weights"]),
+        mock.call.collective_rpc("reload_weights", kwargs={"weights_path": mock.ANY}),
+        mock.call.wake_up(tags=["kv_cache"]),
+    ]
+    assert llm.collective_rpc.call_args.kwargs["kwargs"]["weights_path"].startswith(path)
+    assert engine.version == 1
+
+
+def test_the_collector_lets_the_engine_rest_after_each_rollout():
+    collector = RolloutCollector.__new__(RolloutCollector)
+    collector.is_partial, collector.window = False, 0
+    collector.config = mock.Mock()
+    collector.config.engine.rollout_colocate = True
+    collector.config.updates_per_rollout, collector.config.training.train_iters = 1, 9
+    collector.work, collector.engine, collector.prefetched = mock.Mock(), mock.Mock(), mock.MagicMock()
+    collector.work.run = lambda work, words: work()
+    collector.collect, collector._check_scored = mock.Mock(), mock.Mock()
+    order = mock.Mock()
+    order.attach_mock(collector.collect, "collect")
+    order.attach_mock(collector.engine.rest, "rest")
+    collector.next_batch(3, mock.Mock(), mock.Mock())
+    assert [name for name, *_ in order.mock_calls] == ["collect", "rest"]
+    assert registry.ENGINES["vllm"].settings[-1] == "rollout_colocate"
