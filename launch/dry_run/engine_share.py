@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
+from megatron_rc.launch.engines.vllm_args import read_engine_args
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import empty_model
@@ -17,14 +18,16 @@ VLLM_FRACTION = 0.92
 def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
     """Bytes of the engine on the first rank of each replica, the only one that has an engine.
 
-    A server runs on other devices, so it takes nothing. None if the engine takes a share of a device of unknown size.
+    A server runs on other devices, and with ``--rollout-colocate`` vLLM rests while the trainer works, so they take
+    nothing. None if the engine takes a share of a device of unknown size.
     """
     name = config.engine.rollout_engine
-    if config.rollouts.load_rollouts or name.endswith("-server"):
+    if config.rollouts.load_rollouts or name.endswith("-server") or config.engine.rollout_colocate:
         return 0
     if name == "transformers":
         return _transformers_bytes(config)
-    return None if device_bytes is None else round(VLLM_FRACTION * device_bytes)
+    share = read_engine_args(config.engine.rollout_engine_args).get("gpu_memory_utilization", VLLM_FRACTION)
+    return None if device_bytes is None else round(share * device_bytes)
 
 
 def _transformers_bytes(config: RunConfig) -> int:
