@@ -20,6 +20,7 @@ def batch_of(
     *,
     has_experts: bool,
     has_support: bool,
+    has_turns: bool = False,
 ) -> RolloutBatch:
     """The batch of some responses, with the numbers 0, 1, … as sample ids and group ids, and rewards 0.
 
@@ -30,6 +31,7 @@ def batch_of(
         sampling: parameters that the responses were sampled with.
         has_experts: whether the batch has the experts of each token, which the engine then reported.
         has_support: whether the batch has the kept tokens, which the engine then reported.
+        has_turns: whether the batch has the rewards of earlier turns.
 
     Raises:
         EngineError: experts or kept tokens are missing, or have a wrong shape.
@@ -55,6 +57,7 @@ def batch_of(
         finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
         sampling=sampling,
         routed_experts=_routed_experts(samples, length) if has_experts else None,
+        turn_rewards=_turn_rewards(samples, mask) if has_turns else None,
         **(_support(samples, mask) if has_support else {}),
     )
 
@@ -88,6 +91,13 @@ def versions_of(sample: Sample, version: int) -> list[int]:
     if len(versions) != tokens:
         raise EngineError(f"the engine named the weights of {len(versions)} of {tokens} tokens")
     return versions
+
+
+def _turn_rewards(samples: Sequence[Conversation], mask: Tensor) -> Tensor:
+    """[responses, length] float32; ``mask`` has the sampled tokens."""
+    rewards = torch.zeros(mask.shape)
+    rewards[mask] = torch.tensor([reward for sample in samples for reward in sample.turn_rewards])
+    return rewards
 
 
 def _support(samples: Sequence[Conversation], mask: Tensor) -> dict[str, Tensor]:

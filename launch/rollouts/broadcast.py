@@ -21,6 +21,7 @@ class ReplicaBroadcast:
         self.groups, self.device, self.sampling = groups, config.launch.device, sampling
         self._experts = ExpertsBroadcast(config, groups) if config.replays_rollouts else None
         self._sends_support = config.rollouts.replays_sampling
+        self._sends_turn_rewards = config.has_turn_rewards
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The first rank's tensor; shape and dtype are equal on all ranks."""
@@ -40,7 +41,7 @@ class ReplicaBroadcast:
         """
         columns_per_token = 4 if self._sends_support else 3
         integers = torch.zeros(rows, columns_per_token * length + 3, dtype=torch.int64)
-        floats = torch.zeros(rows, length + 1)
+        floats = torch.zeros(rows, (2 if self._sends_turn_rewards else 1) * length + 1)
         if batch is not None:
             per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
             # The receivers expect these dtypes; records may have others.
@@ -49,13 +50,18 @@ class ReplicaBroadcast:
             if self._sends_support and batch.support_counts is not None:
                 whole.insert(3, batch.support_counts)
             integers = torch.cat([values.long() for values in whole], dim=1)
-            floats = torch.cat([batch.rollout_log_probs.float(), batch.rewards.float().unsqueeze(1)], dim=1)
+            per_token = [batch.rollout_log_probs]
+            if self._sends_turn_rewards:
+                early = batch.turn_rewards
+                per_token.append(torch.zeros_like(batch.rollout_log_probs) if early is None else early)
+            floats = torch.cat([values.float() for values in (*per_token, batch.rewards.unsqueeze(1))], dim=1)
         integers, floats = self.tensor(integers), self.tensor(floats)
         tokens, mask, versions, *counts, rest = integers.split([*[length] * columns_per_token, 3], dim=1)
         return RolloutBatch(
             tokens=tokens,
             response_mask=mask.bool(),
-            rollout_log_probs=floats[:, :-1],
+            rollout_log_probs=floats[:, :length],
+            turn_rewards=floats[:, length:-1] if self._sends_turn_rewards else None,
             policy_versions=versions.int(),
             sample_ids=rest[:, 0],
             group_ids=rest[:, 1],

@@ -272,6 +272,7 @@ class RolloutSampler:
             self.sampling,
             has_experts=config.replays_rollouts,
             has_support=config.rollouts.replays_sampling,
+            has_turns=config.rollouts.max_turns > 1,
         )
         return replace(
             batch,

@@ -30,7 +30,7 @@ class Conversation:
     turns: tuple[Sample, ...] = ()  # as the engine sampled them, with their versions
     # Token ids after each turn but the last, and after the last one if another turn follows.
     observations: tuple[list[int], ...] = ()
-    reward: float = 0.0  # sum of the rewards that came with replies
+    rewards: tuple[float, ...] = ()  # reward that came with the reply to each turn that got one
     failed: Outcome | None = None  # reply that failed and so ended the conversation
     is_cut: bool = False  # an observation left no room for another turn
 
@@ -53,6 +53,23 @@ class Conversation:
     def versions(self) -> list[int]:
         """Version of the weights that sampled each token."""
         return [version for turn in self.turns for version in turn.versions or ()]
+
+    @property
+    def reward(self) -> float:
+        """Sum of the rewards that came with replies."""
+        return sum(self.rewards)
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """For each sampled token the reward that came with its turn, if it ends an earlier turn, else 0.
+
+        All 0 if a reply failed.
+        """
+        found: list[float] = []
+        for number, turn in enumerate(self.turns):
+            is_early = number + 1 < len(self.turns) and self.failed is None
+            found += [0.0] * (len(turn.token_ids) - 1) + [self.rewards[number] if is_early else 0.0]
+        return found
 
     @property
     def support(self) -> tuple[Tensor, Tensor] | None:
@@ -106,7 +123,7 @@ class Conversation:
         """
         if outcome.failure is not None:
             return replace(self, failed=outcome)
-        rewarded, given = replace(self, reward=self.reward + outcome.reward), outcome.observation
+        rewarded, given = replace(self, rewards=(*self.rewards, outcome.reward)), outcome.observation
         if room is None or given is None:
             return rewarded
         if isinstance(given, str):

@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
@@ -148,6 +149,12 @@ class RunConfig:
     def replays_rollouts(self) -> bool:
         """Whether the rollouts' records must have the experts that the engine chose for each token."""
         return self.routing is not None and self.routing.moe_routing_replay_source == "rollout"
+
+    @property
+    def has_turn_rewards(self) -> bool:
+        """Whether the advantages depend on the turn that a part of a reward came with."""
+        has_turns = self.rollouts.max_turns > 1 or self.rollouts.load_rollouts is not None
+        return has_turns and self.advantages.advantage_estimator not in GROUP_ESTIMATORS
 
     def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
         """These settings with other values in fields of these sections."""

@@ -198,7 +198,7 @@ class Trainer(TrainedModel):
         scores = estimated = None
         if self.groups.is_last_stage:
             known = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": baselines}
-            scores = Scores(batch=batch, rewards=rewards, cut=cut, **known)
+            scores = Scores(batch=batch, rewards=rewards, turn_scale=self.rewards.scale, cut=cut, **known)
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
         plan = self._plan(batch, cut, old)

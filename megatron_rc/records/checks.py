@@ -45,6 +45,7 @@ FIELDS = {
     "support_counts": Field(True, _SIGNED, "signed integers, for example int32", is_optional=True),
     "old_log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
     "log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
+    "turn_rewards": Field(True, _FLOATS, "float32 or float64", is_optional=True),
 }
 OPTIONAL = {name for name, field in FIELDS.items() if field.is_optional}
 TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN at tokens that the trainer did not score
@@ -116,6 +117,9 @@ def check_values(
             expected = ": expected a finite number of at most 0, or NaN if the trainer did not score the token"
             bad = mask & ((scored > POSITIVE_LIMIT) | scored.isinf())
             _refuse(ids, bad, name + " of {} is {}" + expected, scored)
+    early = columns.get("turn_rewards")
+    if early is not None:
+        _refuse(ids, mask & ~early.isfinite(), "the turn reward of {} is {}: expected a finite number", early)
     _refuse(ids, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
     _check_kept(columns, vocab_size)
     _check_fillers(columns, top_k)

@@ -56,6 +56,9 @@ class RolloutBatch:
             recorded.
         log_probs: [n, s] float32, log π_θ in the last optimizer step on each token, with NaN and other values as in
             old_log_probs. None: not recorded, or the batch made one step, in which π_θ is π_old.
+        turn_rewards: [n, s] float32, the parts of the rewards that came with earlier turns, each at the last token of
+            its turn; 0 at other sampled tokens; any value elsewhere. The rest of a reward comes with the last token.
+            None: all of it does.
     """
 
     tokens: Tensor
@@ -72,6 +75,7 @@ class RolloutBatch:
     support_counts: Tensor | None = None
     old_log_probs: Tensor | None = None
     log_probs: Tensor | None = None
+    turn_rewards: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -123,6 +127,12 @@ class RolloutBatch:
     def label_versions(self) -> Tensor:
         """``policy_versions`` at label positions, [n, s] int64."""
         return _to_labels(self.policy_versions).long()
+
+    def label_turn_rewards(self) -> Tensor | None:
+        """``turn_rewards`` at label positions, [n, s], 0 at tokens that were not sampled; None if there are none."""
+        if self.turn_rewards is None:
+            return None
+        return _to_labels(torch.where(self.response_mask, self.turn_rewards, 0))
 
     def label_support(self) -> tuple[Tensor, Tensor] | None:
         """(ids, counts [n, s]) of the supports at label positions of sampled tokens; None if there are none."""
@@ -190,7 +200,7 @@ class RolloutBatch:
 
         Args:
             batches: at least one; all with the same sampling parameters, and all or none with routed experts and with
-                supports. If only some have the trainer's log-probs, the others get NaN.
+                supports. If only some have the trainer's log-probs, the others get NaN; turn rewards, 0.
             pad_token_id: fills the shorter sequences.
 
         Raises:
@@ -199,7 +209,7 @@ class RolloutBatch:
         """
         if not batches:
             raise ValueError("batches is empty: expected at least one rollout batch")
-        batches = _with_same_log_probs(batches)
+        batches = _with_same_fields(batches)
         first = batches[0]
         for batch in batches:
             _check_alike(first, batch)
@@ -267,13 +277,17 @@ def check_schema_version(header: Mapping[str, Any]) -> None:
         raise ValueError(f"schema_version is {version!r}: this release reads version {SCHEMA_VERSION}")
 
 
-def _with_same_log_probs(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-    """The batches with the trainer's log-probs in all or in none: NaN (not scored) if only others have them."""
-    held = [name for name in TRAINER_LOG_PROBS if any(getattr(batch, name) is not None for batch in batches)]
+def _with_same_fields(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+    """The batches with the trainer's log-probs in all or in none, NaN (not scored) if only others have them.
+
+    Turn rewards alike, with 0.
+    """
+    fillers = dict.fromkeys(TRAINER_LOG_PROBS, torch.nan) | {"turn_rewards": 0.0}
+    held = [name for name in fillers if any(getattr(batch, name) is not None for batch in batches)]
     filled = []
     for batch in batches:
         missing = [name for name in held if getattr(batch, name) is None]
-        unknown: dict[str, Any] = {name: torch.full_like(batch.rollout_log_probs, torch.nan) for name in missing}
+        unknown: dict[str, Any] = {name: torch.full_like(batch.rollout_log_probs, fillers[name]) for name in missing}
         filled.append(replace(batch, **unknown))
     return filled
 

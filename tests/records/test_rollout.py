@@ -177,6 +177,18 @@ def test_batches_that_the_trainer_did_not_score_join_those_that_it_did():
     joined.validate()
 
 
+def test_rewards_of_turns_are_numbers_and_join_batches_without():
+    batch = dataclasses.replace(example(), turn_rewards=torch.full_like(example().rollout_log_probs, 0.25))
+    changed(batch, "turn_rewards", math.nan, (0, 0)).validate()  # no sampled token
+    with pytest.raises(ValueError, match=r"^the turn reward of sample 7, token 2 is nan: expected a finite number"):
+        changed(batch, "turn_rewards", math.nan, (0, 2)).validate()
+    joined = RolloutBatch.concatenate([batch.rows([0]), example().rows([1, 2])])
+    assert joined.turn_rewards.tolist()[1:] == torch.zeros(2, batch.tokens.shape[1]).tolist()
+    labels = batch.label_turn_rewards()
+    assert torch.equal(labels, torch.where(batch.label_aligned()[1], 0.25, 0))
+    assert example().label_turn_rewards() is None
+
+
 # Uses of a batch
 
 

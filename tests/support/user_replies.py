@@ -60,3 +60,8 @@ def dies_of_two(prompt, response, label, record):
     if "3" in response:
         sys.exit(4)
     return "7"
+
+
+def by_length(prompt, response, label, record):
+    """A question mark by its token id, and a reward for each character of the turn."""
+    return {"observation": [10], "reward": len(response) / 8}

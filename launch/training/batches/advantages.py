@@ -29,6 +29,7 @@ class Scores:
 
     batch: RolloutBatch  # the records
     rewards: Tensor  # [rows of the batch], scaled and clipped
+    turn_scale: float = 1.0  # factor of the parts of the rewards that came with earlier turns
     cut: LocalBatch  # this rank's tokens
     old: Tensor | None = None  # log π_old, like the tokens; None: the engine's log-probs are used
     squares: Tensor | None = None  # Σ π_old², like the tokens; needed by ``optimal-token-baseline``
@@ -128,7 +129,7 @@ class Advantages:
             of_groups = sides(self._of_responses(scores, "grpo-no-std", kl, accepted, weights))
             each = torch.where(mask, layout.expand(of_groups), 0)
             return TokenAdvantages(each, each)
-        rewards = outcome_rewards(sides(scores.rewards.double()), mask, **where)
+        rewards = self._token_rewards(scores)
         if kl is not None:
             rewards = rewards - self.wanted.kl_in_reward * kl
         if name == "reinforce-pp":
@@ -145,6 +146,16 @@ class Advantages:
             return optimal_token_baseline(rewards, old, squares, mask, ids, weights=weights, kept=kept, **where)
         values = _given(scores.values, "a critic").double()
         return gae(rewards, values, mask, gamma=self.wanted.gamma, lam=self.wanted.gae_lambda, **where)
+
+    def _token_rewards(self, scores: Scores) -> Tensor:
+        """Rewards like the tokens, float64: the parts of earlier turns at their last tokens, the rest at the end."""
+        local, rewards, early = scores.cut.local, scores.rewards.double(), scores.cut.local.turn_rewards
+        where: dict[str, Any] = {"layout": local.layout, "groups": self.groups}
+        if early is None:
+            return outcome_rewards(scores.cut.sides(rewards), local.response_mask, **where)
+        early = early.double() * scores.turn_scale
+        rest = scores.cut.sides(rewards - self._by_row(scores, early))
+        return early + outcome_rewards(rest, local.response_mask, **where)
 
     def _kl(self, scores: Scores) -> Tensor:
         """KL to the reference, like the tokens, float64; 0 at masked tokens and at tokens with bad log-probs."""

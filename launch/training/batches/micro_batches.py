@@ -45,6 +45,7 @@ class LocalTokens(MicroBatch):
     # The tokens that the engine kept at each label, see megatron_rc.records.support; None: log-probs are over all.
     support_ids: Tensor | None = None
     support_counts: Tensor | None = None
+    turn_rewards: Tensor | None = None  # parts of the rewards that came with earlier turns; None: there are none
     values: Tensor | None = None  # the critic's values before its steps on the rollout batch
     returns: Tensor | None = None  # targets of the values
 
@@ -142,6 +143,7 @@ def _local_tokens(
     filler for padding) and returns their local part.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
+    early = batch.label_turn_rewards()
     experts, support = batch.routed_experts, batch.label_support()
     support_ids, support_counts = None, None
     if support is not None:
@@ -160,6 +162,7 @@ def _local_tokens(
         routed_experts=None if experts is None else take(experts, NOT_NEEDED),
         support_ids=support_ids,
         support_counts=support_counts,
+        turn_rewards=None if early is None else take(early, 0),
         advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )

@@ -65,6 +65,11 @@ class RewardScaler:
         limit = self.wanted.reward_clip
         return rewards if limit is None else rewards.clamp(-limit, limit)
 
+    @property
+    def scale(self) -> float:
+        """The factor of a part of a reward, which is not centred."""
+        return 1.0 if self.wanted.reward_scaling == "none" else 1 / self.statistics.std
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the statistics; empty if rewards are not scaled."""
         if self.wanted.reward_scaling == "none":

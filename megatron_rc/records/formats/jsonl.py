@@ -152,6 +152,8 @@ def _record(batch: RolloutBatch, row: int, end: int, support: tuple[Tensor, Tens
     if support is not None:
         ids, counts = support
         record["support"] = [own.tolist() for own in ids.split(counts.tolist())[:end]]
+    if batch.turn_rewards is not None:
+        record["turn_rewards"] = sampled(batch.turn_rewards)
     for name in TRAINER_LOG_PROBS:
         values = getattr(batch, name)
         if values is not None:
@@ -187,6 +189,7 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
     if reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason is {reason!r}: expected one of {', '.join(FINISH_REASONS)}")
     scored = [name for name in TRAINER_LOG_PROBS if record.get(name) is not None]
+    early = [name for name in ("turn_rewards",) if record.get(name) is not None]
     return one_sequence(
         tokens,
         torch.tensor(mask, dtype=torch.bool),
@@ -200,6 +203,7 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         routed_experts=experts_of(record, "routed_experts", (length,)),
         support=_support(record, length),
         **{name: _at_sampled(record, name, mask, float, may_lack=True) for name in scored},
+        **{name: _at_sampled(record, name, mask, float) for name in early},
     )
 
 

@@ -29,6 +29,7 @@ def one_sequence(
     support: tuple[Tensor, Tensor] | None = None,
     old_log_probs: Tensor | None = None,
     log_probs: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
 ) -> RolloutBatch:
     """A batch of one sequence without padding, from the values of its fields in :class:`RolloutBatch`.
 
@@ -53,6 +54,7 @@ def one_sequence(
         support_counts=None if support is None else support[1].unsqueeze(0),
         old_log_probs=None if old_log_probs is None else old_log_probs.unsqueeze(0),
         log_probs=None if log_probs is None else log_probs.unsqueeze(0),
+        turn_rewards=None if turn_rewards is None else turn_rewards.unsqueeze(0),
     )
 
 

@@ -18,8 +18,11 @@ from megatron_rc.launch.rollouts.sampler import RolloutSampler
 from megatron_rc.launch.rollouts.turns import converse
 from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
 from megatron_rc.parallel import ParallelGroups
+from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.support.made_rollouts import made_batch
-from tests.support.recorded_training import flags
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, save_initial
+from tests.support.training_runs import rows, run_training
 
 EOS = 1
 ENDED = Sample([5, EOS], [-0.5, -0.1], "stop", versions=[3, 3])
@@ -62,6 +65,8 @@ def test_turns_and_observations_are_appended_token_by_token():
     assert long.sampled == [True, True, False, False, True, True, True, False, True, True]
     assert long.log_probs == [-token / 100 for token in (5, EOS, 7, 8, EOS, 9, EOS)]
     assert (long.reward, short.reward, long.finish_reason) == (0.875, 2.0, "stop")
+    assert long.turn_rewards == [0, 0.5, 0, 0, 0.25, 0, 0], "the last turn's is the rest of the response's reward"
+    assert short.turn_rewards == [0, 0]
     assert (short.token_ids, short.sampled) == ([6, EOS], [True, True])
     texts, seeds = zip(*engine.asked, strict=True)
     assert texts[0] == [[2, 3], [2]], "all samples at once"
@@ -107,6 +112,8 @@ def test_a_failed_reply_ends_its_conversation_alone():
     )
     assert [one.failed and one.failed.failure for one in found] == ["hangs", None]
     assert [one.token_ids for one in found] == [[5, EOS], [6, EOS, 20, 7, EOS]]
+    assert found[1].turn_rewards == [0, 0.5, 0, 0]
+    assert replace(found[1], failed=Outcome(failure="hangs")).turn_rewards == [0, 0, 0, 0]
 
 
 def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
@@ -240,6 +247,9 @@ def test_a_reply_may_give_token_ids_and_a_reward(game):
     sampled = game([[1, 2, 3, 4], [7] * 4], "--max-turns=2", f"--reply={REPLY}paid", "--reward=exact")
     assert sampled.batch.tokens[:, 3].tolist() == [ASKED] * 4
     assert sampled.batch.rewards.tolist() == [1 / 4 + 7 / 4, 2 / 4 + 7 / 4, 3 / 4 + 7 / 4, 4 / 4 + 7 / 4]
+    early = torch.zeros(4, 16)
+    early[:, 2] = torch.tensor([1, 2, 3, 4]) / 4  # the end of the first turn
+    assert torch.equal(sampled.batch.turn_rewards, early)
 
 
 def test_stopping_at_a_failed_reply(game):
@@ -285,3 +295,50 @@ def test_turns_are_numbered_in_the_record():
     assert batch.turn_ids.tolist() == [[-1, 0, 0, -1, -1, 1, -1, 2], [-1] * 8]
     metrics = summarize_rollouts(batch, ParallelGroups()).metrics
     assert metrics["rollout/turns"] == 1.5
+
+
+# Rewards of turns in a run -------------------------------------------------------------------------------------------
+
+TURNS = [*GAME, "--max-response-length=6", "--seq-length=32", "--grpo-prompts-per-step=4", "--grpo-group-size=4"]
+TURNS += ["--global-batch-size=16", f"--reply={REPLY}by_length", "--reward=exact", "--max-turns=3", "--num-layers=2"]
+TURNS += ["--advantage-estimator=reinforce-pp", "--gamma=0.9", "--lr=1e-3", "--micro-batch-size=2", "--train-iters=2"]
+TURNS += ["--rollout-rs-threshold=1e-9_1e9,1e9", "--lr-decay-style=constant"]
+COMPARED = "loss/total", "grad_norm"
+
+
+def losses(folder):
+    return [{name: row[name] for name in COMPARED} for row in rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def single(ranks, tmp_path_factory):
+    """Folder of a run of one rank, and its losses."""
+    folder = tmp_path_factory.mktemp("single")
+    ranks.run(save_initial, Layout(), flags(folder, *TURNS, f"--save={folder}/start"))
+    words = flags(folder, *TURNS, f"--load={folder}/start", "--finetune", f"--save-rollouts={folder}/rollouts")
+    assert ranks.run(run_training, Layout(), words) == [None]
+    return folder, losses(folder)
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2, tp=2)], ids=str)
+def test_rewards_of_turns_reach_all_ranks(ranks, tmp_path, single, layout):
+    folder, known = single
+    words = flags(tmp_path, *TURNS, *layout.flags(), f"--load={folder}/start", "--finetune")
+    assert ranks.run(run_training, layout, words) == [None] * layout.world
+    for one, other in zip(known, losses(tmp_path), strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_records_keep_the_rewards_of_turns(ranks, tmp_path, single, strips):
+    """The same steps from the records; others without the rewards of their turns."""
+    folder, known = single
+    for path in (folder / "rollouts").glob("*"):
+        batch = load_rollouts(path)
+        assert batch.turn_rewards.any()
+        save_rollouts(replace(batch, turn_rewards=None) if strips else batch, tmp_path / path.name)
+    of_engines = ("--max-turns", "--reply", "--reward")
+    words = [word for word in TURNS if not word.startswith(of_engines)]
+    words = flags(tmp_path, *words, f"--load={folder}/start", "--finetune", f"--load-rollouts={tmp_path}")
+    assert ranks.run(run_training, Layout(), words) == [None]
+    assert (losses(tmp_path) == known) != strips

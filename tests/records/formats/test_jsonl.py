@@ -144,3 +144,14 @@ def test_lines_say_null_of_tokens_that_the_trainer_did_not_score():
         list(from_json_lines([bad], batch_size=1))
     with pytest.raises(ValueError, match="line 1: log_probs: expected a list of 6, one for each token"):
         list(from_json_lines([record(log_probs=[-0.5])], batch_size=1))
+
+
+def test_lines_have_the_rewards_of_turns():
+    batch = dataclasses.replace(example(), turn_rewards=torch.where(example().tokens == 25, 0.5, 0.0))
+    lines = list(to_json_lines(batch))
+    assert json.loads(lines[1])["turn_rewards"] == [None, None, 0.0, 0.5]
+    (found,) = from_json_lines(lines, batch_size=3)
+    mask = batch.response_mask
+    assert torch.equal(found.turn_rewards[mask], batch.turn_rewards[mask])
+    with pytest.raises(ValueError, match="line 1: turn_rewards has None at token 2"):
+        list(from_json_lines([record(turn_rewards=[None, None, None, None, None, 0.5])], batch_size=1))

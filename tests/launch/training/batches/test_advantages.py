@@ -65,8 +65,8 @@ def given_rewards():
     return torch.where(torch.arange(SEQUENCES) < 3, 0, recorded_batch(0).rewards)
 
 
-def reference(estimator, kl, scope, baseline="group"):
-    """[rows, length] float64."""
+def reference(estimator, kl, scope, baseline="group", early=None):
+    """[rows, length] float64; ``early``: like it, scaled parts of the rewards that came with earlier turns."""
     batch, (old, ref, values, accepted, weights, squares, baselines) = recorded_batch(0), tables()
     _, mask, rollout = batch.label_aligned()
     ratios = torch.where(mask, old.double() - rollout.double(), 0).sum(1).exp().clamp(max=BOUND)
@@ -85,6 +85,8 @@ def reference(estimator, kl, scope, baseline="group"):
         each = torch.tensor(oracle.group(name, taken_off, ids, kept.tolist(), lengths, F_NORM, of_responses))
         whole = each.double().unsqueeze(1).expand(mask.shape)
         return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
+    if early is not None:
+        rewards, off = rewards - early.sum(1), off - early
     tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
     if estimator == "optimal-token-baseline":
         scores = (old.double().tolist(), squares.double().tolist(), mask.tolist())
@@ -138,6 +140,54 @@ def local_advantages(folder, packed):
         summary = summarize(scores, estimated, 1, groups)
         summaries.append((kl, round(summary.nonzero[0], 9), sorted(summary.metrics)))
     return worst, summaries
+
+
+SCALE = 0.7
+
+
+def turn_rewards():
+    """[rows, length] as records have them: at every fourth token, whatever was sampled there."""
+    place = torch.arange(recorded_batch(0).tokens.shape[1])
+    return torch.where(place % 4 == 1, 0.1 * (1 + torch.arange(SEQUENCES).unsqueeze(1)) - 0.5, 0.0)
+
+
+BY_TURN = [("gae", "k1"), ("reinforce-pp", "none"), ("remax", "none"), ("optimal-token-baseline", "none")]
+
+
+def advantages_by_turn(folder, packed):
+    """The largest difference from the reference on this rank, by estimator."""
+    groups, worst = ParallelGroups.from_megatron(), {}
+    rows = slice(*(SEQUENCES // group_size(groups.dp) * (group_rank(groups.dp) + end) for end in (0, 1)))
+    record = recorded_batch(0, group_rank(groups.dp), group_size(groups.dp))
+    record = dataclasses.replace(record, turn_rewards=turn_rewards()[rows])
+    more = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"] * packed
+    more += [f"--context-parallel-size={group_size(groups.cp)}"]
+    base = run_config(flags(folder, *more), group_size(groups.dp_cp), engine=False)
+    cut = cut_batch(record, base, groups)
+    early = torch.zeros(SEQUENCES, record.tokens.shape[1], dtype=torch.float64)
+    for row, mask in enumerate(recorded_batch(0).response_mask.tolist()):
+        for place, sampled in enumerate(mask):
+            if sampled:  # a label stands before its token
+                early[row, place - 1] = SCALE * float(turn_rewards()[row, place])
+    for estimator, kl in BY_TURN:
+        wanted = {"gamma": GAMMA, "gae_lambda": LAMBDA}
+        wanted |= {"kl_in_reward": COEFFICIENT, "kl_in_reward_estimator": kl} if kl != "none" else {}
+        config = dataclasses.replace(base, advantages=section(estimator, **wanted))
+        whole = (*tables()[:6], reference(estimator, kl, "all", early=early))
+        old, ref, values, _, weights, squares, want = (_cut(cut, value[rows]) for value in whole)
+        known = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": tables()[6][rows]}
+        scores = Scores(batch=record, rewards=given_rewards()[rows], turn_scale=SCALE, cut=cut, **known)
+        got = Advantages(config, groups).of(scores, None, weights).advantages
+        worst[estimator] = float((got - want)[cut.local.response_mask].abs().max())
+    return worst
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout()], ids=str)
+def test_parts_of_the_rewards_come_with_their_turns(ranks, tmp_path, layout, packed):
+    for worst in ranks.run(advantages_by_turn, layout, tmp_path, packed):
+        assert worst.keys() == dict(BY_TURN).keys()
+        assert max(worst.values()) < 2e-6
 
 
 def _cut(cut, whole):
