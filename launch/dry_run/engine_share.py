@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
-from megatron_rc.launch.engines.vllm_args import read_engine_args
+from megatron_rc.launch.engines.vllm_args import SHARE, read_engine_args
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import empty_model
@@ -26,8 +26,12 @@ def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
         return 0
     if name == "transformers":
         return _transformers_bytes(config)
-    share = read_engine_args(config.engine.rollout_engine_args).get("gpu_memory_utilization", VLLM_FRACTION)
-    return None if device_bytes is None else round(share * device_bytes)
+    return None if device_bytes is None else round(vllm_share(config) * device_bytes)
+
+
+def vllm_share(config: RunConfig) -> float:
+    """VLLM's share of a device's memory."""
+    return float(read_engine_args(config.engine.rollout_engine_args).get(SHARE, VLLM_FRACTION))
 
 
 def _transformers_bytes(config: RunConfig) -> int:

@@ -16,8 +16,13 @@ from megatron_rc.launch.run_config import RunConfig
 GIB = 2**30
 
 
-def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> list[str]:
-    """A table with a row for each stage, then the engine's memory and Megatron-LM's formulas."""
+def memory_in_words(
+    memories: Sequence[StageMemory], engine: int | None, theory: Theory | None, share: float = VLLM_FRACTION
+) -> list[str]:
+    """A table with a row for each stage, then the engine's memory and Megatron-LM's formulas.
+
+    ``share``: vLLM's share of a device, for an ``engine`` of unknown size.
+    """
     unit, size = _unit(max(memory.peak for memory in memories))
     rows = [["stage", "parameters", *KINDS, "in flight", "peak"]]
     for memory in memories:
@@ -26,7 +31,7 @@ def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory:
         rows.append([str(memory.stage), f"{memory.parameters:,}", *cells])
     lines = [f"memory of a rank, in {unit}", *aligned(rows)]
     if engine is None:
-        lines.append(f"and vLLM takes {VLLM_FRACTION:.0%} of the device of the first rank of each replica")
+        lines.append(f"and vLLM takes {share:.0%} of the device of the first rank of each replica")
     elif engine:
         lines.append(f"and the engine {engine / size:.2f} {unit} on the first rank of each replica")
     if theory is not None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 class RequestLimit:
     """At most ``number`` requests at a time; of those that wait, the lowest ``order`` first, then the first to come.
 
-    Each thread may have an event loop of its own, of asyncio.
+    Threads share it, each with an asyncio event loop of its own.
     """
 
     def __init__(self, number: int) -> None:

@@ -198,10 +198,10 @@ class ServerEngine(ABC):
                 raise loss
             if self.restarts > restarts:
                 return
-            self.restarts += 1
-            _log.warning("%s: it gets them again, and the batch is sampled again", loss)
+            _log.warning("%s: it gets them again, and the missing responses are sampled again", loss)
             self._check_server()
             self._update(str(self.directory.path), self.version)
+            self.restarts += 1
 
     def wants_support(self, ask: Ask) -> bool:
         """Whether a response must have its kept tokens; a greedy one, for an evaluation, need not."""

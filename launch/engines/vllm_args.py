@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+SHARE = "gpu_memory_utilization"
 # Arguments that follow from other flags: another value would sample from another model or distribution.
 OWN = {
     "model": "the weights are the trainer's",
@@ -17,6 +18,9 @@ OWN = {
     "enable_return_routed_experts": "--moe-enable-routing-replay decides",
     "return_sampling_mask": "--rollout-top-p and the like decide",
     "worker_extension_cls": "--moe-enable-routing-replay decides",
+    "load_format": "vLLM reads the trainer's weights from files",
+    "pipeline_parallel_size": "vLLM's processes are those of --rollout-tensor-parallel-size",
+    "data_parallel_size": "each data-parallel replica of the trainer has a vLLM of its own",
 }
 
 
@@ -24,7 +28,8 @@ def read_engine_args(path: str | None) -> dict[str, Any]:
     """Arguments of the file; none without a file.
 
     Raises:
-        ValueError: the file cannot be read, is no table of names, or has an argument of :data:`OWN`.
+        ValueError: the file cannot be read, is no table of names, has an argument of :data:`OWN`, or a share of the
+            GPU's memory that is none.
     """
     import yaml
 
@@ -36,6 +41,9 @@ def read_engine_args(path: str | None) -> dict[str, Any]:
         raise ValueError(f"it cannot be read ({' '.join(str(problem).split())})") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"expected lines of the form gpu_memory_utilization: 0.5, found {str(found)[:60]}")
+    share = found.get(SHARE, 1)
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"it has {SHARE}: {share}, expected a number above 0 and at most 1")
     owned = [name for name in found if name in OWN]
     if owned:
         raise ValueError(f"it has {owned[0]}, but {OWN[owned[0]]}: drop it")

@@ -87,9 +87,9 @@ class VllmEngine:
             "use_tqdm_on_load": False,
             "tensor_parallel_size": processes,
             "enable_sleep_mode": sleeps,
+            **more,
             **(_option_of_experts(self._records_experts) if reports_experts else {}),
             **({"return_sampling_mask": True} if reports_support else {}),
-            **more,
         }
         self._llm: Any = None
 

@@ -27,6 +27,7 @@ from megatron_rc.launch.engines.weight_stream import (
     open_store,
 )
 
+_LEAVE_SECONDS = 10.0  # for a server that is asked to leave a group, and may be gone
 _PAUSE = 1e-3  # seconds between two looks at the group and at the server's answer
 
 
@@ -64,7 +65,7 @@ class WeightSender(ABC):
                 work.wait()
                 answer.result()
             except RuntimeError as problem:
-                self._leave()
+                self.close()
                 raise EngineError(
                     f"{self.client.url} did not take {entries['names'][0]} to {entries['names'][-1]}: {problem}: see "
                     "its log"
@@ -82,8 +83,8 @@ class WeightSender(ABC):
         """Whether the server's processes wait for the next bucket, if they say when they do."""
         return True
 
-    def _leave(self) -> None:
-        """Leave the group after a failure; this waits for a broadcast under way."""
+    def close(self) -> None:
+        """Leave the group; this waits for a broadcast under way."""
         self._group = None
 
     def _wait(self, is_done: Callable[[], bool], answer: Future[Any]) -> None:
@@ -146,11 +147,13 @@ class SglangSender(WeightSender):
         form = {"load_format": "flattened_bucket", "flush_cache": False, "group_name": self._name}
         self.client.call("POST", "/update_weights_from_distributed", told | form)
 
-    def _leave(self) -> None:
-        # Its processes leave too, so that a broadcast that they do not receive ends.
-        with contextlib.suppress(EngineError):
-            self.client.call("POST", "/destroy_weights_update_group", {"group_name": self._name})
-        super()._leave()
+    def close(self) -> None:
+        """Leave the group, with the server's processes, so that a broadcast that they do not receive ends."""
+        if self._group is not None:
+            self.client.timeout = _LEAVE_SECONDS  # the last request
+            with contextlib.suppress(EngineError):
+                self.client.call("POST", "/destroy_weights_update_group", {"group_name": self._name})
+        super().close()
 
 
 def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -32,6 +32,8 @@ def drop_idle(args: argparse.Namespace) -> None:
             users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
             why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
             _refuse(args, name, why, ("rollout_engine",))
+            if name in args.in_launch_file:
+                setattr(args, name, flag_options()[name.replace("_", "-")][1].default)
     source = Source(args.task, args.seed, args.reward)
     if source.is_harmless and args.max_turns == 1 and not args.load_rollouts:
         for name in ("reward_workers", "reward_timeout"):

@@ -176,6 +176,8 @@ class RolloutCollector:
         """
         if self.config.rollouts.load_rollouts:
             return False
+        if self.config.engine.rollout_colocate:
+            torch.cuda.empty_cache()  # on all ranks, since vLLM may use the GPUs of several
         if self.transfer is not None:
             self.transfer(chunks, version)
             return False

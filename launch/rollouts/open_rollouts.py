@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_rc.launch.rollouts.turns import Conversation
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 
+FILES = "rollouts-"  # beginning of the names of a checkpoint's files with responses
 _Call = tuple[int, int]  # number of the rollout batch, and the call's seed
 
 
@@ -29,24 +31,29 @@ class OpenRollouts:
         self._calls: dict[_Call, Progress] = {}
         # Responses of a checkpoint whose call was not made again yet.
         self._loaded: dict[_Call, RolloutBatch] = {}
+        # Held while calls are added, removed or listed: threads sample, and the trainer saves.
+        self._lock = threading.Lock()
 
     def progress(
         self, step: int, seed: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams, longest: int
     ) -> Progress:
         """Responses of one call for the batch that begins at ``step``, those of a checkpoint included."""
         call = self._number(step), seed
-        found = self._calls[call] = Progress(call[0], [list(prompt) for prompt in prompts], sampling, {})
-        batch = self._loaded.pop(call, None)
-        if batch is not None and batch.sampling == sampling:
-            for index, (prompt, sample) in zip(batch.sample_ids.tolist(), samples_of(batch), strict=True):
-                if index < len(prompts) and prompt == found.prompts[index] and self._fits(sample, step, longest):
-                    found.samples[index] = sample
+        found = Progress(call[0], [list(prompt) for prompt in prompts], sampling, {})
+        with self._lock:
+            batch = self._loaded.pop(call, None)
+            self._calls[call] = found
+            if batch is not None and batch.sampling == sampling:
+                for index, (prompt, sample) in zip(batch.sample_ids.tolist(), samples_of(batch), strict=True):
+                    if index < len(prompts) and prompt == found.prompts[index] and self._fits(sample, step, longest):
+                        found.samples[index] = sample
         return found
 
     def forget_before(self, step: int) -> None:
         """Forget the batches that begin before ``step``: they were trained on."""
-        for call in [call for call in self._calls if call[0] < self._number(step)]:
-            del self._calls[call]
+        with self._lock:
+            self._calls = {call: one for call, one in self._calls.items() if call[0] >= self._number(step)}
+            self._loaded = {call: one for call, one in self._loaded.items() if call[0] >= self._number(step)}
 
     def save(self, folder: Path, step: int) -> None:
         """Write the responses of batches that have steps after ``step`` into the folder of a checkpoint.
@@ -54,10 +61,14 @@ class OpenRollouts:
         Raises:
             OSError: a file cannot be written.
         """
-        begun = {call: batch for call, progress in [*self._calls.items()] if (batch := self._batch(progress))}
-        for (number, seed), batch in (self._loaded | begun).items():
-            if number >= self._number(step):
-                save_rollouts(batch, folder / f"rollouts-{self.replica:04d}-{number}-{seed}.safetensors")
+        with self._lock:
+            held = self._loaded | self._calls
+        for (number, seed), one in held.items():
+            if number < self._number(step):
+                continue
+            batch = self._batch(one) if isinstance(one, Progress) else one
+            if batch is not None:
+                save_rollouts(batch, folder / f"{FILES}{self.replica:04d}-{number}-{seed}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote on this replica.
@@ -67,7 +78,7 @@ class OpenRollouts:
         """
         if self.replica is None:
             return
-        for path in folder.glob(f"rollouts-{self.replica:04d}-*.safetensors"):
+        for path in folder.glob(f"{FILES}{self.replica:04d}-*.safetensors"):
             number, seed = map(int, path.stem.split("-")[2:])
             self._loaded[number, seed] = load_rollouts(path)
 

@@ -27,6 +27,8 @@ from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 _MOST_AT_ONCE = 256
 # Numbers and seeds of replacement prompts begin at _REPLACED_FROM; each further try adds _APART to the numbers.
 _REPLACED_FROM, _APART = 1 << 33, 1 << 32
+# Added to the number of a call for greedy responses, so that no other call has its seed.
+_GREEDY_FROM = 1 << 35
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class RolloutSampler:
 
     def _greedy(self, answered: list[Answered], seed: int, step: int) -> Tensor:
         """[responses], reward of the greedy response to each response's prompt; 0 if that response was dropped."""
-        best = self._scored([one.problem for one in answered], 1, seed, step, SamplingParams(top_k=1))
+        problems, own = [one.problem for one in answered], derive_seed(seed, _GREEDY_FROM)
+        best = self._scored(problems, 1, own, step, SamplingParams(top_k=1))
         rewards = torch.tensor([one.values[0] for one in best], dtype=torch.float32)
         return rewards.repeat_interleave(self.config.rollouts.grpo_group_size)
 

@@ -61,7 +61,7 @@ class WeightTransfer:
         Collectives: those of :func:`export_weights`, three times those of :func:`agree`.
 
         Raises:
-            AgreedError: on every rank, if a server or a sender failed; that server stays paused.
+            AgreedError: on every rank, if a server or a sender failed; that server keeps the version ``incomplete``.
         """
         self.work.run(lambda: self._of_engine().begin_update(version), _PHASE)
         phases.enter(_PHASE)
@@ -81,7 +81,8 @@ class WeightTransfer:
 
     def close(self) -> None:
         """Leave the groups, whose threads must not live until Python ends."""
-        self.sender = None
+        if self.sender is not None:
+            self.sender.close()
 
     def _of_engine(self) -> StreamedEngine:
         if self.engine is None:

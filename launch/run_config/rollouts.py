@@ -144,7 +144,8 @@ class EngineSection:
         "tries of a request that a server answers with status 500 before the run ends", default=6
     )
     rollout_tensor_parallel_size: int = option(
-        "processes that vLLM spreads the model over; on a machine with GPUs the GPUs of this rank and of the next ones",
+        "processes that vLLM spreads the model over; on GPUs those of the first rank of each replica and of the next "
+        "ranks",
         default=1,
     )
     rollout_engine_args: str | None = option(

@@ -23,6 +23,7 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
     file cannot be written, as in a folder that does not exist.
     """
     need_safetensors()
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # Copies: safetensors refuses two tensors that share memory.
@@ -30,7 +31,10 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
     }
     with replacing(path) as temporary:
-        save_file(copies, temporary, metadata={_KEY: json.dumps(header)})
+        try:
+            save_file(copies, temporary, metadata={_KEY: json.dumps(header)})
+        except SafetensorError as problem:  # a full disk, for example
+            raise OSError(f"cannot write {path}: {problem}") from problem
 
 
 @contextlib.contextmanager

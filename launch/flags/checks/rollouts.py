@@ -114,14 +114,18 @@ def check_engine(config: RunConfig, samples: bool) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     """Check the settings of vLLM in a process of the trainer's own."""
-    engine = config.engine
+    engine, parallel = config.engine, config.parallel
+    of_replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    is_large = engine.rollout_tensor_parallel_size > of_replica and config.data_parallel_size > 1
     wrong = {
+        "{rollout_tensor_parallel_size} with {dp} replicas takes GPUs of the next replica: give at most {most}, the "
+        "ranks of a replica's first pipeline stage": is_large and not config.launch.on_cpu,
         "{rollout_colocate} needs a GPU, whose memory it shares: drop it": engine.rollout_colocate
         and config.launch.on_cpu,
         "{rollout_colocate} does not go with {rollout_staleness}, by which the engine samples while the trainer works: "
         "drop one of them": engine.rollout_colocate and bool(config.rollouts.rollout_staleness),
     }
-    refuse(config, wrong)
+    refuse(config, wrong, dp=config.data_parallel_size, most=of_replica)
     try:
         read_engine_args(engine.rollout_engine_args)
     except ValueError as problem:

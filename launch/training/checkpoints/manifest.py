@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rc.launch.rollouts.open_rollouts import FILES
 from megatron_rc.launch.training.checkpoints.folders import write_durably
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
@@ -115,9 +116,10 @@ def _check_manifest(folder: Path, *, checksums: bool) -> None:
 
 
 def _check_no_more(folder: Path, files: Collection[str]) -> None:
-    """Refuse files that the manifest does not list and that Megatron or PyTorch would read by name."""
+    """Refuse files that the manifest does not list and that would be read by name."""
     for path in sorted(folder.iterdir()):
-        if (path.name == "common.pt" or path.suffix == ".distcp") and path.name not in files:
+        is_read = path.name == "common.pt" or path.suffix == ".distcp" or path.name.startswith(FILES)
+        if is_read and path.name not in files:
             raise ValueError(f"{path.name} is not among the files that {MANIFEST} lists: remove it, it came later")
 
 

@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.engines import EngineError, registry
+from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.vllm_args import OWN, read_engine_args
 from megatron_rc.launch.engines.vllm_engine import VllmEngine, _devices
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.rollouts import check_engine
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import flags, run_config
@@ -44,6 +45,8 @@ WRONG = {
     "broken": ("a: [", "cannot be read"),
     "list": ("- max_num_seqs", "expected lines of the form"),
     "numbers": ("1: 2", "expected lines of the form"),
+    "share": ("gpu_memory_utilization: 50%", "gpu_memory_utilization: 50%, expected a number above 0"),
+    "much": ("gpu_memory_utilization: 2", "expected a number above 0 and at most 1"),
     "empty": ("", "found None"),
     **{name: (f"{name}: 1", f"it has {name}, but ") for name in OWN},
 }
@@ -65,6 +68,34 @@ REFUSED = [
     (["--rollout-engine=vllm-server", "--rollout-colocate"], "--rollout-colocate does nothing with"),
     (["--rollout-tensor-parallel-size=0"], "--rollout-tensor-parallel-size"),
 ]
+
+
+ON_GPUS = [
+    ({"rollout_tensor_parallel_size": 3}, {}, "--rollout-tensor-parallel-size 3 with 2 replicas .* give at most 2"),
+    ({"rollout_colocate": True}, {"rollout_staleness": 1}, "--rollout-colocate does not go with --rollout-staleness 1"),
+    ({"rollout_tensor_parallel_size": 2, "rollout_colocate": True}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("engine", "rollouts", "message"), ON_GPUS)
+def test_what_cannot_work_on_gpus_is_refused(tmp_path, engine, rollouts, message):
+    """The check alone, because this machine may have no GPU."""
+    config = run_config(flags(tmp_path, "--rollout-engine=vllm", "--tensor-model-parallel-size=2"), 4)
+    config = config.changed(launch={"on_cpu": False}, engine=engine, rollouts=rollouts)
+    if message is None:
+        check_engine(config, samples=True)
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        check_engine(config, samples=True)
+
+
+def test_a_launch_files_settings_of_another_engine_go_with_a_typed_engine(tmp_path):
+    file = tmp_path / "run.yaml"
+    own = "rollout-engine: vllm-server\nrollout-url: http://a:1\nrollout-weights-dir: w\nrl-partial-rollouts: true\n"
+    file.write_text(own + "rollout-staleness: 2\nrollout-concurrency: 8\n")
+    words = [f"--config={file}", "--rollout-engine=transformers", "--grpo-iterations=1"]
+    engine = run_config(flags(tmp_path, *words)).engine
+    assert (engine.rl_partial_rollouts, engine.rollout_url, engine.rollout_concurrency) == (False, None, 64)
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED)
@@ -130,4 +161,3 @@ def test_the_collector_lets_the_engine_rest_after_each_rollout():
     order.attach_mock(collector.engine.rest, "rest")
     collector.next_batch(3, mock.Mock(), mock.Mock())
     assert [name for name, *_ in order.mock_calls] == ["collect", "rest"]
-    assert registry.ENGINES["vllm"].settings[-1] == "rollout_colocate"

@@ -14,6 +14,7 @@ from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.launch.rollouts.test_partial_rollouts import LENGTH, OpenEngine, partial
 from tests.launch.rollouts.test_prefetch import SECONDS, run_with
+from tests.support.partial_rollouts import wait_until
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, run_config
 from tests.support.training_runs import rows
@@ -59,7 +60,7 @@ def test_responses_come_back_to_the_call_that_asked_for_them(made, tmp_path):
     assert last.progress(4, 11, PROMPTS, SamplingParams(), LONGEST).samples == second.samples
     assert last.progress(4, 12, PROMPTS, SamplingParams(), LONGEST).samples == {}
     last.forget_before(5)
-    assert through_a_checkpoint(last, made(), tmp_path / "later", 4) == [names[0]]
+    assert through_a_checkpoint(last, made(), tmp_path / "later", 4) == []
 
 
 def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
@@ -133,7 +134,7 @@ class HalfEngine(OpenEngine):
 
     def __init__(self):
         super().__init__()
-        self.asked = {}
+        self.asked, self.halves = {}, set()
 
     def sample(self, prompts, params, max_new_tokens, seed, progress=None):
         missing = [index for index in range(len(prompts)) if index not in progress.samples]
@@ -141,6 +142,7 @@ class HalfEngine(OpenEngine):
         for index in missing:
             if index % 2 == 0:
                 progress.samples[index] = self.response(index, [self.version] * LENGTH)
+        self.halves.add(progress.batch)
         with self.news:
             if not self.news.wait_for(lambda: self.version >= self.passes * progress.batch, SECONDS):
                 raise TimeoutError("the trainer did not come to the batch")
@@ -151,8 +153,12 @@ class HalfEngine(OpenEngine):
 
 
 def stop_after(step, engines, iteration):
-    """Stop the run in a step, when the batches ahead have half of their responses."""
-    if iteration == step - 1 and torch.distributed.get_rank() == 0:
+    """Stop the run in a step, when the two batches ahead have half of their responses on each replica."""
+    if iteration != step - 1:
+        return
+    for engine in engines:
+        wait_until(lambda made=engine: iteration // made.passes + 2 in made.halves)
+    if torch.distributed.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -222,17 +228,53 @@ def test_a_resumed_run_asks_for_what_is_missing(ranks, tmp_path, layout, more, s
             assert torch.equal(record.policy_versions[index][mask], batch.policy_versions[row][mask[:length]])
 
 
-def test_a_checkpoint_whose_responses_cannot_be_written_keeps_the_older_ones(ranks, tmp_path):
-    words = partial(tmp_path, "--train-iters=6", f"--save={tmp_path}/save", "--save-interval=1")
-    ((error, _),) = ranks.run(run_full_disk, Layout(), words)
-    assert "checkpoint 3 could not be written (No space left on device)" in error
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "2"
+def test_responses_that_cannot_be_written_are_one_error_on_all_ranks(ranks, tmp_path):
+    words = partial(tmp_path, "--train-iters=9", "--rollout-staleness=2", f"--save={tmp_path}/save", servers=2)
+    found = ranks.run(run_full_disk, Layout(dp=2), [*words, f"--max-response-length={LENGTH}"])
+    for error, _ in found:
+        assert "checkpoint 3 could not be written (cannot write" in error
+        assert "No space left on device" in error
+    assert not list((tmp_path / "save").glob("iter_*"))
 
 
 def run_full_disk(words):
-    def save(self, folder, step):
-        if step == 3:
-            raise OSError(28, "No space left on device")
+    """The disk is full when the first engine's rank writes responses."""
+    from safetensors import SafetensorError
 
-    with mock.patch.object(OpenRollouts, "save", save):
-        return run_with(words, OpenEngine)[:2]
+    def save_file(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with mock.patch("safetensors.torch.save_file", save_file):
+        return run_half(words, functools.partial(stop_after, 3), 1)
+
+
+class GreedyToo(OpenEngine):
+    """Keeps each call's progress."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def sample(self, prompts, params, max_new_tokens, seed, progress=None):
+        self.given.append((seed, params.top_k))
+        return super().sample(prompts, params, max_new_tokens, seed, progress)
+
+
+def run_remax(words):
+    made = []
+
+    class Engine(GreedyToo):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    error, *_ = run_with(words, Engine)
+    return error, [engine.given for engine in made]
+
+
+def test_greedy_responses_take_no_other_calls_place(ranks, tmp_path):
+    words = partial(tmp_path, "--train-iters=2", "--advantage-estimator=remax")
+    ((error, (given,)),) = ranks.run(run_remax, Layout(), words)
+    assert error is None
+    assert {top_k for _, top_k in given} == {0, 1}
+    assert len({seed for seed, _ in given}) == len(given) == 4
