@@ -29,7 +29,7 @@ from megatron_rc.records.formats.rows import (
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 _SCORES = ("token_level_scores", "rm_scores")
-_OF_RESPONSES = ("response_mask", "rollout_log_probs", "old_log_probs")
+_OF_RESPONSES = ("response_mask", "rollout_log_probs", "old_log_probs", "rm_scores")
 
 
 def from_verl(
@@ -67,7 +67,7 @@ def from_verl(
         "policy_versions": _versions(non_tensors, policy_version, len(tokens)).unsqueeze(1).expand(keep.shape),
         "sample_ids": torch.arange(len(tokens)),
         "group_ids": torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), dtype=torch.int64),
-        "rewards": _scores(tensors, attention[:, width:].shape),
+        "rewards": _scores(tensors, attention[:, width:].shape).double().sum(dim=1).float(),
         "finish_reasons": finish_reasons(attention[:, width:].all(dim=1)),
     }
     moved |= {name: value.contiguous().to(tokens.device) for name, value in each.items()}
@@ -91,6 +91,8 @@ def to_verl(
         ValueError: a prompt or a response does not fit, or old_log_probs lack some of the tokens.
     """
     first, end = spans(batch)
+    early = torch.zeros_like(batch.rollout_log_probs) if batch.turn_rewards is None else batch.turn_rewards
+    early = torch.where(batch.response_mask, early, 0)
     width = _width(first, prompt_length, "prompt")
     long = _width(end - first, response_length, "response")
     source = torch.arange(width + long, device=first.device) + (first - width).unsqueeze(1)
@@ -101,6 +103,7 @@ def to_verl(
         "rollout_log_probs": sampled_log_probs(batch),
         "routed_experts": batch.routed_experts,
         "old_log_probs": scored_log_probs(batch, "verl"),
+        "rm_scores": early,
     }
     fillers = {**FILLERS, "input_ids": pad_token_id}
     tensors = {
@@ -112,7 +115,8 @@ def to_verl(
     ids = tensors["input_ids"]
     tensors |= {"prompts": ids[:, :width].clone(), "responses": ids[:, width:].clone(), "attention_mask": keep.long()}
     tensors["position_ids"] = (keep.cumsum(dim=1) - 1).clamp(min=0)
-    tensors["rm_scores"] = _at_end(batch.rewards, keep[:, width:] & (source[:, width:] == (end - 1).unsqueeze(1)))
+    rest = (batch.rewards.double() - early.double().sum(dim=1)).to(batch.rewards.dtype)
+    tensors["rm_scores"] += _at_end(rest, keep[:, width:] & (source[:, width:] == (end - 1).unsqueeze(1)))
     return tensors, _non_tensors(batch)
 
 
@@ -133,6 +137,10 @@ def _columns(tensors: Mapping[str, Any], tokens: Tensor, attention: Tensor, widt
         # In bypass mode verl writes the engine's log-probs.
         "old_log_probs": trainer_log_probs(tensors, "old_log_probs", mask.shape, mask, log_probs),
     }
+    scores = _scores(tensors, mask.shape)
+    # What stands at the last sampled token, or at tokens that were not sampled, is the rest of the reward.
+    early = torch.where(mask & (mask.flip(1).cumsum(dim=1).flip(1) > 1), scores, 0).float()
+    found["turn_rewards"] = early if early.any() else None
     known = {name: pad(value, (width, 0)) for name, value in found.items() if value is not None}
     experts = experts_of(tensors, "routed_experts", tokens.shape)
     return {"tokens": tokens, **known, **({} if experts is None else {"routed_experts": experts})}
@@ -172,11 +180,11 @@ def _response_mask(tensors: Mapping[str, Any], attention: Tensor) -> Tensor:
 
 
 def _scores(tensors: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """[n]: a sequence's score, the sum over its tokens."""
+    """[n, r]: the scores of the tokens, whose sum is the reward."""
     name = next((name for name in _SCORES if tensors.get(name) is not None), None)
     if name is None:
         raise ValueError(f"{' and '.join(_SCORES)} are missing: score the responses first")
-    return tensor_of(tensors, name, shape).double().sum(dim=1).float()
+    return tensor_of(tensors, name, shape)
 
 
 def _versions(non_tensors: Mapping[str, Sequence[Any]], policy_version: int | None, rows: int) -> Tensor:

@@ -69,6 +69,18 @@ def test_verl_is_written_as_it_is_read():
     assert wide["rm_scores"].nonzero().tolist() == [[0, 3], [1, 1]]
 
 
+def test_scores_of_earlier_turns_stay_with_their_turns():
+    """The last sampled token has the rest, and a tool's token belongs to it."""
+    tensors, others = verl_example()
+    tensors["rm_scores"] = torch.tensor([[0.25, 0.0, 1.0, 0.5], [0.125, -1.5, 0.0, 0.0]])
+    batch = from_verl(tensors, others, sampling=HALF)
+    assert batch.rewards.tolist() == [1.75, -1.375]
+    assert batch.turn_rewards.tolist() == [[0, 0, 0.25, 0, 0, 0], [0, 0, 0, 0.125, 0, 0]]
+    found, _ = to_verl(batch, pad_token_id=0)
+    assert found["rm_scores"].tolist() == [[0.25, 0, 0, 1.5], [0.125, -1.5, 0, 0]]
+    assert from_verl(*verl_example(), sampling=HALF).turn_rewards is None
+
+
 @settings(max_examples=25, deadline=None)
 @given(batch=batches(ordinary=True))
 def test_verl_and_back(batch):
