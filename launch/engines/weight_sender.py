@@ -53,9 +53,7 @@ class WeightSender(ABC):
             ValueError: from the iterator.
         """
         if self._group is None:
-            parts = urlsplit(self.client.url)
-            address = address_towards(str(parts.hostname), parts.port or 80)
-            self._group = self._meet(address, open_store(address, self.client.timeout))
+            self._group = self._met()
         for entries, bucket in buckets(weights, self.bucket_bytes):
             answer = _in_background(self._announce, entries)
             try:
@@ -71,9 +69,15 @@ class WeightSender(ABC):
                     "its log"
                 ) from problem
 
+    def _met(self) -> StreamGroup:
+        """The group of this sender and the server's processes."""
+        parts = urlsplit(self.client.url)
+        address = address_towards(str(parts.hostname), parts.port or 80)
+        return self._meet(address, open_store(address, self.client.timeout))
+
     @abstractmethod
     def _meet(self, address: str, store: Any) -> StreamGroup:
-        """The group of this sender and the server's processes, which come to the store at this address."""
+        """The group, after the server's processes have come to the store at this address."""
 
     @abstractmethod
     def _announce(self, entries: dict[str, Any]) -> None:
