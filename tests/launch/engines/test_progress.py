@@ -15,12 +15,12 @@ SECONDS = 60
 
 
 def test_turns_are_limited_over_threads_and_taken_in_their_order():
-    limit, taken, go = RequestLimit(2), [], threading.Event()
+    limit, taken, over = RequestLimit(2), [], {name: threading.Event() for name in "abcdef"}
 
     async def request(order, name):
         async with limit.turn(order):
             taken.append(name)
-            while not go.is_set():
+            while not over[name].is_set():
                 await asyncio.sleep(0.001)
 
     async def both(order, names):
@@ -31,13 +31,14 @@ def test_turns_are_limited_over_threads_and_taken_in_their_order():
         threads.append(threading.Thread(target=asyncio.run, args=(both(order, names),)))
         threads[-1].start()
         wait_until(lambda: len(taken) + len(limit._waiting) == 2 * len(threads))
-    assert taken == ["a", "b"]
-    go.set()
+    for number, name in enumerate("abefcd", start=2):
+        assert "".join(taken) == "abefcd"[:number]
+        over[name].set()
+        now = min(number + 1, 6)
+        wait_until(lambda now=now: len(taken) == now)
     for thread in threads:
         thread.join(SECONDS)
-    assert "".join(taken[:2]) == "ab"
-    assert set(taken[2:4]) == set("ef")
-    assert set(taken[4:]) == set("cd")
+    assert len(limit._waiting) == 0
 
 
 def test_a_request_that_is_cancelled_leaves_its_turn_to_others():
