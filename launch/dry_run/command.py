@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers, numbers_in_words, vocabulary_numbers
-from megatron_rc.launch.dry_run.engine_share import engine_bytes
+from megatron_rc.launch.dry_run.engine_share import engine_bytes, vllm_share
 from megatron_rc.launch.dry_run.places import places, places_in_words
 from megatron_rc.launch.errors import ConfigurationError, flag, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
@@ -69,7 +69,7 @@ class DryRun:
 
         parts = [
             numbers_in_words(self.config),
-            memory_in_words(self.memories, self.engine, self.theory),
+            memory_in_words(self.memories, self.engine, self.theory, vllm_share(self.config)),
             collectives.in_words(self.config, self.calls),
             places_in_words(places(self.config)),
             self.notes,

@@ -18,7 +18,7 @@ VLLM_FRACTION = 0.92
 def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
     """Bytes of the engine on the first rank of each replica, the only one that has an engine.
 
-    A server runs on other devices, and with ``--rollout-colocate`` vLLM rests while the trainer works, so they take
+    A server runs on other devices, and with ``--rollout-colocate`` vLLM sleeps while the trainer works, so they take
     nothing. None if the engine takes a share of a device of unknown size.
     """
     name = config.engine.rollout_engine
@@ -30,7 +30,7 @@ def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
 
 
 def vllm_share(config: RunConfig) -> float:
-    """VLLM's share of a device's memory."""
+    """Share of a device's memory that vLLM takes."""
     return float(read_engine_args(config.engine.rollout_engine_args).get(SHARE, VLLM_FRACTION))
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rc.launch.dry_run.engine_share import VLLM_FRACTION
 from megatron_rc.launch.dry_run.memory import KINDS, StageMemory
 from megatron_rc.launch.dry_run.places import aligned
 from megatron_rc.launch.dry_run.theoretical import Theory
@@ -17,7 +16,7 @@ GIB = 2**30
 
 
 def memory_in_words(
-    memories: Sequence[StageMemory], engine: int | None, theory: Theory | None, share: float = VLLM_FRACTION
+    memories: Sequence[StageMemory], engine: int | None, theory: Theory | None, share: float
 ) -> list[str]:
     """A table with a row for each stage, then the engine's memory and Megatron-LM's formulas.
 

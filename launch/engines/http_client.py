@@ -24,7 +24,7 @@ from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.requests import API_KEY, MOST_BYTES, HttpStatusError, Request, Retries
 
 Result = TypeVar("Result")
-Turn = Callable[[], AbstractAsyncContextManager[None]]  # context of one request, which waits for its turn
+Slot = Callable[[], AbstractAsyncContextManager[None]]  # context of one request, which waits for a slot
 EXCERPT = 300  # characters of a server's answer in an error
 CONNECT_SECONDS = 10.0
 TOO_MANY = 429
@@ -95,7 +95,7 @@ class HttpClient:
         return answer
 
     def read_all(
-        self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int, turn: Turn
+        self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int, slot: Slot
     ) -> list[Result]:
         """Send all requests and return ``read(index, answer)`` of each in their order; the first error ends all.
 
@@ -103,14 +103,14 @@ class HttpClient:
             requests: requests whose answers are JSON.
             read: called as soon as an answer is there.
             concurrency: largest number of connections at a time.
-            turn: makes the context of each request.
+            slot: makes the context of each request.
 
         Raises:
             EngineError: see :meth:`json`; or an error of ``read``.
         """
         paths = [request.path for request in requests]
         return self._send(
-            requests, lambda index, data: read(index, self._parsed(paths[index], data)), concurrency, turn
+            requests, lambda index, data: read(index, self._parsed(paths[index], data)), concurrency, slot
         )
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
@@ -149,14 +149,14 @@ class HttpClient:
             ) from error
 
     def _send(
-        self, requests: Sequence[Request], read: Callable[[int, bytes], Result], number: int, turn: Turn
+        self, requests: Sequence[Request], read: Callable[[int, bytes], Result], number: int, slot: Slot
     ) -> list[Result]:
         """Results of ``read`` over ``number`` connections; see :meth:`read_all`."""
         results: dict[int, Result] = {}
         errors: list[Exception] = []
 
         async def one(index: int, connections: httpx2.AsyncClient, group: TaskGroup) -> None:
-            async with turn():
+            async with slot():
                 try:
                     results[index] = read(index, await self._insist(connections, requests[index]))
                 except Exception as error:

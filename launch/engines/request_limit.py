@@ -24,24 +24,24 @@ class RequestLimit:
         self._lock = threading.Lock()
 
     @asynccontextmanager
-    async def turn(self, order: int) -> AsyncIterator[None]:
-        """Context of one request; waits for its turn."""
-        turn = Future[None]()
+    async def slot(self, order: int) -> AsyncIterator[None]:
+        """Context of one request; waits for a slot."""
+        slot = Future[None]()
         with self._lock:
-            heapq.heappush(self._waiting, (order, next(self._arrivals), turn))
+            heapq.heappush(self._waiting, (order, next(self._arrivals), slot))
             self._let_in()
         try:
-            await asyncio.wrap_future(turn)
+            await asyncio.wrap_future(slot)
             yield
         finally:
             with self._lock:
-                if not turn.cancel():  # it had its turn, perhaps while this task was cancelled
+                if not slot.cancel():  # it had its slot, perhaps while this task was cancelled
                     self._free += 1
                     self._let_in()
 
     def _let_in(self) -> None:
         while self._free and self._waiting:
-            turn = heapq.heappop(self._waiting)[-1]
-            if turn.set_running_or_notify_cancel():
-                turn.set_result(None)
+            slot = heapq.heappop(self._waiting)[-1]
+            if slot.set_running_or_notify_cancel():
+                slot.set_result(None)
                 self._free -= 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, Progress, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
-from megatron_rc.launch.engines.http_client import HttpClient, Turn
+from megatron_rc.launch.engines.http_client import HttpClient, Slot
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.request_limit import RequestLimit
 from megatron_rc.launch.engines.requests import Request
@@ -169,24 +169,24 @@ class ServerEngine(ABC):
         def read(place: int, answer: Any) -> None:
             samples[missing[place].index] = self._read(missing[place], answer)
 
-        turn = self._turn(limit, 0 if progress is None else progress.batch)
-        self.client.read_all([self._request(ask) for ask in missing], read, self.concurrency, turn)
+        slot = self._slot(limit, 0 if progress is None else progress.batch)
+        self.client.read_all([self._request(ask) for ask in missing], read, self.concurrency, slot)
         if self._keeps_version:
             self._check_version(version)
         elif self.client.absences > absences:
             raise RestartedError(f"{self.client.url} was away, and may have lost the weights of step {version}")
         return [samples[ask.index] for ask in asks]
 
-    def _turn(self, limit: RequestLimit, order: int) -> Turn:
+    def _slot(self, limit: RequestLimit, order: int) -> Slot:
         """Context of each request: within the limit, and counted as a response under way."""
 
         @asynccontextmanager
-        async def turn() -> AsyncIterator[None]:
-            async with limit.turn(order):
+        async def slot() -> AsyncIterator[None]:
+            async with limit.slot(order):
                 with self.open_samples.sampling():
                     yield
 
-        return turn
+        return slot
 
     def _give_again(self, loss: RestartedError, restarts: int) -> None:
         """Give a restarted server its weights, unless another thread has, since there were ``restarts``.

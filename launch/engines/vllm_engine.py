@@ -47,7 +47,7 @@ class VllmEngine:
         reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
         takes_weights: whether a running vLLM takes new weights; if not, each :meth:`load_weights` starts it anew.
         processes: number of processes that vLLM spreads the model over; on GPUs this rank's and the next ones.
-        sleeps: whether :meth:`rest` gives vLLM's GPU memory back, until the next :meth:`load_weights`.
+        sleeps: whether :meth:`sleep` gives vLLM's GPU memory back, until the next :meth:`load_weights`.
         more: further arguments of ``vllm.LLM``; see :mod:`vllm_args`.
 
     Raises:
@@ -70,7 +70,7 @@ class VllmEngine:
     ) -> None:
         self._devices = _devices(processes) if torch.cuda.is_available() else None
         _check_surroundings()
-        self._sleeps, self._is_asleep = sleeps, False
+        self._sleeps, self._is_asleep, self._has_more = sleeps, False, bool(more)
         self.directory, self.eos, self.version = directory, eos_token_id, -1
         self._takes_weights = takes_weights
         self._records_experts = reports_experts and not torch.cuda.is_available()
@@ -118,7 +118,8 @@ class VllmEngine:
                     self._is_asleep = False
                 is_clean = self._llm.reset_prefix_cache()
         except Exception as error:  # vLLM's own exceptions, which the trainer does not know
-            raise EngineError(f"vLLM did not take the weights over: {type(error).__name__}: {error}") from error
+            hint = ": check --rollout-engine-args" if self._llm is None and self._has_more else ""
+            raise EngineError(f"vLLM did not take the weights over: {type(error).__name__}: {error}{hint}") from error
         if not is_clean:
             raise EngineError("vLLM kept its prefix cache, made with old weights: are requests still running?")
         self.version = version
@@ -135,7 +136,7 @@ class VllmEngine:
         experts = self._recorded_experts(outputs)
         return [_to_sample(ask, output, of_it) for ask, output, of_it in zip(asks, outputs, experts, strict=True)]
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give the GPU's memory back until the next :meth:`load_weights`, if the engine was made so."""
         if self._sleeps and self._llm is not None and not self._is_asleep:
             self._llm.sleep(level=2)  # without a copy of the weights, because the next ones replace them

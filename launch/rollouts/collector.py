@@ -118,7 +118,7 @@ class RolloutCollector:
             weight_sync(lap)
         batch = self._collect_scored(step, lap)
         if self.config.engine.rollout_colocate:
-            self.work.run(lambda: cast(VllmEngine, self.engine).rest(), "the end of the rollout")
+            self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
         # Orders end at --train-iters, but a window does not: a longer run continues it after a resume.
         self.is_window_over = is_fresh or step == self._window_end
         if self.is_window_over:

@@ -49,22 +49,12 @@ def test_transformers_engine(device, on_gpu, figures, seconds, tmp_path, more):
 
 
 @pytest.mark.timeout(LIMIT + 10)
-def test_vllm_engine(device, on_gpu, figures, tmp_path):
-    """In the trainer's own process, with weights handed over in memory."""
+@pytest.mark.parametrize("more", [(), ("--rollout-colocate",)], ids=["stays", "sleeps"])
+def test_vllm_engine(device, on_gpu, figures, tmp_path, more):
+    """In the trainer's own process, with weights handed over in memory; on a GPU it may sleep between rollouts."""
     require("vllm")
     steps = 40 if on_gpu else 2
-    rows = launch(tmp_path, device, "--rollout-engine=vllm", "--rollout-dtype=bf16", f"--train-iters={steps}")
+    words = ["--rollout-engine=vllm", "--rollout-dtype=bf16", f"--train-iters={steps}", *(more if on_gpu else ())]
+    rows = launch(tmp_path, device, *words)
     assert len(rows) == steps
     assert_learnt(rows, figures, 0.02 if on_gpu else -1)
-
-
-@pytest.mark.timeout(LIMIT + 10)
-def test_vllm_rests_while_the_trainer_works(device, on_gpu, figures, tmp_path):
-    """Its memory goes to the trainer after each rollout, and comes back with the next weights."""
-    require("vllm")
-    if not on_gpu:
-        pytest.skip("vLLM's sleep mode needs a GPU")
-    words = ["--rollout-engine=vllm", "--rollout-dtype=bf16", "--rollout-colocate", "--train-iters=20"]
-    rows = launch(tmp_path, device, *words)
-    assert len(rows) == 20
-    assert_learnt(rows, figures, -1)

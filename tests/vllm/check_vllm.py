@@ -209,6 +209,14 @@ def test_a_sequence_longer_than_the_engine_takes_is_an_error(rig):
         rig.engine.sample([[4] * (LONGEST - 2)], SamplingParams(), 8, seed=0)
 
 
+def test_an_argument_that_vllm_does_not_have_is_named_with_its_flag(tmp_path):
+    directory = ModelDirectory(tmp_path / "weights", LLAMA, EOS)
+    engine = VllmEngine(directory, "fp32", EOS, LONGEST, more={"gpu_memory_utilisation": 0.5})
+    model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
+    with pytest.raises(EngineError, match=r"gpu_memory_utilisation.*--rollout-engine-args"):
+        engine.load_weights(model.named_parameters(), 0)
+
+
 EXPERTS = Qwen3MoeConfig(
     vocab_size=VOCABULARY,
     hidden_size=64,

@@ -64,9 +64,9 @@ class Advantages:
             weights: the correction's weights, like the tokens, for ``--advantage-baseline-weights correction`` and
                 ``optimal-token-baseline``; without them all responses count alike in a baseline.
 
-        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to five SUMs of [n]
-        over ``cp``: for estimators per token, for ``accepted``, for a KL in the rewards, and two for the weights of
-        responses.
+        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to six SUMs of [n]
+        over ``cp``: for estimators per token, for rewards of turns, for ``accepted``, for a KL in the rewards, and two
+        for the weights of responses.
         """
         mask = scores.cut.local.response_mask
         kl = self._kl(scores) if self.wanted.kl_in_reward else None

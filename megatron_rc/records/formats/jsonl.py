@@ -189,7 +189,7 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
     if reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason is {reason!r}: expected one of {', '.join(FINISH_REASONS)}")
     scored = [name for name in TRAINER_LOG_PROBS if record.get(name) is not None]
-    early = [name for name in ("turn_rewards",) if record.get(name) is not None]
+    has_turns = record.get("turn_rewards") is not None
     return one_sequence(
         tokens,
         torch.tensor(mask, dtype=torch.bool),
@@ -203,7 +203,7 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         routed_experts=experts_of(record, "routed_experts", (length,)),
         support=_support(record, length),
         **{name: _at_sampled(record, name, mask, float, may_lack=True) for name in scored},
-        **{name: _at_sampled(record, name, mask, float) for name in early},
+        turn_rewards=_at_sampled(record, "turn_rewards", mask, float) if has_turns else None,
     )
 
 

@@ -61,13 +61,14 @@ def from_verl(
     tokens, attention, width = _tokens(tensors)
     start, length = width - attention[:, :width].sum(dim=1), attention.sum(dim=1)
     keep = torch.arange(max(length.tolist(), default=0), device=tokens.device) < length.unsqueeze(1)
-    columns = _columns(tensors, tokens, attention, width)
+    scores = _scores(tensors, attention[:, width:].shape)
+    columns = _columns(tensors, tokens, attention, width, scores)
     moved = {name: shifted(value, start, keep, FILLERS.get(name, 0)) for name, value in columns.items()}
     each = {
         "policy_versions": _versions(non_tensors, policy_version, len(tokens)).unsqueeze(1).expand(keep.shape),
         "sample_ids": torch.arange(len(tokens)),
         "group_ids": torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), dtype=torch.int64),
-        "rewards": _scores(tensors, attention[:, width:].shape).double().sum(dim=1).float(),
+        "rewards": scores.double().sum(dim=1).float(),
         "finish_reasons": finish_reasons(attention[:, width:].all(dim=1)),
     }
     moved |= {name: value.contiguous().to(tokens.device) for name, value in each.items()}
@@ -116,7 +117,9 @@ def to_verl(
     tensors |= {"prompts": ids[:, :width].clone(), "responses": ids[:, width:].clone(), "attention_mask": keep.long()}
     tensors["position_ids"] = (keep.cumsum(dim=1) - 1).clamp(min=0)
     rest = (batch.rewards.double() - early.double().sum(dim=1)).to(batch.rewards.dtype)
-    tensors["rm_scores"] += _at_end(rest, keep[:, width:] & (source[:, width:] == (end - 1).unsqueeze(1)))
+    tensors["rm_scores"] = tensors["rm_scores"] + _at_end(
+        rest, keep[:, width:] & (source[:, width:] == (end - 1).unsqueeze(1))
+    )
     return tensors, _non_tensors(batch)
 
 
@@ -126,7 +129,9 @@ def _at_end(rewards: Tensor, last: Tensor) -> Tensor:
     return torch.where(last, rewards.unsqueeze(1), 0.0)
 
 
-def _columns(tensors: Mapping[str, Any], tokens: Tensor, attention: Tensor, width: int) -> dict[str, Tensor]:
+def _columns(
+    tensors: Mapping[str, Any], tokens: Tensor, attention: Tensor, width: int, scores: Tensor
+) -> dict[str, Tensor]:
     """The record's fields of tokens in verl's columns, [n, p + r, ...], 0 at prompts if verl has no values there."""
     mask = _response_mask(tensors, attention[:, width:])
     remedy = "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"
@@ -137,8 +142,7 @@ def _columns(tensors: Mapping[str, Any], tokens: Tensor, attention: Tensor, widt
         # In bypass mode verl writes the engine's log-probs.
         "old_log_probs": trainer_log_probs(tensors, "old_log_probs", mask.shape, mask, log_probs),
     }
-    scores = _scores(tensors, mask.shape)
-    # What stands at the last sampled token, or at tokens that were not sampled, is the rest of the reward.
+    # A score at the last sampled token, or at a token that was not sampled, belongs to the rest of the reward.
     early = torch.where(mask & (mask.flip(1).cumsum(dim=1).flip(1) > 1), scores, 0).float()
     found["turn_rewards"] = early if early.any() else None
     known = {name: pad(value, (width, 0)) for name, value in found.items() if value is not None}

@@ -124,6 +124,15 @@ def test_modules_that_transformer_engine_makes_anew_are_noted(capsys):
     assert found["memory"] == alike["memory"]
 
 
+@pytest.mark.parametrize(("text", "share"), [("max_num_seqs: 8", "92%"), ("gpu_memory_utilization: 0.5", "50%")])
+def test_vllms_share_of_a_device_is_that_of_its_arguments(capsys, tmp_path, text, share):
+    file = tmp_path / "args.yaml"
+    file.write_text(text)
+    words = f"--config count_up --rollout-engine vllm --rollout-engine-args {file}"
+    assert f"vLLM takes {share} of the device" in dry_run(capsys, words, ranks=4)[1]
+    assert "vLLM takes" not in dry_run(capsys, f"{words} --rollout-colocate", ranks=4)[1]
+
+
 def test_packages_of_the_training_machines_are_noted(capsys):
     code, output, _ = dry_run(capsys, "--config count_up --rollout-engine vllm --json", ranks=4)
     assert code == 0

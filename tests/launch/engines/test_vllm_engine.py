@@ -1,4 +1,4 @@
-"""vLLM in a process of the trainer's own: its arguments, its GPUs, and its rest, without vLLM.
+"""vLLM in a process of the trainer's own: its arguments, its GPUs, and its sleep, without vLLM.
 
 ``tests/vllm/check_vllm.py`` has the rest with vLLM, on a CPU.
 """
@@ -125,14 +125,14 @@ def test_vllm_gets_this_ranks_gpu_and_the_next_ones(monkeypatch, visible, curren
                 _devices(number)
 
 
-def test_vllm_rests_from_the_rollout_to_the_next_weights(tmp_path):
+def test_vllm_sleeps_from_the_rollout_to_the_next_weights(tmp_path):
     engine = VllmEngine(ModelDirectory(tmp_path / "weights", CONFIG, EOS), "fp32", EOS, 16, sleeps=True)
     llm = mock.Mock()
     with mock.patch.object(VllmEngine, "_start", return_value=llm):
-        engine.rest()  # it has not started yet
+        engine.sleep()  # it has not started yet
         engine.load_weights(weights().items(), 0)
-        engine.rest()
-        engine.rest()
+        engine.sleep()
+        engine.sleep()
         with pytest.raises(EngineError, match="call load_weights first"):
             engine.sample([[3]], SamplingParams(), 4, 0)
         engine.load_weights(weights().items(), 1)
@@ -147,7 +147,7 @@ def test_vllm_rests_from_the_rollout_to_the_next_weights(tmp_path):
     assert engine.version == 1
 
 
-def test_the_collector_lets_the_engine_rest_after_each_rollout():
+def test_the_collector_lets_the_engine_sleep_after_each_rollout():
     collector = RolloutCollector.__new__(RolloutCollector)
     collector.is_partial, collector.window = False, 0
     collector.config = mock.Mock()
@@ -158,6 +158,6 @@ def test_the_collector_lets_the_engine_rest_after_each_rollout():
     collector.collect, collector._check_scored = mock.Mock(), mock.Mock()
     order = mock.Mock()
     order.attach_mock(collector.collect, "collect")
-    order.attach_mock(collector.engine.rest, "rest")
+    order.attach_mock(collector.engine.sleep, "sleep")
     collector.next_batch(3, mock.Mock(), mock.Mock())
-    assert [name for name, *_ in order.mock_calls] == ["collect", "rest"]
+    assert [name for name, *_ in order.mock_calls] == ["collect", "sleep"]
