@@ -49,7 +49,7 @@ WORDS = {
     "quartile": ["25", "50", "75"],
     "sign": ["negative", "zero", "positive"],
 }
-NUMBERS = ("from", "to", "steps")
+NUMBERS = ("from", "to", "steps", "turn")
 SECTIONS = r"^## `rollout_corr/.*?(?=^## (?!`rollout_corr/))"
 
 

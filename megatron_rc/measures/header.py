@@ -162,11 +162,12 @@ class DataSums(Generic[N]):
 
 @dataclass(frozen=True)
 class Breakdowns:
-    """Valid tokens, rejected tokens and (by staleness) Σ log ρ, in fixed buckets."""
+    """Valid tokens, rejected tokens and (by staleness and by turn) Σ log ρ, in fixed buckets."""
 
     by_length: Any  # [octaves of length, 2]
     by_reward: Any  # [signs of the reward, 2]
     by_staleness: Any  # [max_staleness + 1, 3]
+    by_turn: Any  # [numbers of turns, 3]; zeros if turns were not given
 
 
 @dataclass(frozen=True)
@@ -180,5 +181,5 @@ class BatchHeader(Generic[N]):
     weights: WeightSums[N] | None  # None without weights
     veto: CriterionSums[N] | None  # None without a veto
     criteria: dict[str, CriterionSums[N]]  # by name
-    breakdowns: Breakdowns  # rejected tokens by length, reward and staleness
+    breakdowns: Breakdowns  # rejected tokens by length, reward, staleness and turn
     bins: Any  # [bins] cumulative counts of log ρ

@@ -46,6 +46,7 @@ from megatron_rc.settings.criterion import Criterion
 R = TypeVar("R")
 
 LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
+TURN_BUCKETS = 8  # the last one has all later turns too
 REWARD_SIGNS = ("negative", "zero", "positive")
 # How sums, largest and smallest values are put together, each with its value of nothing.
 _ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
@@ -282,43 +283,40 @@ def _statistic_sums(
 def breakdowns(
     sums: SequenceSums, decisions: SequenceDecisions, local: LocalSums, mask: Sequence[Tensor], counted: Tensor
 ) -> Breakdowns:
-    """Valid and rejected tokens by length, by the reward's sign and by staleness; ``mask``: m'."""
+    """Valid and rejected tokens by length, by the reward's sign, by staleness and by turn; ``mask``: m'."""
     shards = local.shards
     columns = torch.stack([sums.valid, sums.valid - decisions.accepted.tokens, sums.log_ratio], dim=1)
     columns = torch.where(counted.unsqueeze(1), columns, 0)
     octave = (torch.frexp(sums.num_tokens).exponent - 1).clamp(max=LENGTH_BUCKETS - 1)
     signs = None if shards.rewards is None else shards.rewards.sign().long() + 1
-    buckets = None if shards.policy_versions is None else _staleness_bucket(shards.policy_versions, shards)
-    by_staleness = _into_buckets(buckets, shards.counts.max_staleness + 1, columns)
-    if shards.parts[0].versions is not None:
-        by_staleness = token_staleness(shards, local.valid, mask)
+    age, ages = shards.counts.staleness, shards.counts.max_staleness + 1
+    turns = [part.turn_ids if part.turn_ids.dtype == torch.int64 else None for part in shards.parts]
+    by_staleness = token_table(local, mask, [part.versions for part in shards.parts], age, ages)
+    if shards.policy_versions is not None:
+        by_staleness = _into_buckets(age(shards.policy_versions), ages, columns)
     return Breakdowns(
         by_length=_into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
         by_reward=_into_buckets(signs, len(REWARD_SIGNS), columns[:, :2]),
         by_staleness=by_staleness,
+        by_turn=token_table(local, mask, turns, lambda turn: turn, TURN_BUCKETS),
     )
 
 
-def token_staleness(shards: Shards, valid: Sequence[Tensor], accepted: Sequence[Tensor]) -> Tensor:
-    """[buckets, 3] float64: valid tokens, rejected tokens and Σ log ρ by staleness, if versions are one a token."""
-    table = torch.zeros(shards.counts.max_staleness + 1, 3, dtype=torch.float64, device=shards.device)
-    for part, of_valid, of_accepted in zip(shards.parts, valid, accepted, strict=True):
-        for block in blocks_of(part):
-            tensors = part.train, part.rollout, part.versions, of_valid, of_accepted
-            train, rollout, versions, is_valid, kept = map(block.take, tensors)  # type: ignore[arg-type]
-            log_ratio = torch.where(is_valid, train.double() - rollout.double(), 0)
-            columns = torch.stack([is_valid, is_valid & ~kept, log_ratio], dim=-1).view(-1, 3)
-            bucket = _staleness_bucket(versions.reshape(-1), shards)
-            table = table + _into_buckets(bucket, len(table), columns)
+def token_table(
+    local: LocalSums, mask: Sequence[Tensor], values: Sequence[Tensor | None], bucket: Callable[..., Tensor], count: int
+) -> Tensor:
+    """[count, 3] float64: valid tokens, rejected tokens and Σ log ρ by the bucket of a value, int64, one a token."""
+    table = torch.zeros(count, 3, dtype=torch.float64, device=local.shards.device)
+    for part, of_tokens, *masks in zip(local.shards.parts, values, local.valid, mask, strict=True):
+        for block in () if of_tokens is None else blocks_of(part):
+            train, rollout, value, valid, kept = map(block.take, [part.train, part.rollout, of_tokens, *masks])  # type: ignore[arg-type]
+            log_ratio = torch.where(valid, train.double() - rollout.double(), 0)
+            columns = torch.stack([valid, valid & ~kept, log_ratio], dim=-1).view(-1, 3)
+            table = table + _into_buckets(bucket(value.reshape(-1)), count, columns)
     return table
 
 
-def _staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
-    """current_version - version, within [0, max_staleness]."""
-    return shards.counts.staleness(versions).clamp(0, shards.counts.max_staleness)
-
-
 def _into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
-    """[count, k] float64: the sums of [n, k] columns by bucket; zeros without an index."""
+    """[count, k] float64: the sums of [n, k] columns by index, moved into [0, count); zeros without an index."""
     buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
-    return buckets if index is None else buckets.index_add_(0, index, columns.double())
+    return buckets if index is None else buckets.index_add_(0, index.clamp(0, count - 1), columns.double())

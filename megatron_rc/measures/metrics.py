@@ -146,20 +146,21 @@ def _statistic_metrics(
 
 
 def _breakdowns(tables: Breakdowns) -> dict[str, float]:
-    """Rejected shares by length, by the reward's sign and by staleness; only buckets that hold tokens."""
+    """Rejected shares by length, the reward's sign, staleness and turn; only buckets that hold tokens."""
     names: tuple[tuple[list[list[float]], Callable[[int], str]], ...] = (
         (tables.by_length, lambda bucket: f"length_{2**bucket}_{2 ** (bucket + 1) - 1}"),
         (tables.by_reward, lambda bucket: f"reward_{REWARD_SIGNS[bucket]}"),
         (tables.by_staleness, lambda bucket: f"staleness_{bucket}"),
+        # Turn 0 alone would repeat the whole batch.
+        (tables.by_turn if any(row[0] for row in tables.by_turn[1:]) else [], lambda bucket: f"turn_{bucket}"),
     )
     metrics = {}
     for table, label in names:
         total = sum(row[0] for row in table)
         for bucket, (tokens, rejected, *log_ratio) in enumerate(table):
-            if not tokens:
-                continue
-            metrics[f"rollout_rs_masked_fraction_{label(bucket)}"] = rejected / tokens
-            if log_ratio:
+            if tokens:
+                metrics[f"rollout_rs_masked_fraction_{label(bucket)}"] = rejected / tokens
+            if tokens and log_ratio:
                 metrics[f"{label(bucket)}_token_fraction"] = tokens / total
                 metrics[f"{label(bucket)}_kl"] = -log_ratio[0] / tokens + 0.0
     return metrics

@@ -128,6 +128,10 @@ class RolloutBatch:
         """``policy_versions`` at label positions, [n, s] int64."""
         return _to_labels(self.policy_versions).long()
 
+    def label_turns(self) -> Tensor:
+        """``turn_ids`` at label positions, [n, s] int64."""
+        return _to_labels(self.turn_ids)
+
     def label_turn_rewards(self) -> Tensor | None:
         """``turn_rewards`` at label positions, [n, s], 0 at tokens that were not sampled; None if there are none."""
         if self.turn_rewards is None:

@@ -70,10 +70,11 @@ def expected_metrics(found):
         metrics[f"rollout_rs_masked_fraction_length_{2**bucket}_{2 ** (bucket + 1) - 1}"] = row["masked_fraction"]
     for sign, row in found.breakdowns.get("reward", {}).items():
         metrics[f"rollout_rs_masked_fraction_{SIGNS[sign]}"] = row["masked_fraction"]
-    for bucket, row in found.breakdowns.get("staleness", {}).items():
-        metrics[f"rollout_rs_masked_fraction_staleness_{bucket}"] = row["masked_fraction"]
-        metrics[f"staleness_{bucket}_token_fraction"] = row["token_fraction"]
-        metrics[f"staleness_{bucket}_kl"] = row["kl"]
+    for kind in ("staleness", "turn"):
+        for bucket, row in found.breakdowns.get(kind, {}).items():
+            metrics[f"rollout_rs_masked_fraction_{kind}_{bucket}"] = row["masked_fraction"]
+            metrics[f"{kind}_{bucket}_token_fraction"] = row["token_fraction"]
+            metrics[f"{kind}_{bucket}_kl"] = row["kl"]
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 

@@ -133,7 +133,7 @@ def correct(
         skip=[row[2] == 0 for row in denominators],
         sequence_lengths=[len(tokens) for tokens in in_loss],
         metrics=metrics,
-        breakdowns=break_down(batch, accepted, rewards, versions, current_version, max_staleness),
+        breakdowns=break_down(batch, accepted, rewards, versions, current_version, max_staleness, turn_ids),
     )
 
 
@@ -589,8 +589,12 @@ def break_down(
     versions: Sequence[Any] | None,
     current: int | None,
     most: int,
+    turn_ids: Sequence[Sequence[int]] | None,
 ) -> dict[str, dict[Any, dict[str, float]]]:
-    """Breakdowns by ``length`` floor(log2(good tokens)), sign of the ``reward``, and ``staleness`` (last one open)."""
+    """Breakdowns by ``length`` floor(log2(good tokens)), sign of the ``reward``, ``staleness`` and ``turn``.
+
+    The last buckets of staleness and turn are open; turns are left out if all tokens are in the first.
+    """
 
     def sign(i: int, t: int) -> str:
         return "positive" if rewards[i] > 0 else "negative" if rewards[i] < 0 else "zero"
@@ -603,7 +607,12 @@ def break_down(
         buckets["reward"] = sign
     if versions is not None and current is not None:
         buckets["staleness"] = staleness
-    return {name: by_bucket(batch, accepted, bucket) for name, bucket in buckets.items()}
+    if turn_ids is not None:
+        buckets["turn"] = lambda i, t: min(max(turn_ids[i][t], 0), 7)
+    found = {name: by_bucket(batch, accepted, bucket) for name, bucket in buckets.items()}
+    if set(found.get("turn", {})) <= {0}:
+        found.pop("turn", None)
+    return found
 
 
 def by_bucket(

@@ -158,6 +158,7 @@ def _local_tokens(
         response_mask=take(mask, 0),
         rollout_log_probs=take(rollout_log_probs, 0),
         policy_versions=take(batch.label_versions(), 0),
+        turn_ids=take(batch.label_turns(), 0),
         # The experts that read a token also predict its label, so they are not shifted.
         routed_experts=None if experts is None else take(experts, NOT_NEEDED),
         support_ids=support_ids,
