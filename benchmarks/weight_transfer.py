@@ -1,9 +1,10 @@
-"""Weights to two servers by files and by gloo: seconds of a sync, and bytes that the trainer sends, writes and keeps.
+"""Weights to two servers by files, gloo and ipc: seconds of a sync, and bytes that the trainer sends, writes and keeps.
 
     python benchmarks/weight_transfer.py [--hidden 1024] [--layers 8]
 
 A Llama in float32 on four processes of one thread each, two pipeline stages in each of two data-parallel replicas. The
-servers are threads of this process: each maps the files, or receives over gloo, twice, as for two processes.
+servers are threads of this process: each maps the files, receives over gloo, or reads memory, twice, as for two
+processes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def syncs(words: list[str]) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    """Measure both ways and print a table."""
+    """Measure all ways and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size; default: 1024")
     parser.add_argument("--layers", type=int, default=8, help="layers; default: 8")
@@ -86,7 +87,7 @@ def main() -> None:
         size = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
         head = "| way | sync, s | memory of a first rank, MB | files, MB |"
         sys.stdout.write(f"{size:.0f} MB of weights\n{head}\n|---|---|---|---|\n")
-        for way in ("files", "gloo"):
+        for way in ("files", "gloo", "ipc"):
             with ExitStack() as stack:
                 pool = RankPool()
                 stack.callback(pool.close)

@@ -119,16 +119,23 @@ def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
     return VllmStreamedEngine(**settings, once=once, dtype=inputs.config.dtype)
 
 
-def make_sender(config: RunConfig, eos_token_id: int, replica: int, stage: int) -> tuple[WeightSender, ModelDirectory]:
-    """Make the sender of a replica's pipeline stage, and the description of the engine's model."""
-    from megatron_rc.launch.engines.model_directory import ModelDirectory
-    from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender
+def make_sender(config: RunConfig, replica: int, number: int) -> WeightSender:
+    """Make a sender to a replica's server; ``number`` is another for each rank."""
+    from megatron_rc.launch.engines.weight_sender import MemorySender, SglangSender, VllmSender
 
-    model = ModelDirectory(_place(config, replica), family_of(config).hugging_face_config(config), eos_token_id)
+    way = config.engine.rollout_weight_transfer
     # A part of an update must not be repeated.
-    client = _client(config, replica, Retries(attempts=1))
-    kind = VllmSender if config.engine.rollout_engine == "vllm-server" else SglangSender
-    return kind(client, stage, config.engine.rollout_weight_transfer), model
+    arguments = _client(config, replica, Retries(attempts=1)), number, way
+    if config.engine.rollout_engine == "sglang-server":
+        return SglangSender(*arguments)
+    return MemorySender(*arguments) if way == "ipc" else VllmSender(*arguments)
+
+
+def served_model(config: RunConfig, eos_token_id: int, replica: int) -> ModelDirectory:
+    """The description of the model that a replica's engine has."""
+    from megatron_rc.launch.engines.model_directory import ModelDirectory
+
+    return ModelDirectory(_place(config, replica), family_of(config).hugging_face_config(config), eos_token_id)
 
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:

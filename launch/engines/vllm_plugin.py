@@ -1,4 +1,4 @@
-"""vLLM's plugin: it makes the receiver of ``--rollout-weight-transfer gloo|nccl`` known to every process of vLLM.
+"""vLLM's plugin: it makes the receiver of ``--rollout-weight-transfer gloo|nccl|ipc`` known to every process of vLLM.
 
 vLLM finds :func:`register` by an entry point of this package, which has to be installed beside vLLM. A server takes
 weights with ``--weight-transfer-config '{"backend": "megatron_rc"}'``.

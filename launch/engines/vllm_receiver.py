@@ -1,4 +1,4 @@
-"""vLLM's side of ``--rollout-weight-transfer gloo|nccl``: a weight transfer engine in each of a server's processes."""
+"""vLLM's side of ``--rollout-weight-transfer``: a weight transfer engine in each of a server's processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rc.launch.engines.weight_stream import StreamGroup, join
+from megatron_rc.launch.engines.weight_stream import StreamGroup, join, read_shared
 
 
 @dataclass
 class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
     """Place at which a sender waits for the server's processes."""
 
-    sender: int  # pipeline stage of the trainer's rank
+    sender: int  # number of the trainer's rank
     address: str
     port: int
     transport: str  # ``gloo`` or ``nccl``
@@ -29,13 +29,15 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Description of the bucket that a sender broadcasts; see :meth:`StreamGroup.receive`."""
+    """Description of the bucket that a sender broadcasts, or has in its memory; see :mod:`weight_stream`."""
 
     sender: int
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     checksum: int
+    process: int | None = None  # of the memory; None: the bucket is broadcast
+    memory: int | None = None  # number of the memory among the process's files
 
 
 class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
@@ -66,8 +68,11 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Receive one bucket and load its tensors."""
-        entries = asdict(update_info)
+        entries = {name: value for name, value in asdict(update_info).items() if value is not None}
         sender = entries.pop("sender")
+        if update_info.memory is not None:
+            self.model.load_weights(read_shared(device=self.device, **entries))
+            return
         try:
             weights = self.groups[sender].receive(self.device, **entries)
         except BaseException:

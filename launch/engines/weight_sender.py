@@ -1,4 +1,4 @@
-"""One rank's part of the weights, sent to all processes of a server; see :mod:`weight_stream`."""
+"""Senders of this rank's weights, each to the processes of one server; see :mod:`weight_stream`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,49 +25,90 @@ from megatron_rc.launch.engines.weight_stream import (
     awaits,
     buckets,
     open_store,
+    shared,
 )
 
 _LEAVE_SECONDS = 10.0  # for a server that is asked to leave a group, and may be gone
 _PAUSE = 1e-3  # seconds between two looks at the group and at the server's answer
 
 
+def send_weights(
+    weights: Iterable[tuple[str, Tensor]], senders: Sequence[WeightSender], bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Send weights, one bucket after the other, each to one server after the other.
+
+    One after the other, because two senders that waited for two servers at once could wait for each other.
+
+    Args:
+        weights: names and tensors.
+        senders: one for each server.
+        bucket_bytes: largest number of bytes that are packed together; memory is twice as large for a moment.
+
+    Raises:
+        EngineError: a server, or one of its processes, did not take a bucket.
+        ValueError: from the iterator.
+    """
+    for entries, bucket in buckets(weights, bucket_bytes):
+        for sender in senders:
+            try:
+                sender.send(entries, bucket)
+            except RuntimeError as problem:
+                sender.close()
+                names = entries["names"]
+                raise EngineError(
+                    f"{sender.client.url} did not take {names[0]} to {names[-1]}: {problem}: see its log"
+                ) from problem
+
+
 class WeightSender(ABC):
-    """Sends one rank's part of an update.
+    """Sends this rank's part of an update to one server.
 
     Args:
         client: client of the server; a request that the server answers with an error must not be repeated.
-        sender: number of this sender; a server has one group for each.
-        transport: ``gloo`` or ``nccl``.
-        bucket_bytes: largest number of bytes that are packed together; memory is twice as large for a moment.
+        number: number of this sender among all senders to this server.
+        transport: ``gloo``, ``nccl`` or ``ipc``.
     """
 
-    def __init__(self, client: HttpClient, sender: int, transport: str, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.client, self.sender, self.transport, self.bucket_bytes = client, sender, transport, bucket_bytes
-        self._group: StreamGroup | None = None
+    def __init__(self, client: HttpClient, number: int, transport: str) -> None:
+        self.client, self.number, self.transport = client, number, transport
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send weights, one bucket after the other.
+    @abstractmethod
+    def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
+        """Send one bucket, which ``entries`` describe; see :func:`buckets`.
 
         Raises:
-            EngineError: the server, or one of its processes, did not take a bucket.
-            ValueError: from the iterator.
+            EngineError: the server did not take it.
+            RuntimeError: from the process group.
         """
+
+    def close(self) -> None:  # noqa: B027
+        """End the connection with the server, if this sender keeps one."""
+
+
+class MemorySender(WeightSender):
+    """Sends to vLLM through memory of the machine that both run on; see :func:`shared`."""
+
+    def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
+        """Let the server's processes read the bucket."""
+        with shared(bucket) as place:
+            self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **place, **entries}})
+
+
+class GroupSender(WeightSender):
+    """Sends to a server over a process group with the server's processes."""
+
+    _group: StreamGroup | None = None
+
+    def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
+        """Meet the server's processes, the first time, and broadcast the bucket to them."""
         if self._group is None:
             self._group = self._met()
-        for entries, bucket in buckets(weights, self.bucket_bytes):
-            answer = _in_background(self._announce, entries)
-            try:
-                self._wait(self._is_awaited, answer)
-                work = self._group.send(bucket)
-                self._wait(work.is_completed, answer)
-                work.wait()
-                answer.result()
-            except RuntimeError as problem:
-                self.close()
-                raise EngineError(
-                    f"{self.client.url} did not take {entries['names'][0]} to {entries['names'][-1]}: {problem}: see "
-                    "its log"
-                ) from problem
+        answer = _in_background(self._announce, entries)
+        self._wait(self._is_awaited, answer)
+        work = self._group.send(bucket)
+        self._wait(work.is_completed, answer)
+        work.wait()
+        answer.result()
 
     def _met(self) -> StreamGroup:
         """The group of this sender and the server's processes."""
@@ -102,13 +143,13 @@ class WeightSender(ABC):
             time.sleep(_PAUSE)
 
 
-class VllmSender(WeightSender):
+class VllmSender(GroupSender):
     """Sends to vLLM between ``/start_weight_update`` and ``/finish_weight_update``; see :mod:`vllm_receiver`."""
 
     def _meet(self, address: str, store: Any) -> StreamGroup:
         size = 1 + int(self.client.json("GET", "/get_world_size")["world_size"])
         place = {"address": address, "port": store.port, "transport": self.transport}
-        meeting = place | {"sender": self.sender, "size": size, "timeout": self.client.timeout}
+        meeting = place | {"sender": self.number, "size": size, "timeout": self.client.timeout}
         answer = _in_background(self.client.call, "POST", "/init_weight_transfer_engine", {"init_info": meeting})
         self._wait(lambda: awaits(store, ARRIVED, size - 1), answer)
         group = StreamGroup(store, 0, size, self.transport, address, self.client.timeout)
@@ -116,13 +157,13 @@ class VllmSender(WeightSender):
         return group
 
     def _announce(self, entries: dict[str, Any]) -> None:
-        self.client.call("POST", "/update_weights", {"update_info": {"sender": self.sender, **entries}})
+        self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **entries}})
 
     def _is_awaited(self) -> bool:
         return self._group is not None and self._group.is_awaited()
 
 
-class SglangSender(WeightSender):
+class SglangSender(GroupSender):
     """Sends to SGLang's own group for weights, in the form that SGLang names ``flattened_bucket``.
 
     SGLang makes the group by ``init_custom_process_group`` of ``sglang/srt/utils/common.py``: torch then puts its keys

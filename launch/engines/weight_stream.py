@@ -1,15 +1,18 @@
-"""Weights as streams of bytes over process groups, which the trainer's ranks and a server's processes share.
+"""Weights as streams of bytes from the trainer's ranks to a server's processes.
 
-Each sender of the trainer has one group with all processes of the server, in which it is rank 0. It broadcasts buckets,
-each of which holds the bytes of some tensors. Both sides import this module, so it needs torch alone.
+A stream has buckets, each of which holds the bytes of some tensors. Each sender of the trainer broadcasts them in one
+group with all processes of the server, in which it is rank 0, or lets these processes read them in the memory of their
+machine. Both sides import this module, so it needs torch alone.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -105,12 +108,7 @@ class StreamGroup:
         self._store.add(f"round {self._rounds}", 1)
         bucket = torch.empty(sum(bytes_of(dtype_names, shapes)), dtype=torch.uint8, device=device)
         self._group.broadcast(bucket, 0).wait()
-        found = sum_of(bucket)
-        if found != checksum:
-            raise RuntimeError(
-                f"the bytes of {names[0]} to {names[-1]} have the sum {found}, the sender had {checksum}"
-            )
-        return list(zip(names, unpack(bucket, dtype_names, shapes), strict=True))
+        return opened(bucket, names, dtype_names, shapes, checksum)
 
 
 def join(rank: int, address: str, port: int, transport: str, size: int, timeout: float) -> StreamGroup:
@@ -118,6 +116,49 @@ def join(rank: int, address: str, port: int, transport: str, size: int, timeout:
     store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
     store.add(ARRIVED, 1)
     return StreamGroup(store, rank, size, transport, address_towards(address, port), timeout)
+
+
+@contextmanager
+def shared(bucket: Tensor) -> Iterator[dict[str, int]]:
+    """Memory with a copy of a bucket, until the end of the block or of this process.
+
+    Yields the arguments of :func:`read_shared` by which processes of this machine read it.
+    """
+    memory = os.memfd_create("weights")
+    try:
+        os.truncate(memory, bucket.numel())
+        with mmap.mmap(memory, bucket.numel()) as mapped:
+            copy = torch.frombuffer(mapped, dtype=torch.uint8).copy_(bucket)
+            del copy  # a buffer in use could not be closed
+        yield {"process": os.getpid(), "memory": memory}
+    finally:
+        os.close(memory)
+
+
+def read_shared(
+    process: int,
+    memory: int,
+    device: torch.device,
+    names: Sequence[str],
+    dtype_names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    checksum: int,
+) -> list[tuple[str, Tensor]]:
+    """Read the weights of one bucket, which :func:`buckets` has described, in the memory of a sender's process.
+
+    Raises:
+        RuntimeError: this machine has no such memory, or it has other bytes than the sender had.
+    """
+    try:
+        with open(f"/proc/{process}/fd/{memory}", "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no read-only memory
+    except (OSError, ValueError) as problem:
+        raise RuntimeError(
+            f"the memory of process {process} cannot be read here ({problem}): --rollout-weight-transfer ipc needs the "
+            "trainer's ranks and the server on one machine, in one container, as one user: give gloo or nccl"
+        ) from problem
+    bucket = torch.frombuffer(mapped, dtype=torch.uint8).to(device)
+    return opened(bucket, names, dtype_names, shapes, checksum)
 
 
 def awaits(store: Any, key: str, number: int) -> bool:
@@ -162,6 +203,20 @@ def sum_of(bucket: Tensor) -> int:
     size = bucket.numel() // 8 * 8
     whole = bucket[:size] if bucket.storage_offset() % 8 == 0 else bucket[:size].clone()
     return int(whole.view(torch.int64).sum()) + int(bucket[size:].sum())
+
+
+def opened(
+    bucket: Tensor,
+    names: Sequence[str],
+    dtype_names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    checksum: int,
+) -> list[tuple[str, Tensor]]:
+    """Names and tensors of a bucket, each in memory of its own; RuntimeError if it has another sum of its bytes."""
+    found = sum_of(bucket)
+    if found != checksum:
+        raise RuntimeError(f"the bytes of {names[0]} to {names[-1]} have the sum {found}, the sender had {checksum}")
+    return list(zip(names, unpack(bucket, dtype_names, shapes), strict=True))
 
 
 def bytes_of(dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:

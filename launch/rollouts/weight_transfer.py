@@ -1,29 +1,50 @@
-"""Sync of weights to servers over process groups: every pipeline stage of a replica sends its own weights."""
+"""Sync of weights to servers without files: every rank that holds weights sends its own."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
-from megatron_rc.launch.engines.registry import make_sender
+from megatron_rc.launch.engines.registry import make_sender, served_model
 from megatron_rc.launch.engines.streamed import StreamedEngine
-from megatron_rc.launch.engines.weight_sender import WeightSender
+from megatron_rc.launch.engines.weight_sender import send_weights
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.converter import export_model
-from megatron_rc.launch.weights.units import names_of
-from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.launch.weights.export import export_own
+from megatron_rc.launch.weights.units import ExpertGroups, Unit, names_of, units_of
+from megatron_rc.parallel.collectives import all_reduce_max
+from megatron_rc.parallel.groups import ParallelGroups, group_device, group_rank, group_size
 
 _PHASE = "the weight sync"
+# What has run only in part, by flag and value.
+_UNTRIED = {
+    "nccl": "--rollout-weight-transfer nccl has been run over gloo alone, not yet on GPUs",
+    "ipc": "--rollout-weight-transfer ipc has been run on CPUs alone, not yet on GPUs",
+    "sglang-server": "--rollout-weight-transfer follows SGLang's source, and has not been run with its server yet",
+}
 _log = logging.getLogger("megatron_rc")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Weights that this rank sends, or helps to gather."""
+
+    units: Sequence[Unit]  # rules of the weights
+    replicas: Sequence[int]  # the data-parallel replicas whose servers get them from this rank; empty: none
 
 
 class WeightTransfer:
     """Updates of the weights of a replica's server, in which all ranks of all replicas take part.
+
+    The first rank of each pipeline stage sends the layers of its stage to its replica's server. Experts never leave the
+    ranks that hold them for another rank: each expert-parallel rank sends its own, to the servers of all replicas whose
+    first rank is in its expert-parallel group.
 
     Args:
         config: settings of the run.
@@ -31,6 +52,8 @@ class WeightTransfer:
         work: runs work on the engines' ranks.
         engine: this replica's engine, on its first rank; None on the others.
         eos_token_id: token that ends a response.
+
+    Collectives of the constructor: one MAX of a number for each rank over the expert-parallel group.
     """
 
     def __init__(
@@ -42,47 +65,61 @@ class WeightTransfer:
         eos_token_id: int,
     ) -> None:
         self.config, self.groups, self.work, self.engine = config, groups, work, engine
-        stage = group_rank(groups.pp)
-        self.sender: WeightSender | None = None
-        if group_rank(groups.tp) == group_rank(groups.cp) == 0:
-            self.sender, self.model = make_sender(config, eos_token_id, work.replica, stage)
-            self.names = names_of(config, stage)
+        self.experts = ExpertGroups.of_megatron()
+        self.shares = self._find_shares()
+        served = sorted({replica for share in self.shares for replica in share.replicas})
+        self.senders = {replica: make_sender(config, replica, dist.get_rank()) for replica in served}
+        self.model = served_model(config, eos_token_id, work.replica) if served else None
         if engine is not None and work.replica == 0:
-            if config.engine.rollout_weight_transfer == "nccl":
-                _log.warning("--rollout-weight-transfer nccl has been run over gloo alone, not yet on GPUs")
-            if config.engine.rollout_engine == "sglang-server":
-                _log.warning(
-                    "--rollout-weight-transfer follows SGLang's source, and has not been run with its server yet"
-                )
+            for value in {config.engine.rollout_weight_transfer, config.engine.rollout_engine} & _UNTRIED.keys():
+                if value != "ipc" or not config.launch.on_cpu:
+                    _log.warning(_UNTRIED[value])
+
+    def _find_shares(self) -> list[Share]:
+        """Shares of this rank: the layers of its stage, then its experts."""
+        own = [unit for unit in units_of(self.config) if unit.is_here(self.groups, self.experts)]
+        is_first = group_rank(self.groups.tp) == group_rank(self.groups.cp) == 0
+        replica = self.work.replica if is_first else -1
+        ep, holds_whole = self.experts.ep, group_rank(self.experts.tp) == 0
+        replicas = torch.full((group_size(ep),), -1, device=group_device(ep))
+        replicas[group_rank(ep)] = replica
+        served = [one for one in all_reduce_max(replicas, ep).tolist() if one >= 0 and holds_whole]
+        served.sort(key=lambda one: (one - self.work.replica) % self.config.data_parallel_size)  # not all to one server
+        return [
+            Share([unit for unit in own if unit.expert_rank is None], [replica] * is_first),
+            Share([unit for unit in own if unit.expert_rank is not None], served),
+        ]
 
     def __call__(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
-        """Send the weights of all stages at once.
+        """Send the weights of all ranks at once.
 
-        Collectives: those of :func:`export_weights`, three times those of :func:`agree`.
+        Collectives: those of :func:`export_own`, three times those of :func:`agree`.
 
         Raises:
             AgreedError: on every rank, if a server or a sender failed; that server keeps the version ``incomplete``.
         """
         self.work.run(lambda: self._of_engine().begin_update(version), _PHASE)
         phases.enter(_PHASE)
-        weights = export_model(chunks, self.config, self.groups, by_stage=True)
         error = None
-        if self.sender is not None:
-            try:
-                self.sender.send(self.model.tensors(weights, self.names))
-            except Exception as problem:  # all ranks raise it together below
-                error = f"the rollout engine refused the weights of step {version}: {problem}"
-        # The iterator's collectives need every rank, so use it up even if the server failed.
-        for _ in weights:
-            pass
+        for share in self.shares:
+            weights = export_own(chunks, self.config, self.groups, self.experts, share.units)
+            if self.model is not None and share.replicas and error is None:
+                senders = [self.senders[replica] for replica in share.replicas]
+                try:
+                    send_weights(self.model.tensors(weights, names_of(share.units)), senders)
+                except Exception as problem:  # all ranks raise it together below
+                    error = f"the rollout engine refused the weights of step {version}: {problem}"
+            # The iterator's collectives need every rank, so use it up even if the server failed.
+            for _ in weights:
+                pass
         self.work.meet(_PHASE)
         agree(self.config, error)
         self.work.run(lambda: self._of_engine().end_update(), _PHASE)
 
     def close(self) -> None:
         """Leave the groups, whose threads must not live until Python ends."""
-        if self.sender is not None:
-            self.sender.close()
+        for sender in self.senders.values():
+            sender.close()
 
     def _of_engine(self) -> StreamedEngine:
         if self.engine is None:

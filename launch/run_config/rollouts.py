@@ -121,9 +121,9 @@ class EngineSection:
     rollout_weights_dir: str | None = option(
         "folder in which servers find new weights; vllm's default: a folder in memory", metavar="DIR"
     )
-    rollout_weight_transfer: Literal["files", "gloo", "nccl"] = option(
+    rollout_weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = option(
         "way of new weights to a server: files in --rollout-weights-dir; gloo (CPUs) or nccl (GPUs): process groups of "
-        "the first rank of each pipeline stage and the server's processes",
+        "each rank that sends and the server's processes; ipc: memory of the machine on which all of them run (vLLM)",
         default="files",
     )
     rl_partial_rollouts: bool = option(

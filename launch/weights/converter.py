@@ -17,22 +17,19 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empt
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import load_weights, open_weights
-from megatron_rc.launch.weights.units import ExpertGroups, names_of
+from megatron_rc.launch.weights.units import ExpertGroups, names_of, units_of
 from megatron_rc.parallel.groups import ParallelGroups
 
 MBRIDGE = "mbridge"
 
 
 def export_model(
-    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, by_stage: bool = False
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`.
-
-    mbridge does not export by stage.
-    """
+    """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
     if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
-    return export_weights(chunks, config, groups, ExpertGroups.of_megatron(), by_stage)
+    return export_weights(chunks, config, groups, ExpertGroups.of_megatron())
 
 
 def load_model(
@@ -51,7 +48,7 @@ def bridge_export(
     """Export weights as :func:`export_weights` does; mbridge gives every tensor to every rank."""
     bridge = _make_bridge(config)  # not inside the generator, so that every rank raises its errors now
     is_first = groups.is_first_of_replica
-    return _stream(bridge.export_weights(list(chunks)), names_of(config), is_first)
+    return _stream(bridge.export_weights(list(chunks)), names_of(units_of(config)), is_first)
 
 
 def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: bool) -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +64,7 @@ def bridge_load(chunks: Sequence[torch.nn.Module], config: RunConfig, folder: st
     bridge = _make_bridge(config)
     shapes = checkpoint_tensors(empty_model(family_of(config).hugging_face_config(config)))
     with open_weights(folder) as files:
-        for name in sorted(names_of(config)):
+        for name in sorted(names_of(units_of(config))):
             files.check(name, tuple(shapes[name].shape))
     bridge.load_weights(list(chunks), str(folder))
 

@@ -1,9 +1,9 @@
-"""Stream the weights of a sharded model to the rollout engine of its data-parallel replica.
+"""Stream the weights of a sharded model, as Hugging Face's tensors, one after the other.
 
-For each parameter, the owner stage gathers the TP shards on its first TP rank. This rank makes the Hugging Face
-tensors one after the other, and sends each to the engine's rank on the first stage. Shards of an expert are gathered
-over the experts' own tensor-parallel group, and its tensors are broadcast over its expert-parallel group. Beside its
-own weights, no rank holds more than about one layer, one expert or the embeddings.
+For each parameter, the owner stage gathers the TP shards on its first TP rank, shards of an expert over the experts'
+own tensor-parallel group. For the engine of a replica these ranks send on: tensors of an expert are broadcast over its
+expert-parallel group, and all tensors go to the first stage. Beside its own weights, no rank holds more than about one
+layer, one expert or the embeddings.
 """
 
 from __future__ import annotations
@@ -32,31 +32,51 @@ def export_weights(
     config: RunConfig,
     groups: ParallelGroups,
     experts: ExpertGroups,
-    by_stage: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
-
-    With ``by_stage`` the first rank of each stage yields the weights of its stage, and stages do not wait for each
-    other.
 
     Every rank must exhaust the iterator, because it makes the collectives. The tensors share no memory with the model,
     and the iterator releases each before it makes the next. ``chunks`` are this rank's models, unwrapped.
 
     Collectives: a gather over ``tp``, or the experts' ``tp``, for each parameter; a broadcast over ``ep`` for each
-    tensor of an expert; for each tensor of a later stage, unless ``by_stage``, a send to the first stage over ``pp``.
+    tensor of an expert; for each tensor of a later stage a send to the first stage over ``pp``.
 
     Raises RuntimeError on every rank, before the first tensor, if no rule names a parameter of the model.
     """
     units = units_of(config)
     parameters = own_weights(chunks, [unit for unit in units if unit.is_here(groups, experts)])
-    return _stream(parameters, units, config, groups, experts, by_stage)
+    return _stream(parameters, units, config, groups, experts)
+
+
+def export_own(
+    chunks: Sequence[torch.nn.Module],
+    config: RunConfig,
+    groups: ParallelGroups,
+    experts: ExpertGroups,
+    units: Sequence[Unit],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(Hugging Face name, whole tensor)`` of units that lie on this rank.
+
+    Layers come on the first rank of each stage, experts on the first rank of their tensor-parallel group; the other
+    ranks yield nothing. Otherwise as :func:`export_weights`; the gathers are the only collectives.
+    """
+    parameters = own_weights(chunks, [unit for unit in units_of(config) if unit.is_here(groups, experts)])
+    for unit in units:
+        if unit.expert_rank is None and group_rank(groups.cp) > 0:
+            continue
+        tp_group = unit.tp_group(groups, experts)
+        for rule in unit.rules:
+            names = iter(unit.names(rule))
+            for tensor in _whole_tensors(parameters[unit.chunk], unit, rule, config, tp_group, None):
+                yield next(names), tensor
+                del tensor
 
 
 def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed."""
     units = units_of(config)
     check_complete([parameters], units)
-    return _stream([parameters], units, config, ParallelGroups(), ExpertGroups(), by_stage=False)
+    return _stream([parameters], units, config, ParallelGroups(), ExpertGroups())
 
 
 def _stream(
@@ -65,24 +85,22 @@ def _stream(
     config: RunConfig,
     groups: ParallelGroups,
     experts: ExpertGroups,
-    by_stage: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
     # CP ranks hold equal weights, experts excepted, so one of them sends for the replica.
     speaks = tp_rank == 0 and group_rank(groups.cp) == 0
     for unit in units:
         takes_part = group_rank(groups.cp) == 0 or unit.expert_rank is not None
-        goal = unit.stage if by_stage else 0
         for rule in unit.rules:
             tensors: Iterator[Tensor] = iter(())
             if unit.stage == pp_rank and takes_part:
                 tp_group = unit.tp_group(groups, experts)
                 tensors = _whole_tensors(parameters[unit.chunk], unit, rule, config, tp_group, experts.ep)
-            if groups.pp is not None and speaks and unit.stage != goal and pp_rank in (goal, unit.stage):
+            if groups.pp is not None and speaks and unit.stage != 0 and pp_rank in (0, unit.stage):
                 tensors = _to_first_stage(tensors, rule, unit.stage, config, groups.pp)
             names = iter(unit.names(rule))
             for tensor in tensors:
-                if speaks and pp_rank == goal:
+                if speaks and pp_rank == 0:
                     yield next(names), tensor
                 del tensor
 
@@ -95,11 +113,14 @@ def _whole_tensors(
     tp_group: Group | None,
     ep_group: Group | None,
 ) -> Iterator[Tensor]:
-    """Tensors of a rule on the first TP ranks of its stage; the other TP ranks only join the gather."""
+    """Tensors of a rule on the first TP ranks of its stage; the other TP ranks only join the gather.
+
+    Without an EP group this rank must hold the unit.
+    """
     owner = unit.expert_rank
     # Another rank's expert has the same shapes as this rank's expert at the same place.
     shard = find_parameter(parameters, unit, rule)
-    here = owner in (None, group_rank(ep_group))
+    here = ep_group is None or owner in (None, group_rank(ep_group))
     shards = _gather(shard, tp_group) if here else shard.new_empty(group_size(tp_group), *shard.shape, device="meta")
     if group_rank(tp_group) > 0:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,10 +77,9 @@ def units_of(config: RunConfig) -> list[Unit]:
     return [_hybrid(unit) for unit in units] if config.model.is_hybrid else units
 
 
-def names_of(config: RunConfig, stage: int | None = None) -> set[str]:
-    """Hugging Face names of the weights of one pipeline stage, or of the whole model."""
-    own = [unit for unit in units_of(config) if stage in (None, unit.stage)]
-    return {name for unit in own for rule in unit.rules for name in unit.names(rule)}
+def names_of(units: Iterable[Unit]) -> set[str]:
+    """Hugging Face names of the weights of units."""
+    return {name for unit in units for rule in unit.rules for name in unit.names(rule)}
 
 
 def _hybrid(unit: Unit) -> Unit:

@@ -1,4 +1,4 @@
-"""Rollout servers in threads, with threads as processes that receive weights over gloo, as vLLM and SGLang do."""
+"""Rollout servers in threads, with threads as processes that receive weights, as those of vLLM and SGLang do."""
 
 import threading
 from datetime import timedelta
@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_rc.launch.engines.weight_stream import BACKEND, bytes_of, join
+from megatron_rc.launch.engines.weight_stream import BACKEND, bytes_of, join, read_shared
 from tests.support.rollout_servers import Server
 
 
@@ -66,9 +66,10 @@ class StreamServer(Server):
         self.groups[sender, rank] = join(1 + rank, **meeting)
 
     def _receive(self, rank, info):
-        entries = dict(info)
-        group = self.groups[entries.pop("sender"), rank]
-        self.received[rank].update(group.receive(torch.device("cpu"), **entries))
+        entries, cpu = dict(info), torch.device("cpu")
+        sender = entries.pop("sender")
+        receive = read_shared if "memory" in entries else self.groups[sender, rank].receive
+        self.received[rank].update(receive(device=cpu, **entries))
 
 
 class SglangStreamServer(StreamServer):

@@ -21,7 +21,7 @@ from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.streamed import INCOMPLETE
 from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
-from megatron_rc.launch.engines.weight_sender import VllmSender
+from megatron_rc.launch.engines.weight_sender import MemorySender, VllmSender, send_weights
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.partial_rollouts import (
     CLOSE,
@@ -47,13 +47,13 @@ BUCKET_BYTES = 9000  # several buckets, and tensors that are larger than one
 class Trainer:
     """An engine and two senders, as the first ranks of two pipeline stages have them."""
 
-    def __init__(self, url, folder):
+    def __init__(self, url, folder, kind=VllmSender):
         once = HttpClient(url, 60, Retries(attempts=1))
         directory = ModelDirectory(folder / "weights", CONFIG, EOS)
         self.engine = VllmStreamedEngine(
             HttpClient(url, 60), directory, EOS, start_timeout=300, once=once, dtype=torch.float32
         )
-        self.senders = [VllmSender(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
+        self.senders = [kind(once, stage, "gloo") for stage in range(2)]
         self.parts = [{name for name, _ in weights_of(0) if ("layers.0" in name) == (not stage)} for stage in range(2)]
 
     def give(self, version):
@@ -75,7 +75,7 @@ class Trainer:
 
     def _send(self, stage, version, errors):
         try:
-            self.senders[stage].send(self.tensors(stage, version))
+            send_weights(self.tensors(stage, version), [self.senders[stage]], BUCKET_BYTES)
         except Exception as error:
             errors.append(error)
 
@@ -123,18 +123,21 @@ def check(engine, version):
     assert max(farthest(one, prompt) for prompt, one in zip(PROMPTS, samples, strict=True)) < CLOSE
 
 
-def test_two_senders_give_all_weights(server):
+@pytest.mark.parametrize("kind", [VllmSender, MemorySender])
+def test_two_senders_give_all_weights(place, kind):
+    trainer = Trainer(*place, kind)
     for version in (1, 2, 0):
-        server.give(version)
-        check(server.engine, version)
-        assert [*server.engine.directory.path.glob("*")] == [server.engine.directory.path / "config.json"]
+        trainer.give(version)
+        check(trainer.engine, version)
+        assert [*trainer.engine.directory.path.glob("*")] == [trainer.engine.directory.path / "config.json"]
 
 
 def test_a_server_of_two_processes_which_share_each_tensor(tmp_path):
     with started(tmp_path, "--tensor-parallel-size=2") as trainer:
-        for version in (1, 2):
-            trainer.give(version)
-            check(trainer.engine, version)
+        other = Trainer(trainer.engine.client.url, tmp_path, MemorySender)
+        for version, one in ((1, trainer), (2, trainer), (3, other)):
+            one.give(version)
+            check(one.engine, version)
 
 
 def test_weights_change_within_responses(server):
@@ -160,7 +163,7 @@ def state(engine):
 def test_an_update_without_one_sender_is_named_and_replaced(server):
     """The first sender has sent all, the second nothing; then another trainer comes."""
     server.engine.begin_update(1)
-    server.senders[0].send(server.tensors(0, 1))
+    send_weights(server.tensors(0, 1), server.senders[:1], BUCKET_BYTES)
     assert state(server.engine) == (True, INCOMPLETE)
     check_another_trainer(server)
 
@@ -233,7 +236,7 @@ def die(url, folder, moment):
     if moment != "between buckets":
         met = trainer.senders[0]._met()
         trainer.senders[0]._group = mock.Mock(is_awaited=met.is_awaited, send=lambda _: kill())
-    trainer.senders[0].send(tensors())
+    send_weights(tensors(), trainer.senders[:1], BUCKET_BYTES)
 
 
 if __name__ == "__main__":

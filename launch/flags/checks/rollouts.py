@@ -135,10 +135,13 @@ def _check_vllm(config: RunConfig) -> None:
 def _check_transfer(config: RunConfig) -> None:
     """Check that the weights can go to the servers in this way."""
     way, on_cpu = config.engine.rollout_weight_transfer, config.launch.on_cpu
-    needs, other = ("GPUs", "gloo") if way == "nccl" else ("CPUs", "nccl")
+    needs, other = "GPUs" if way == "nccl" else "CPUs", "gloo" if on_cpu else "nccl"
     wrong = {
         "{rollout_weight_transfer} is for {needs}: give {other}, or files": (
-            way != "files" and (way == "nccl") == on_cpu
+            way in ("gloo", "nccl") and (way == "nccl") == on_cpu
+        ),
+        "{rollout_weight_transfer} is for {rollout_engine} vllm-server: give {other}, or files": (
+            way == "ipc" and config.engine.rollout_engine != "vllm-server"
         ),
     }
     refuse(config, wrong, needs=needs, other=other)

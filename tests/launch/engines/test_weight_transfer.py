@@ -20,9 +20,9 @@ from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.sglang_streamed import SglangStreamedEngine
 from megatron_rc.launch.engines.streamed import INCOMPLETE
 from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
-from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender
+from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender, send_weights
 from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
-from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, sum_of, unpack
+from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, read_shared, shared, sum_of, unpack
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from tests.support.paths import ROOT
 from tests.support.rollout_servers import make_engine, running, sample, weights
@@ -57,6 +57,22 @@ def test_buckets_hold_all_tensors_in_their_order_and_no_more_bytes_than_the_boun
     for one, other in zip(found, tensors, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert torch.equal(one.float(), other.float())
+
+
+def test_memory_of_this_machine_is_read_until_it_is_given_back():
+    cpu, tensors = torch.device("cpu"), {"one": torch.randn(3, 5), "other": torch.arange(7)}
+    ((entries, bucket),) = buckets(tensors.items())
+    with shared(bucket) as place:
+        for _ in range(2):
+            found = dict(read_shared(device=cpu, **place, **entries))
+            assert all(torch.equal(found[name], one) for name, one in tensors.items())
+        with pytest.raises(RuntimeError, match="one to other have the sum"):
+            read_shared(device=cpu, **place, **entries | {"checksum": 0})
+        with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
+            read_shared(device=cpu, **place | {"process": 2**22 + 1}, **entries)  # no process has this number
+    with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
+        read_shared(device=cpu, **place, **entries)
+    assert torch.equal(found["one"], tensors["one"])
 
 
 PUBLISHED = {
@@ -111,7 +127,7 @@ def made(server, folder, seconds=5):
     else:
         engine = make_engine(VllmStreamedEngine, server, folder, once=once, dtype=torch.float32)
         kind = VllmSender
-    return engine, [kind(once, stage, "gloo", BUCKET_BYTES) for stage in range(2)]
+    return engine, [kind(once, stage, "gloo") for stage in range(2)]
 
 
 def part(stage, seed=0):
@@ -128,7 +144,8 @@ def send(engine, senders, seed=0):
     def run(stage):
         own = parts[stage]
         try:
-            senders[stage].send(engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own)))
+            tensors = engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
+            send_weights(tensors, [senders[stage]], BUCKET_BYTES)
         except EngineError as error:
             errors.append(str(error))
 
@@ -239,14 +256,14 @@ def test_torchs_own_groups_find_the_sender(tmp_path):
     tensor = torch.arange(11, dtype=torch.float32)
     with running(kind=Server) as server:
         sender = SglangSender(HttpClient(server.url, 60, Retries(attempts=1)), 0, "gloo")
-        sender.send([("weight", tensor)])
+        send_weights([("weight", tensor)], [sender])
     assert found == [bytes(tensor.view(torch.uint8).tolist()).hex()]
 
 
 def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
     engine, senders = made(server, tmp_path)
     engine.begin_update(1)
-    senders[0].send(part(0))
+    send_weights(part(0), senders[:1], BUCKET_BYTES)
     other, others = made(server, tmp_path)
     server.seen.clear()
     server.faults["/finish_weight_update"] = [(500, {"detail": "no update is under way"})]
@@ -282,7 +299,7 @@ def test_a_process_that_falls_silent_ends_at_the_limit(server, tmp_path):
         mock.patch.object(StreamServer, "_join", side_effect=lambda *_: time.sleep(2)),
         pytest.raises(EngineError, match=r"0\.5"),
     ):
-        senders[0].send(part(0))
+        send_weights(part(0), senders[:1], BUCKET_BYTES)
 
 
 def test_a_server_that_takes_no_streams_is_told_how_to_start(server, tmp_path):

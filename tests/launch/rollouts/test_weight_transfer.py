@@ -1,5 +1,6 @@
-"""Runs whose stages send their weights to servers directly, in every layout, against the weights that the runs save."""
+"""Runs whose ranks send their weights to servers directly, in every layout, against the weights that the runs save."""
 
+import re
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ CASES = [
     (VLLM, Layout(cp=2, pp=2, dp=2), []),
     (VLLM, Layout(pp=2, dp=2, ep=2), EXPERTS),
     (VLLM, Layout(tp=2, sp=True, ep=2, etp=1, cp=2), EXPERTS),
+    (VLLM, Layout(tp=2, sp=True, dp=2, ep=2, etp=2), [*EXPERTS, "--rollout-weight-transfer=ipc"]),
+    (VLLM, Layout(pp=2, dp=2, ep=2), [*EXPERTS, "--rollout-weight-transfer=ipc"]),
     (SGLANG, Layout(tp=2, pp=2), []),
     (SGLANG, Layout(pp=2, dp=2, ep=2), EXPERTS),
 ]
@@ -48,13 +51,26 @@ def test_each_replicas_server_gets_all_weights(ranks, tmp_path, kind, layout, mo
         want.setdefault("lm_head.weight", want["model.embed_tokens.weight"])
         for server in servers:
             assert server.version == "1"
-            assert server.paths().count(kind.joins) == layout.pp
+            assert sum(server.buckets) == 2 * sum(one.nbytes for one in want.values()), "once in each sync"
             for received in server.received:
                 assert received.keys() == want.keys()
                 assert [name for name, one in want.items() if not torch.equal(received[name], one)] == []
+        if kind is VLLM and layout.ep > 1:
+            assert_experts_have_one_sender(servers, layout)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     found = [path.relative_to(tmp_path / "weights") for path in (tmp_path / "weights").rglob("*") if path.is_file()]
     assert {path.name for path in found} == {"config.json"}
+
+
+def assert_experts_have_one_sender(servers, layout):
+    """The experts of one expert-parallel rank come from one rank alone, which serves all servers."""
+    senders = {}
+    for server in servers:
+        for told in [body["update_info"] for path, body in server.seen if path == server.takes]:
+            for layer, expert in re.findall(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.", " ".join(told["names"])):
+                senders.setdefault((layer, int(expert) // (4 // layout.ep)), set()).add(told["sender"])
+    assert {len(found) for found in senders.values()} == {1}
+    assert len(set.union(*senders.values())) == layout.pp * layout.ep
 
 
 @pytest.mark.parametrize("kind", [VLLM, SGLANG])
@@ -69,7 +85,14 @@ def test_a_stage_whose_weights_are_refused_ends_the_run_alike_on_every_rank(rank
     assert "no memory" in said
 
 
-def test_nccl_is_refused_on_cpus(tmp_path):
-    words = words_of(tmp_path, [SimpleNamespace(url="http://127.0.0.1:1")], "--rollout-weight-transfer=nccl")
-    with pytest.raises(ConfigurationError, match="--rollout-weight-transfer nccl is for GPUs: give gloo"):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--rollout-weight-transfer=nccl", "--rollout-weight-transfer nccl is for GPUs: give gloo"),
+        ("--rollout-weight-transfer=ipc --rollout-engine=sglang-server", "ipc is for .* vllm-server: give gloo"),
+    ],
+)
+def test_ways_that_cannot_work_are_refused(tmp_path, words, reason):
+    words = words_of(tmp_path, [SimpleNamespace(url="http://127.0.0.1:1")], *words.split())
+    with pytest.raises(ConfigurationError, match=reason):
         configure(words, 1)
