@@ -88,12 +88,9 @@ def _turns(shards: Shards, needs: Sequence[Need], cp: Group | None) -> list[Sequ
 
     A turn is a run of consecutive tokens with one turn id, or without ids a run of the response mask.
     """
+    turns = [(part.layout, part.mask if part.turn_ids is None else part.turn_ids) for part in shards.parts]
     # With a coefficient of 0 the recurrence's value is the token's own id.
-    ids = [
-        Recurrence(part.layout, torch.zeros_like(part.turn_ids), part.turn_ids, backward)
-        for part in shards.parts
-        for backward in (False, True)
-    ]
+    ids = [Recurrence(one, torch.zeros_like(own), own, backward) for one, own in turns for backward in (False, True)]
     goes_on = [one.offsets == other for one, other in zip(ids, neighbouring_values(ids, cp), strict=True)]
     recurrences = [
         Recurrence(part.layout, torch.where(same, algebra.same, algebra.nothing), values, bool(backward), algebra)

@@ -126,7 +126,7 @@ class Part:
     sequences: slice  # the numbers of its sequences among those of all micro-batches
     advantages: Tensor | None  # one a token; None if they are one a sequence or not given
     versions: Tensor | None  # int64, one a token; None if they are one a sequence or not given
-    turn_ids: Tensor  # int64, equal for the tokens of one turn and different for neighbours of two; or the mask
+    turn_ids: Tensor | None  # int64, equal for a turn's tokens, different for neighbours; None: runs of the mask
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,8 @@ def _part(one: OneMicroBatch, end: int, per_sequence: Collection[str]) -> Part:
     train, rollout = one.train_log_probs.detach(), one.rollout_log_probs.detach()  # type: ignore[union-attr]
     advantages = None if "advantages" in per_sequence else one.advantages
     versions = None if "policy_versions" in per_sequence else one.policy_versions
-    turn_ids = one.response_mask if one.turn_ids is None else one.turn_ids
     sequences = slice(end - one.layout.num_sequences, end)  # type: ignore[union-attr]
-    return Part(train, rollout, one.response_mask, one.layout, sequences, advantages, versions, turn_ids)  # type: ignore[arg-type]
+    return Part(train, rollout, one.response_mask, one.layout, sequences, advantages, versions, one.turn_ids)  # type: ignore[arg-type]
 
 
 def _into_range(name: str, value: Tensor, counts: AgreedCounts) -> Tensor:

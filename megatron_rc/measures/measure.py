@@ -284,21 +284,19 @@ def breakdowns(
     sums: SequenceSums, decisions: SequenceDecisions, local: LocalSums, mask: Sequence[Tensor], counted: Tensor
 ) -> Breakdowns:
     """Valid and rejected tokens by length, by the reward's sign, by staleness and by turn; ``mask``: m'."""
-    shards = local.shards
+    shards, counts, ages = local.shards, local.shards.counts, local.shards.counts.max_staleness + 1
     columns = torch.stack([sums.valid, sums.valid - decisions.accepted.tokens, sums.log_ratio], dim=1)
     columns = torch.where(counted.unsqueeze(1), columns, 0)
     octave = (torch.frexp(sums.num_tokens).exponent - 1).clamp(max=LENGTH_BUCKETS - 1)
     signs = None if shards.rewards is None else shards.rewards.sign().long() + 1
-    age, ages = shards.counts.staleness, shards.counts.max_staleness + 1
-    turns = [part.turn_ids if part.turn_ids.dtype == torch.int64 else None for part in shards.parts]
-    by_staleness = token_table(local, mask, [part.versions for part in shards.parts], age, ages)
+    by_staleness = token_table(local, mask, [part.versions for part in shards.parts], counts.staleness, ages)
     if shards.policy_versions is not None:
-        by_staleness = _into_buckets(age(shards.policy_versions), ages, columns)
+        by_staleness = _into_buckets(counts.staleness(shards.policy_versions), ages, columns)
     return Breakdowns(
         by_length=_into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
         by_reward=_into_buckets(signs, len(REWARD_SIGNS), columns[:, :2]),
         by_staleness=by_staleness,
-        by_turn=token_table(local, mask, turns, lambda turn: turn, TURN_BUCKETS),
+        by_turn=token_table(local, mask, [part.turn_ids for part in shards.parts], lambda turn: turn, TURN_BUCKETS),
     )
 
 
@@ -310,9 +308,9 @@ def token_table(
     for part, of_tokens, *masks in zip(local.shards.parts, values, local.valid, mask, strict=True):
         for block in () if of_tokens is None else blocks_of(part):
             train, rollout, value, valid, kept = map(block.take, [part.train, part.rollout, of_tokens, *masks])  # type: ignore[arg-type]
-            log_ratio = torch.where(valid, train.double() - rollout.double(), 0)
-            columns = torch.stack([valid, valid & ~kept, log_ratio], dim=-1).view(-1, 3)
-            table = table + _into_buckets(bucket(value.reshape(-1)), count, columns)
+            log_ratio = torch.where(valid, train.double() - rollout, 0)
+            columns = torch.stack([valid, valid > kept, log_ratio], dim=-1).view(-1, 3)  # of bool: valid and not kept
+            table.index_add_(0, bucket(value.reshape(-1)).clamp(0, count - 1), columns)
     return table
 
 

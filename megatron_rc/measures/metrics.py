@@ -156,12 +156,11 @@ def _breakdowns(tables: Breakdowns) -> dict[str, float]:
     )
     metrics = {}
     for table, label in names:
-        total = sum(row[0] for row in table)
         for bucket, (tokens, rejected, *log_ratio) in enumerate(table):
             if tokens:
                 metrics[f"rollout_rs_masked_fraction_{label(bucket)}"] = rejected / tokens
             if tokens and log_ratio:
-                metrics[f"{label(bucket)}_token_fraction"] = tokens / total
+                metrics[f"{label(bucket)}_token_fraction"] = tokens / sum(row[0] for row in table)
                 metrics[f"{label(bucket)}_kl"] = -log_ratio[0] / tokens + 0.0
     return metrics
 

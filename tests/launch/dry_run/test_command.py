@@ -19,7 +19,7 @@ def dry_run(capsys, words, ranks=8, nodes=1):
 
 def test_words(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, output, errors = dry_run(capsys, "--config count_up --vocab-size 13", ranks=8)
+    code, output, errors = dry_run(capsys, "--config count_up --vocab-size 13 --micro-batch-size 128", ranks=8)
     assert (code, errors) == (0, "")
     assert "8 ranks = TP 2 × CP 1 × PP 2 × DP 2\n" in output
     assert "32 prompts × 8 responses = 256 sequences, 128 on each data-parallel rank" in output
@@ -64,7 +64,7 @@ def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
 # What a run refuses, a dry run refuses in the same words; each names the flag that mends it.
 REFUSED = {
     "--config count_up --global-batch-size 96": "--global-batch-size 96",
-    "--config count_up --rollout-engine vllm-server --rollout-weights-dir w --rollout-url a,b,c": "--rollout-url",
+    "--config count_up_ppo --rollout-engine vllm-server --rollout-weights-dir w --rollout-url a,b,c": "--rollout-url",
     "--config count_up --num-layer 3": "did you mean --num-layers?",
     "--config nowhere": "--config nowhere",
 }

@@ -24,7 +24,7 @@ SMALL = [path.stem for path in sorted((CONFIGS / "launch").glob("*.yaml")) if no
 SMALL.remove("smollm2_sums")
 COUNT_UP = ["--config=count_up", "--cpu"]
 MORE = {
-    "batch": "--global-batch-size=128 --lr=1e-7 --min-lr=1e-08 --weight-decay=0.1",
+    "batch": "--global-batch-size=128 --micro-batch-size=128 --lr=1e-7 --min-lr=1e-08 --weight-decay=0.1",
     "named": "--run-name=0.5_2 --runs-dir=runs/ä --tensorboard-dir=1e5",
     "taken-back": "--no-sequence-parallel --no-group-query-attention",
     "idle-in-the-file": "--policy-loss=reinforce --grpo-kl-beta=0",
