@@ -233,8 +233,9 @@ def _planned(correction: RolloutCorrection, inputs: PlanInputs | None, batch: Ba
 
 def _finish(correction: RolloutCorrection) -> None:
     """Reduce the sums of an optimizer step, and make its metrics."""
-    # The plan counts whole sequences on CP rank 0 alone, so only there do the sums of one rank agree with it.
-    with contextlib.suppress(StepError):
+    # The plan counts whole sequences on CP rank 0 alone, so that other ranks' own sums do not agree with it.
+    refusals = [StepError] if group_rank(correction.groups.cp) > 0 else []
+    with contextlib.suppress(*refusals):
         correction.finish_step(torch.device("cpu"))
         correction.loss_metrics()
         if correction.step is not None:

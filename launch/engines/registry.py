@@ -120,15 +120,16 @@ def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
 
 
 def make_sender(config: RunConfig, replica: int, number: int) -> WeightSender:
-    """Make a sender to a replica's server; ``number`` is another for each rank."""
+    """Make the sender to a replica's server; ``number`` is this rank's own."""
     from megatron_rc.launch.engines.weight_sender import MemorySender, SglangSender, VllmSender
 
-    way = config.engine.rollout_weight_transfer
+    engine = config.engine
     # A part of an update must not be repeated.
-    arguments = _client(config, replica, Retries(attempts=1)), number, way
-    if config.engine.rollout_engine == "sglang-server":
-        return SglangSender(*arguments)
-    return MemorySender(*arguments) if way == "ipc" else VllmSender(*arguments)
+    client = _client(config, replica, Retries(attempts=1))
+    if engine.rollout_weight_transfer == "ipc":
+        return MemorySender(client, number)
+    kind = VllmSender if engine.rollout_engine == "vllm-server" else SglangSender
+    return kind(client, number, engine.rollout_weight_transfer)
 
 
 def served_model(config: RunConfig, eos_token_id: int, replica: int) -> ModelDirectory:

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rc.launch.engines.weight_stream import StreamGroup, join, read_shared
+from megatron_rc.launch.engines.weight_stream import StreamGroup, bytes_of, join, opened, read_shared
 
 
 @dataclass
@@ -68,13 +68,15 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Receive one bucket and load its tensors."""
-        entries = {name: value for name, value in asdict(update_info).items() if value is not None}
-        sender = entries.pop("sender")
-        if update_info.memory is not None:
-            self.model.load_weights(read_shared(device=self.device, **entries))
-            return
+        entries = asdict(update_info)
+        sender, process, memory = (entries.pop(name) for name in ("sender", "process", "memory"))
         try:
-            weights = self.groups[sender].receive(self.device, **entries)
+            if memory is None:
+                size = sum(bytes_of(update_info.dtype_names, update_info.shapes))
+                bucket = self.groups[sender].receive(size, self.device)
+            else:
+                bucket = read_shared(process, memory, self.device)
+            weights = opened(bucket, **entries)
         except BaseException:
             # The sender sees the end of the connection, and waits no longer.
             self.groups.pop(sender, None)

@@ -66,11 +66,10 @@ class WeightSender(ABC):
     Args:
         client: client of the server; a request that the server answers with an error must not be repeated.
         number: number of this sender among all senders to this server.
-        transport: ``gloo``, ``nccl`` or ``ipc``.
     """
 
-    def __init__(self, client: HttpClient, number: int, transport: str) -> None:
-        self.client, self.number, self.transport = client, number, transport
+    def __init__(self, client: HttpClient, number: int) -> None:
+        self.client, self.number = client, number
 
     @abstractmethod
     def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
@@ -81,7 +80,8 @@ class WeightSender(ABC):
             RuntimeError: from the process group.
         """
 
-    def close(self) -> None:  # noqa: B027
+    @abstractmethod
+    def close(self) -> None:
         """End the connection with the server, if this sender keeps one."""
 
 
@@ -93,11 +93,17 @@ class MemorySender(WeightSender):
         with shared(bucket) as place:
             self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **place, **entries}})
 
+    def close(self) -> None:
+        """Do nothing: the memory of a bucket is given back when the server has answered."""
+
 
 class GroupSender(WeightSender):
-    """Sends to a server over a process group with the server's processes."""
+    """Sends to a server over a process group with the server's processes; ``transport``: ``gloo`` or ``nccl``."""
 
-    _group: StreamGroup | None = None
+    def __init__(self, client: HttpClient, number: int, transport: str) -> None:
+        super().__init__(client, number)
+        self.transport = transport
+        self._group: StreamGroup | None = None
 
     def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
         """Meet the server's processes, the first time, and broadcast the bucket to them."""

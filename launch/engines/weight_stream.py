@@ -91,24 +91,13 @@ class StreamGroup:
         self._rounds += 1
         return self._group.broadcast(bucket, 0)
 
-    def receive(
-        self,
-        device: torch.device,
-        names: Sequence[str],
-        dtype_names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        checksum: int,
-    ) -> list[tuple[str, Tensor]]:
-        """Receive the weights of one bucket, which :func:`buckets` has described.
-
-        Raises:
-            RuntimeError: the sender has gone, or other bytes have come than it had.
-        """
+    def receive(self, size: int, device: torch.device) -> Tensor:
+        """Receive a bucket of so many bytes; RuntimeError if the sender has gone."""
         self._rounds += 1
         self._store.add(f"round {self._rounds}", 1)
-        bucket = torch.empty(sum(bytes_of(dtype_names, shapes)), dtype=torch.uint8, device=device)
+        bucket = torch.empty(size, dtype=torch.uint8, device=device)
         self._group.broadcast(bucket, 0).wait()
-        return opened(bucket, names, dtype_names, shapes, checksum)
+        return bucket
 
 
 def join(rank: int, address: str, port: int, transport: str, size: int, timeout: float) -> StreamGroup:
@@ -122,7 +111,7 @@ def join(rank: int, address: str, port: int, transport: str, size: int, timeout:
 def shared(bucket: Tensor) -> Iterator[dict[str, int]]:
     """Memory with a copy of a bucket, until the end of the block or of this process.
 
-    Yields the arguments of :func:`read_shared` by which processes of this machine read it.
+    Yields the first arguments of :func:`read_shared`, for processes of this machine.
     """
     memory = os.memfd_create("weights")
     try:
@@ -135,20 +124,8 @@ def shared(bucket: Tensor) -> Iterator[dict[str, int]]:
         os.close(memory)
 
 
-def read_shared(
-    process: int,
-    memory: int,
-    device: torch.device,
-    names: Sequence[str],
-    dtype_names: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    checksum: int,
-) -> list[tuple[str, Tensor]]:
-    """Read the weights of one bucket, which :func:`buckets` has described, in the memory of a sender's process.
-
-    Raises:
-        RuntimeError: this machine has no such memory, or it has other bytes than the sender had.
-    """
+def read_shared(process: int, memory: int, device: torch.device) -> Tensor:
+    """Read a bucket in the memory of a sender's process; RuntimeError if this machine has no such memory."""
     try:
         with open(f"/proc/{process}/fd/{memory}", "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no read-only memory
@@ -157,8 +134,7 @@ def read_shared(
             f"the memory of process {process} cannot be read here ({problem}): --rollout-weight-transfer ipc needs the "
             "trainer's ranks and the server on one machine, in one container, as one user: give gloo or nccl"
         ) from problem
-    bucket = torch.frombuffer(mapped, dtype=torch.uint8).to(device)
-    return opened(bucket, names, dtype_names, shapes, checksum)
+    return torch.frombuffer(mapped, dtype=torch.uint8).to(device)
 
 
 def awaits(store: Any, key: str, number: int) -> bool:
@@ -171,7 +147,7 @@ def buckets(
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Pack weights, in their order, into buckets of at most ``most_bytes``; a larger tensor has one of its own.
 
-    Yields the arguments of :meth:`StreamGroup.receive` that describe a bucket, for JSON, and the bucket: [bytes] uint8.
+    Yields the arguments of :func:`opened` that describe a bucket, for JSON, and the bucket: [bytes] uint8.
     """
     packed: list[tuple[str, Tensor]] = []
     size = 0
@@ -212,7 +188,11 @@ def opened(
     shapes: Sequence[Sequence[int]],
     checksum: int,
 ) -> list[tuple[str, Tensor]]:
-    """Names and tensors of a bucket, each in memory of its own; RuntimeError if it has another sum of its bytes."""
+    """Names and tensors of a bucket, each in memory of its own.
+
+    Raises:
+        RuntimeError: other bytes have come than the sender had.
+    """
     found = sum_of(bucket)
     if found != checksum:
         raise RuntimeError(f"the bytes of {names[0]} to {names[-1]} have the sum {found}, the sender had {checksum}")

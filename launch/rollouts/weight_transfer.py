@@ -17,17 +17,11 @@ from megatron_rc.launch.engines.weight_sender import send_weights
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.export import export_own
-from megatron_rc.launch.weights.units import ExpertGroups, Unit, names_of, units_of
+from megatron_rc.launch.weights.units import ExpertGroups, Unit, names_of, own_weights, units_of
 from megatron_rc.parallel.collectives import all_reduce_max
 from megatron_rc.parallel.groups import ParallelGroups, group_device, group_rank, group_size
 
 _PHASE = "the weight sync"
-# What has run only in part, by flag and value.
-_UNTRIED = {
-    "nccl": "--rollout-weight-transfer nccl has been run over gloo alone, not yet on GPUs",
-    "ipc": "--rollout-weight-transfer ipc has been run on CPUs alone, not yet on GPUs",
-    "sglang-server": "--rollout-weight-transfer follows SGLang's source, and has not been run with its server yet",
-}
 _log = logging.getLogger("megatron_rc")
 
 
@@ -66,18 +60,21 @@ class WeightTransfer:
     ) -> None:
         self.config, self.groups, self.work, self.engine = config, groups, work, engine
         self.experts = ExpertGroups.of_megatron()
+        self.units = [unit for unit in units_of(config) if unit.is_here(groups, self.experts)]
         self.shares = self._find_shares()
         served = sorted({replica for share in self.shares for replica in share.replicas})
         self.senders = {replica: make_sender(config, replica, dist.get_rank()) for replica in served}
         self.model = served_model(config, eos_token_id, work.replica) if served else None
         if engine is not None and work.replica == 0:
-            for value in {config.engine.rollout_weight_transfer, config.engine.rollout_engine} & _UNTRIED.keys():
-                if value != "ipc" or not config.launch.on_cpu:
-                    _log.warning(_UNTRIED[value])
+            if not config.launch.on_cpu:
+                _log.warning("--rollout-weight-transfer has been run on CPUs alone, not yet on GPUs")
+            if config.engine.rollout_engine == "sglang-server":
+                _log.warning(
+                    "--rollout-weight-transfer follows SGLang's source, and has not been run with its server yet"
+                )
 
     def _find_shares(self) -> list[Share]:
         """Shares of this rank: the layers of its stage, then its experts."""
-        own = [unit for unit in units_of(self.config) if unit.is_here(self.groups, self.experts)]
         is_first = group_rank(self.groups.tp) == group_rank(self.groups.cp) == 0
         replica = self.work.replica if is_first else -1
         ep, holds_whole = self.experts.ep, group_rank(self.experts.tp) == 0
@@ -86,8 +83,8 @@ class WeightTransfer:
         served = [one for one in all_reduce_max(replicas, ep).tolist() if one >= 0 and holds_whole]
         served.sort(key=lambda one: (one - self.work.replica) % self.config.data_parallel_size)  # not all to one server
         return [
-            Share([unit for unit in own if unit.expert_rank is None], [replica] * is_first),
-            Share([unit for unit in own if unit.expert_rank is not None], served),
+            Share([unit for unit in self.units if unit.expert_rank is None], [replica] * is_first),
+            Share([unit for unit in self.units if unit.expert_rank is not None], served),
         ]
 
     def __call__(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
@@ -100,9 +97,9 @@ class WeightTransfer:
         """
         self.work.run(lambda: self._of_engine().begin_update(version), _PHASE)
         phases.enter(_PHASE)
-        error = None
+        error, parameters = None, own_weights(chunks, self.units)
         for share in self.shares:
-            weights = export_own(chunks, self.config, self.groups, self.experts, share.units)
+            weights = export_own(parameters, share.units, self.config, self.groups, self.experts)
             if self.model is not None and share.replicas and error is None:
                 senders = [self.senders[replica] for replica in share.replicas]
                 try:

@@ -49,18 +49,19 @@ def export_weights(
 
 
 def export_own(
-    chunks: Sequence[torch.nn.Module],
+    parameters: Sequence[Mapping[str, Tensor]],
+    units: Sequence[Unit],
     config: RunConfig,
     groups: ParallelGroups,
     experts: ExpertGroups,
-    units: Sequence[Unit],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` of units that lie on this rank.
 
     Layers come on the first rank of each stage, experts on the first rank of their tensor-parallel group; the other
-    ranks yield nothing. Otherwise as :func:`export_weights`; the gathers are the only collectives.
+    ranks yield nothing. Every rank must exhaust the iterator. ``parameters`` are :func:`own_weights`.
+
+    Collectives: a gather over ``tp``, or the experts' ``tp``, for each parameter.
     """
-    parameters = own_weights(chunks, [unit for unit in units_of(config) if unit.is_here(groups, experts)])
     for unit in units:
         if unit.expert_rank is None and group_rank(groups.cp) > 0:
             continue

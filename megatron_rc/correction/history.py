@@ -116,8 +116,9 @@ def _turns(shards: Shards, needs: Sequence[Need], cp: Group | None) -> list[Sequ
 
 def _columns(part: Part, needs: Sequence[Need]) -> list[tuple[Algebra, Tensor]]:
     """The numbers that are joined over a turn: 1 for each valid token, then x of each need; a largest x negated."""
-    valid, log_ratio = _valid(part), _log_ratio(part)
-    train, rollout = (_cleared(values.double(), part) for values in (part.train, part.rollout))
+    valid = _valid(part)
+    train, rollout = (torch.where(valid, values.double(), 0) for values in (part.train, part.rollout))
+    log_ratio = train - rollout
     found = [(SUMS, valid.double())]
     for need in needs:
         values = need.divergence.values(train, rollout, log_ratio)

@@ -167,7 +167,7 @@ class Breakdowns:
     by_length: Any  # [octaves of length, 2]
     by_reward: Any  # [signs of the reward, 2]
     by_staleness: Any  # [max_staleness + 1, 3]
-    by_turn: Any  # [numbers of turns, 3]; zeros if turns were not given
+    by_turn: Any  # [8, 3], the last row for all later turns; zeros if turns were not given
 
 
 @dataclass(frozen=True)

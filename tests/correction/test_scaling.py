@@ -27,6 +27,7 @@ LONG, OTHER = OTHERS[0], OTHERS[2]
 BATCHES = (BASE, LONG, OTHER)
 PLAN, MICRO, STEP = PHASES
 FIRST_STAGE, FIRST, LAST = "first stage", "last stage, first rank", "last stage, last rank"
+OTHER_SLICE = "last stage, last CP rank"
 GATHERING = "token IS, tokens gathered"
 
 
@@ -40,13 +41,24 @@ class Traced(NamedTuple):
 
 
 # Which batches, by their index, are traced where.
-CHOSEN = ((LARGE, FIRST_STAGE, (0, 1, 2)), (LARGE, FIRST, (1,)), (LARGE, LAST, (0,)), (SMALL, LAST, (0, 2)))
+CHOSEN = (
+    (LARGE, FIRST_STAGE, (0, 1, 2)),
+    (LARGE, FIRST, (1,)),
+    (LARGE, LAST, (0,)),
+    (SMALL, LAST, (0, 2)),
+    (SMALL, OTHER_SLICE, (0,)),
+)
 
 
 def rank_of(layout, place):
-    """One of the layout's corners: the first of all, or the first or the last of the last pipeline stage."""
-    corners = layout.corners()
-    return {FIRST_STAGE: corners[0], FIRST: layout.first_of_last_stage, LAST: corners[-1]}[place]
+    """One of the layout's corners: the first of all, or one of the last pipeline stage. The last one has no tokens."""
+    corners, first = layout.corners(), layout.first_of_last_stage
+    return {
+        FIRST_STAGE: corners[0],
+        FIRST: first,
+        LAST: corners[-1],
+        OTHER_SLICE: first + layout.tp * (layout.cp - 1),
+    }[place]
 
 
 def trace_all():
@@ -125,6 +137,7 @@ def test_tokens_and_ranks_change_nothing(traces, name):
     assert traces[Traced(SMALL.world, LAST, name, 0)] == base
     assert LONG.length == 8 * BASE.length
     assert traces[Traced(LARGE.world, FIRST, name, 1)] == base, "on another rank, too"
+    assert traces[Traced(SMALL.world, OTHER_SLICE, name, 0)] == base, "and on one with other tokens of the sequences"
     for index in (0, 1):
         assert traces[Traced(LARGE.world, FIRST_STAGE, name, index)] == [call for call in base if call.group == "pp"]
 

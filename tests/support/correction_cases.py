@@ -217,7 +217,7 @@ def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
         "policy_versions": torch.tensor([7, 6, 2] * 4),
         "token_policy_versions": torch.randint(3, 8, (ROWS, WIDTH), generator=generator),
         # Turns of 5 tokens, which do not end where the mask has holes; the last one comes back to the first one's id.
-        "turn_ids": (torch.arange(WIDTH) // 5 % 3).expand(ROWS, WIDTH).contiguous(),
+        "turn_ids": torch.tensor([0, 2, -1, 9, 2])[torch.arange(WIDTH) // 3 % 5].expand(ROWS, WIDTH).contiguous(),
     }
     if case.bad:
         for row, column, value in ((1, 0, math.nan), (5, 3, math.inf), (9, 7, -math.inf), (0, 0, 0.01)):

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_rc.launch.engines.weight_stream import BACKEND, bytes_of, join, read_shared
+from megatron_rc.launch.engines.weight_stream import BACKEND, bytes_of, join, opened, read_shared
 from tests.support.rollout_servers import Server
 
 
@@ -67,9 +67,12 @@ class StreamServer(Server):
 
     def _receive(self, rank, info):
         entries, cpu = dict(info), torch.device("cpu")
-        sender = entries.pop("sender")
-        receive = read_shared if "memory" in entries else self.groups[sender, rank].receive
-        self.received[rank].update(receive(device=cpu, **entries))
+        sender, process, memory = (entries.pop(name, None) for name in ("sender", "process", "memory"))
+        if memory is None:
+            bucket = self.groups[sender, rank].receive(sum(bytes_of(info["dtype_names"], info["shapes"])), cpu)
+        else:
+            bucket = read_shared(process, memory, cpu)
+        self.received[rank].update(opened(bucket, **entries))
 
 
 class SglangStreamServer(StreamServer):

@@ -47,13 +47,14 @@ BUCKET_BYTES = 9000  # several buckets, and tensors that are larger than one
 class Trainer:
     """An engine and two senders, as the first ranks of two pipeline stages have them."""
 
-    def __init__(self, url, folder, kind=VllmSender):
+    def __init__(self, url, folder, *, ipc=False):
         once = HttpClient(url, 60, Retries(attempts=1))
         directory = ModelDirectory(folder / "weights", CONFIG, EOS)
         self.engine = VllmStreamedEngine(
             HttpClient(url, 60), directory, EOS, start_timeout=300, once=once, dtype=torch.float32
         )
-        self.senders = [kind(once, stage, "gloo") for stage in range(2)]
+        make = MemorySender if ipc else partial(VllmSender, transport="gloo")
+        self.senders = [make(once, stage) for stage in range(2)]
         self.parts = [{name for name, _ in weights_of(0) if ("layers.0" in name) == (not stage)} for stage in range(2)]
 
     def give(self, version):
@@ -123,9 +124,9 @@ def check(engine, version):
     assert max(farthest(one, prompt) for prompt, one in zip(PROMPTS, samples, strict=True)) < CLOSE
 
 
-@pytest.mark.parametrize("kind", [VllmSender, MemorySender])
-def test_two_senders_give_all_weights(place, kind):
-    trainer = Trainer(*place, kind)
+@pytest.mark.parametrize("ipc", [False, True])
+def test_two_senders_give_all_weights(place, ipc):
+    trainer = Trainer(*place, ipc=ipc)
     for version in (1, 2, 0):
         trainer.give(version)
         check(trainer.engine, version)
@@ -134,7 +135,7 @@ def test_two_senders_give_all_weights(place, kind):
 
 def test_a_server_of_two_processes_which_share_each_tensor(tmp_path):
     with started(tmp_path, "--tensor-parallel-size=2") as trainer:
-        other = Trainer(trainer.engine.client.url, tmp_path, MemorySender)
+        other = Trainer(trainer.engine.client.url, tmp_path, ipc=True)
         for version, one in ((1, trainer), (2, trainer), (3, other)):
             one.give(version)
             check(one.engine, version)

@@ -22,7 +22,7 @@ from megatron_rc.launch.engines.streamed import INCOMPLETE
 from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
 from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender, send_weights
 from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
-from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, read_shared, shared, sum_of, unpack
+from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, opened, read_shared, shared, sum_of, unpack
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from tests.support.paths import ROOT
 from tests.support.rollout_servers import make_engine, running, sample, weights
@@ -64,14 +64,14 @@ def test_memory_of_this_machine_is_read_until_it_is_given_back():
     ((entries, bucket),) = buckets(tensors.items())
     with shared(bucket) as place:
         for _ in range(2):
-            found = dict(read_shared(device=cpu, **place, **entries))
+            found = dict(opened(read_shared(**place, device=cpu), **entries))
             assert all(torch.equal(found[name], one) for name, one in tensors.items())
         with pytest.raises(RuntimeError, match="one to other have the sum"):
-            read_shared(device=cpu, **place, **entries | {"checksum": 0})
+            opened(read_shared(**place, device=cpu), **entries | {"checksum": 0})
         with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
-            read_shared(device=cpu, **place | {"process": 2**22 + 1}, **entries)  # no process has this number
+            read_shared(2**22 + 1, place["memory"], cpu)  # no process has this number
     with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
-        read_shared(device=cpu, **place, **entries)
+        read_shared(**place, device=cpu)
     assert torch.equal(found["one"], tensors["one"])
 
 

@@ -42,6 +42,9 @@ def test_equal_weights_give_equal_log_probs(ranks, tmp_path, layout, more):
     assert not batch.response_mask[turns.cummax(dim=1).values > turns].any(), "observations stand between turns"
     first, second = found
     assert first["rollout/turns"] == (turns.amax(dim=1) + 1).float().mean()
+    for turn in range(int(turns.max()) + 1):
+        share = float((turns == turn).sum() / (turns >= 0).sum())
+        assert first[f"rollout_corr/turn_{turn}_token_fraction"] == pytest.approx(share)
     assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
     assert first["rollout_corr/rollout_rs_turn_mean_k3_masked_fraction"] == 0
     assert first.get("routing/k3", 0) < 1e-6
