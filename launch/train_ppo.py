@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     config, task = _configure(sys.argv[1:] if argv is None else argv)
     ignore_megatron_warnings()
     with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
-        with without_wandb():
+        # Megatron-Core imports Weights & Biases for half a second and does not use it here.
+        with hidden("wandb"):
             from megatron_rc.launch.training.loop import train
 
         _collect_garbage_again()
@@ -96,15 +98,15 @@ def _run_on_rank(run: Run, config: RunConfig, task: Task) -> None:
 
 
 @contextlib.contextmanager
-def without_wandb() -> Iterator[None]:
-    """Hide Weights & Biases from Megatron-Core, which imports it for half a second and does not use it here."""
-    is_loaded = "wandb" in sys.modules
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+def hidden(*packages: str) -> Iterator[None]:
+    """Let imports of these packages fail inside the block, except of those that are loaded already."""
+    names = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        if not is_loaded:
-            del sys.modules["wandb"]
+        for name in names:
+            del sys.modules[name]
 
 
 def _collect_garbage_again() -> None:
@@ -121,13 +123,20 @@ def ignore_megatron_warnings() -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
-def cpu_backend() -> contextlib.AbstractContextManager[None]:
-    """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled."""
+@contextlib.contextmanager
+def cpu_backend() -> Iterator[None]:
+    """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled.
+
+    No CPU uses Triton, which takes 70 MB of each process: it is hidden in the whole block, from Megatron-Core and from
+    PyTorch's optimizers. Megatron-Core 0.19 cannot be imported without it.
+    """
     from megatron_rc.launch.training.models import cpu
 
-    with cpu.without_compiler(), without_wandb():
-        import megatron_rc.launch.training.loop  # noqa: F401
-    return cpu.cpu_backend()
+    with hidden(*(["triton"] if version("megatron-core").startswith("0.16.") else [])):
+        with cpu.without_compiler(), hidden("wandb"):
+            import megatron_rc.launch.training.loop  # noqa: F401
+        with cpu.cpu_backend():
+            yield
 
 
 @contextlib.contextmanager

@@ -79,16 +79,19 @@ def test_all_groups_share_one_thread_for_their_connections():
 
 
 @pytest.mark.processes
-def test_a_rank_on_the_cpu_starts_without_a_compiler():
+def test_a_rank_on_the_cpu_starts_without_a_compiler_and_triton():
     """Loaded with everything that Megatron-Core compiles where it stands; ``torch.compile`` itself is back after."""
     program = """
 import sys
+from importlib.metadata import version
 from megatron_rc.launch.train_ppo import cpu_backend
 import torch
 right = torch.compile
 with cpu_backend():
     from megatron.core.fusions.fused_bias_swiglu import swiglu
     assert torch.equal(swiglu(torch.ones(2, device="cuda")), torch.ones(1).sigmoid())
+    torch.optim.AdamW([torch.zeros(1)])  # loads PyTorch's compiler, which would load Triton
+    assert version("megatron-core") > "0.17" or not sys.modules["triton"]
 assert torch.compile is right
 assert "megatron_rc.launch.training.trainer" in sys.modules
 assert not {"torch._inductor.compile_fx", "wandb"}.intersection(sys.modules)
