@@ -112,6 +112,11 @@ def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | No
     from megatron_rc.launch.dry_run.memory_report import GIB, check_fit
     from megatron_rc.launch.dry_run.theoretical import theoretical_memory
 
+    if config.has_mamba:
+        raise ConfigurationError(
+            "a dry run cannot measure Mamba layers, whose kernels run on GPUs alone: start the run, or examine a "
+            "--hybrid-layer-pattern without M"
+        )
     engine = engine_bytes(config, None if device_memory_gib is None else device_memory_gib * GIB)
     memories = _memories(config)
     if device_memory_gib is not None:

@@ -100,8 +100,8 @@ _REMEDIES = {
     "GPUs are used where there are any, unless --cpu is given": "distributed-backend device",
     "--eval-data names the prompts that are held out": "split",
     "give the GPUs to the servers of --rollout-url by their own flags": "rollout-num-gpus-per-engine",
-    "--model hybrid has the layers of --num-layers and --moe-layer-freq; there are no Mamba layers: leave it out": (
-        "hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model"
+    "use --model hybrid, and --hybrid-layer-pattern for Mamba layers": (
+        "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model"
     ),
 }
 _OTHERWISE = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}

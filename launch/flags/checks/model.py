@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_rc.launch.errors import require, require_multiple
+from megatron_rc.launch.flags.checks.hybrid import check_hybrid
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron_fields import core_folder
 
 
 def check_model(config: RunConfig) -> None:
@@ -35,21 +35,7 @@ def check_model(config: RunConfig) -> None:
     if has_engine:
         require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
     _check_latents(config)
-    if model.is_hybrid:
-        _check_hybrid(config)
-
-
-def _check_hybrid(config: RunConfig) -> None:
-    """Check that HybridModel is installed, and can do what the other flags ask for."""
-    core = core_folder()
-    wrong = {
-        "{model} needs megatron-core 0.18 or newer, which needs Python 3.12; the one installed has no HybridModel: "
-        "install such a version, or use --model gpt": core is None or not (core / "models" / "hybrid").is_dir(),
-        "{model} does not go with {defer_embedding_wgrad_compute}, which GPTModel alone reads: drop one of them": (
-            config.megatron.given.get("defer_embedding_wgrad_compute")
-        ),
-    }
-    refuse(config, wrong)
+    check_hybrid(config)
 
 
 def _check_latents(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ HINTS = {
     "--use-rotary-position-embeddings": "--position-embedding-type rope",
     "--mock-data": "--task or --prompt-data",
     "--no-load-rng": "leave it out",
-    "--hybrid-layer-pattern": "there are no Mamba layers: leave it out",
+    "--hybrid-override-pattern": "use --model hybrid, and --hybrid-layer-pattern",
     "--cache-mla-latents": "leave it out",
     "--n-samples-per-promt": "--grpo-group-size?",
     "--nproc_per_nod": "--nproc-per-node? ",
