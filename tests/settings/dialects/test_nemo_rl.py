@@ -31,14 +31,10 @@ def named(settings):
 READ = """
 - | rollout_is: null
 use: false, min: 0.5 | rollout_is: null | truncated_importance_sampling_ratio_min=0.5 dropped
-use: true | rollout_is: token, rollout_is_threshold: UNTRUNCATED
 use: true, by_sequence: true, min: 0.5 | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED
     | truncated_importance_sampling_ratio_min=0.5 dropped
-use: true, type: tis, max: 2.0 | rollout_is: token, rollout_is_threshold: 2.0
 use: true, type: tis, max: 2.0, min: 0.0 | rollout_is: token, rollout_is_threshold: 2.0
-use: true, type: tis, max: 2, min: 0.3 | rollout_is: token, rollout_is_threshold: 0.3_2.0, rollout_is_mode: clamp
 use: true, max: 3.0 | rollout_is: token, rollout_is_threshold: 3.0 | without a type: 'tis'
-use: true, type: icepop, max: 5.0, min: 0.5 | rollout_is: token, rollout_is_threshold: 0.5_5.0
 use: true, type: seq-mask-tis, max: 1.002, min: 0.999
     | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_mean_k1, rollout_rs_threshold:
     0.999_1.002, rejection_denominator: original

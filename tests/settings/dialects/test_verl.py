@@ -14,32 +14,18 @@ OCTOBER = {"metric_prefix": "mismatch/", "rejection_denominator": "original"}
 
 
 VERL = """
-rollout_is: null | rollout_is: null
 - | rollout_is_threshold: 2.0 | rollout_is is absent: 'sequence'
-rollout_is: token | rollout_is: token, rollout_is_threshold: 2.0
-rollout_is: token, rollout_is_threshold: '3' | rollout_is: token, rollout_is_threshold: 3.0
-rollout_is: token, rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: true
-    | rollout_is: token, rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: true
 rollout_is: token, rollout_is_threshold: null, rollout_is_batch_normalize: true | rollout_is: null
     | rollout_is='token' dropped | rollout_is_batch_normalize=True dropped
 rollout_is: null, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true | rollout_is: null
     | rollout_is_threshold=3.0 dropped | rollout_is_batch_normalize=True dropped
-rollout_is: null, rollout_is_threshold: 2.0, rollout_is_batch_normalize: false | rollout_is: null
 rollout_is: null, rollout_rs_threshold: 2.0 | rollout_is: null | rollout_rs_threshold=2.0 dropped
-rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 1.5
-    | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 1.5
-rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: '0.5_4'
-    | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.25_2.0
-    | seq_mean_k1: verl's bounds 0.5_4 apply to 1/ρ, so they are 0.25_2.0 on ρ
-rollout_is: null, rollout_rs: 'seq_sum_k1,token_k3', rollout_rs_threshold: '0.5_2.0, 0.1'
-    | rollout_is: null, rollout_rs: 'seq_sum_k1,token_k3', rollout_rs_threshold: '0.5_2.0,0.1'
 rollout_is: null, rollout_rs: 'token_k2, token_k2,seq_max_k3', rollout_rs_threshold: 0.3
     | rollout_is: null, rollout_rs: 'token_k2,seq_max_k3', rollout_rs_threshold: '0.3,0.3'
 rollout_is: null, rollout_rs: 'binary_kl,seq_mean_k1', rollout_rs_threshold: '0.1, 0.5_4'
     | rollout_is: null, rollout_rs: 'token_kpop,seq_mean_k1', rollout_rs_threshold: '0.1,0.25_2.0'
     | seq_mean_k1: verl's bounds 0.5_4 apply to 1/ρ, so they are 0.25_2.0 on ρ
 rollout_is: null, loss_type: reinforce | rollout_is: null | policy-gradient loss dropped
-rollout_is: null, loss_type: ppo_clip | rollout_is: null
 rollout_is: token, bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true
     | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_batch_normalize: true, bypass_mode: true, loss_type:
     reinforce
@@ -67,12 +53,6 @@ def test_a_section_that_is_switched_off(dialect, given):
 
 
 NOVEMBER_2025 = """
-rollout_is: sequence | rollout_is_threshold: 2.0
-rollout_is: null, rollout_rs: geometric, rollout_rs_threshold: 1.001
-    | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 1.001
-rollout_is: null, rollout_rs: token, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0.8,
-    rollout_token_veto_threshold: 1e-4
-    | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 0.8_2.0, rollout_token_veto_threshold: 0.0001
 rollout_is: null, rollout_rs: sequence | rollout_is: null, rollout_rs: seq_sum_k1, rollout_rs_threshold: 2.0
     | rollout_rs_threshold is absent: 2.0
 rollout_is: null, rollout_rs: sequence, rollout_rs_threshold_lower: 0
@@ -80,22 +60,12 @@ rollout_is: null, rollout_rs: sequence, rollout_rs_threshold_lower: 0
     | rollout_rs_threshold_lower=0 is no bound: written as 1e-300
 rollout_is: null, rollout_rs_threshold: 2.0, rollout_rs_threshold_lower: 0.1 | rollout_is: null
     | rollout_rs_threshold=2.0 dropped | rollout_rs_threshold_lower=0.1 dropped
-rollout_is: null, rollout_token_veto_threshold: 0.0001 | rollout_is: null, rollout_token_veto_threshold: 0.0001
 rollout_is: null, use_policy_gradient: true, bypass_mode: true, rollout_token_veto_threshold: 0.0001
     | rollout_is: null, bypass_mode: true, loss_type: reinforce
     | rollout_token_veto_threshold=0.0001 dropped: without rollout_rs the policy-gradient loss
 rollout_is: null, loss_type: reinforce, use_policy_gradient: true, bypass_mode: true, rollout_token_veto_threshold:
     0.0001
     | rollout_is: null, bypass_mode: true, loss_type: reinforce, rollout_token_veto_threshold: 0.0001
-rollout_is: null, use_pure_rollout_correction: true, bypass_old_logprob_for_rollout: true, rollout_rs: token,
-    rollout_rs_threshold: 2.0, rollout_token_veto_threshold: 0.0001
-    | rollout_is: null, bypass_mode: true, loss_type: reinforce, rollout_token_veto_threshold: 0.0001, rollout_rs:
-    token_k1, rollout_rs_threshold: 2.0
-rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, rollout_rs_threshold: null, rollout_rs_threshold_lower:
-    null, rollout_token_veto_threshold: null
-    | rollout_is: null
-rollout_is: token, bypass_old_logprob_for_rollout: true, use_pure_rollout_correction: true
-    | rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: true, loss_type: reinforce
 rollout_is: token, bypass_mode: true, use_policy_gradient: false, rollout_is_batch_normalize: true
     | rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: true
     | rollout_is_batch_normalize=True dropped: PPO in bypass mode
@@ -106,7 +76,6 @@ rollout_is: null, bypass_mode: true, rollout_rs: geometric, rollout_token_veto_t
     | rollout_token_veto_threshold=0.0001 dropped: PPO in bypass mode
 rollout_is: null, bypass_mode: true, loss_type: ppo_clip, rollout_rs: token, rollout_rs_threshold: 3
     | rollout_is: null, bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 3.0
-rollout_is: null, loss_type: ppo_clip, bypass_mode: false | rollout_is: null
 """
 
 
@@ -132,25 +101,8 @@ rollout_is: true, rollout_is_threshold: 2.0, rollout_is_threshold_lower: 0.5, ro
     rollout_is_veto_threshold: 0.001
     | rollout_is: geometric, rollout_is_threshold: 2.0, rollout_token_veto_threshold: 0.001
     | rollout_is_threshold_lower=0.5 dropped: truncation has no lower bound
-rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: null, rollout_is_level: sequence,
-    rollout_is_mode: mask, rollout_is_veto_threshold: null
-    | rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_mode: mask
-rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0.4, rollout_is_level: sequence,
-    rollout_is_mode: mask, rollout_is_veto_threshold: null
-    | rollout_is: sequence, rollout_is_threshold: 0.4_3.0, rollout_is_mode: mask
-rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0, rollout_is_level: sequence, rollout_is_mode:
-    mask, rollout_is_veto_threshold: null
-    | rollout_is: sequence, rollout_is_threshold: 1e-300_3.0, rollout_is_mode: mask
-    | rollout_is_threshold_lower=0 is no bound
-rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: null, rollout_is_level: sequence,
-    rollout_is_mode: clip, rollout_is_veto_threshold: null
-    | rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_mode: mask
-rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0.4, rollout_is_level: sequence,
-    rollout_is_mode: clip, rollout_is_veto_threshold: null
-    | rollout_is: sequence, rollout_is_threshold: 0.4_3.0, rollout_is_mode: mask
-rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0, rollout_is_level: sequence, rollout_is_mode:
-    clip, rollout_is_veto_threshold: null
-    | rollout_is: sequence, rollout_is_threshold: 1e-300_3.0, rollout_is_mode: mask
+rollout_is: true, rollout_is_threshold: 3, rollout_is_threshold_lower: 0, rollout_is_mode: clip
+    | rollout_is: token, rollout_is_threshold: 1e-300_3.0, rollout_is_mode: mask, rollout_token_veto_threshold: 0.0001
     | rollout_is_threshold_lower=0 is no bound
 """
 
@@ -270,13 +222,10 @@ def test_bounds_that_verl_turns_round_are_warned_of(settings, words, tmp_path):
     "settings",
     [
         VERLS | {"rollout_rs_threshold": "0.5_2.0"},
-        VERLS | {"rollout_rs_threshold": 1.1},
         VERLS | {"rollout_rs_threshold": "0.999_1.001"},
         VERLS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1, "rollout_is_threshold": "0.5_5.0"},
         VERLS | {"rollout_rs": "group_mean_k1"},  # verl has none of these
         VERLS | {"rollout_rs_threshold": 1.1, "rollout_rs_threshold_lower": 0.5},
-        VERLS | {"bad_log_probs": "error"},
-        RolloutCorrectionConfig(**VERLS).to_dict(),
     ],
     ids=str,
 )
