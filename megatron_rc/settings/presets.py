@@ -160,15 +160,8 @@ class Presets:
 
         For a large mismatch, at which the tail of the weights is noise. Liu et al. 2025, "When Speed Kills Stability".
         """
-        return _made(
-            cls,
-            release,
-            "sequence",
-            is_threshold,
-            "seq_sum_k1",
-            rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-        )
+        lower = {"rollout_rs_threshold_lower": rs_threshold_lower}
+        return _made(cls, release, "sequence", is_threshold, "seq_sum_k1", rs_threshold, **lower)
 
     @classmethod
     def seq_mis(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
