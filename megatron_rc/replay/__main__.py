@@ -43,10 +43,6 @@ def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> 
 
 
 def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded, list[Outcome]]:
-    if args.sequences < 0:
-        raise ValueError(f"--sequences {args.sequences}: expected 0 or more")
-    if args.vocab_size is not None and args.vocab_size < 1:
-        raise ValueError(f"--vocab-size {args.vocab_size}: expected 1 or more")
     if args.html is not None:
         _check_page(args.html, args.batches)
     asked = with_grid(named(args.preset, args.correction), args.grid)  # check the settings before reading large files

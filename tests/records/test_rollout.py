@@ -230,7 +230,6 @@ def test_concatenation_pads_to_the_longest():
         ({"sampling": SamplingParams()}, "batches were sampled differently, .*temperature=0.5.* keep them apart"),
         ({"routed_experts": None}, r"different routed_experts, \[.., 2, 2\] and none"),
         ({"routed_experts": torch.zeros(3, 8, 2, 3).int()}, r"\[.., 2, 2\] and \[.., 2, 3\]"),
-        ({"rewards": torch.zeros(3).double()}, "different rewards, torch.float32 on cpu and torch.float64 on cpu"),
     ],
 )
 def test_batches_that_do_not_go_together_stay_apart(other, message):

@@ -123,7 +123,6 @@ def test_several_versions_are_all_written():
         ({"loss_mask": [1, 0.5, 0, 1]}, "loss_mask has 0.5: expected 0 or 1"),
         ({"rollout_log_probs": torch.zeros(4).bfloat16()}, "rollout_log_probs is torch.bfloat16, which shifts"),
         ({"log_probs": torch.zeros(4).half()}, "log_probs is torch.float16, which shifts the ratios by percents"),
-        ({"weight_versions": [3.7]}, r"weight versions \[3.7\]: pass policy_version instead, an integer"),
         ({"reward": None}, "reward is None: score the responses first"),
         ({"reward": {"math": 1.0}}, "reward has math: pass one of them as reward_key"),
         ({"status": "pending"}, "status is 'pending': expected one of completed, truncated, aborted, failed"),

@@ -135,7 +135,6 @@ def test_verls_older_forms_are_read():
         ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * 2)}, "attention_mask of .* responses padded"),
         ({"response_mask": torch.ones(2, 4)}, "response_mask of sequence 1 has padding marked as sampled"),
         ({"input_ids": torch.zeros(2, 7)}, "input_ids of sequence 0, column 1 differ"),
-        ({"param_version_start": [1.5, 2]}, r"sequence 0 has the weight versions \[1.5\]: pass policy_version"),
         ({"rm_scores": None}, "token_level_scores and rm_scores are missing: score the responses first"),
         ({"uid": None}, "uid is missing in non_tensors"),
         ({"uid": ["a"]}, "uid has 1 entries: expected 2"),
