@@ -5,8 +5,7 @@ import torch
 
 from megatron_rc import correct_rollouts
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from tests.golden.load import cases
-from tests.support.tables import UNTRUNCATED, table
+from tests.support.tables import table
 from tests.support.translated import reads
 
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
@@ -79,18 +78,3 @@ def test_that_rejection_is_nemo_rls():
     result = correct_rollouts(old, rollout, mask, config)
     assert torch.equal(result.mask, kept)
     assert result.denominators[0, 2] == kept.sum()
-
-
-def test_recorded_settings_of_nemo_rl():
-    read = [
-        RolloutCorrectionConfig.from_dict({"loss_fn": case["config"]}, "nemo-rl")
-        for case in cases("policy_loss")
-        if case["source"]["project"] == "NeMo-RL"
-    ]
-    kinds = {(config.rollout_is, config.is_mode, config.is_bounds[1], config.rollout_rs) for config in read}
-    assert kinds >= {
-        (None, "truncate", 2.0, None),
-        ("token", "truncate", 2.0, None),
-        ("token", "mask", 5.0, None),
-        ("token", "truncate", UNTRUNCATED, "seq_mean_k1"),
-    }

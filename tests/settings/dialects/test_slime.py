@@ -1,10 +1,7 @@
 """slime's settings: their translation, and those that are dropped with a note."""
 
-import pytest
-
-from megatron_rc.settings.config import RolloutCorrectionConfig
-from tests.support.tables import UNTRUNCATED, table
-from tests.support.translated import LEVELS, criteria, expected_criteria, golden, reads
+from tests.support.tables import table
+from tests.support.translated import reads
 
 SLIME = {"rejection_denominator": "original"}
 
@@ -53,20 +50,3 @@ use_tis: true, mis_mode: mask, mis_level: geometric, mis_lower_bound: 0.9, mis_u
 @table("{given} {expected} *notes", READ)
 def test_slime(given, expected, notes):
     reads("slime", given, {**SLIME, **expected}, *notes)
-
-
-@pytest.mark.parametrize("case", golden("slime"))
-def test_recorded_settings_of_slime(case):
-    given = {name: value for name, value in case["config"].items() if value is not None}
-    config = RolloutCorrectionConfig.from_dict(given, "slime")
-    upper, lower = given["tis_upper_bound"], given.get("tis_lower_bound", 1 / given["tis_upper_bound"])
-    assert (config.rollout_is, config.rejection_denominator) == (given["tis_level"], "original")
-    assert config.rollout_is_batch_normalize == given["tis_batch_normalize"]
-    bound = {"truncate": (1 / upper, upper), "clip": (lower, upper), "mask": (1 / UNTRUNCATED, UNTRUNCATED)}
-    assert config.is_bounds == bound[given["tis_mode"]]
-    assert config.is_mode == ("clamp" if given["tis_mode"] == "clip" else "truncate")
-    found = [(LEVELS[given["tis_level"]], lower, upper)] if given["tis_mode"] == "mask" else []
-    if given["use_rs"]:
-        found.append((LEVELS[given["rs_level"]], given["rs_lower_bound"], given["rs_upper_bound"]))
-    assert criteria(config) == expected_criteria(*found)
-    assert config.rollout_token_veto_threshold == (given.get("rs_veto_threshold") if given["use_rs"] else None)
