@@ -50,12 +50,6 @@ def test_no_flags_are_the_defaults():
     assert rollout_correction_config_from_args(argparse.Namespace(rollout_is="token")).rollout_is == "token"
 
 
-@pytest.mark.parametrize("name", ["decoupled_geo_rs", "bypass_ppo_clip"])
-def test_presets_by_flag(name):
-    assert from_flags("--rollout-correction-preset", name) == preset(name)
-    assert from_flags(f"--rollout-correction-preset={name}@2025-11") == preset(name, "2025-11")
-
-
 FIELDS_OF_FLAGS = """
 --rollout-is none | rollout_is: null
 --rollout-is NULL | rollout_is: null
@@ -156,16 +150,6 @@ def over_a_file(file, line):
     """The config of flags over a launch file's flags."""
     parser = add_rollout_correction_args(argparse.ArgumentParser())
     return rollout_correction_config_from_args(parser.parse_args(line.split()), parser.parse_args(file.split()))
-
-
-@pytest.mark.parametrize("name", ["disabled", "decoupled_k3_rs", "geo_rs@2025-11"])
-def test_a_preset_by_flag_replaces_what_a_launch_file_says(name, tmp_path):
-    wanted = preset(*name.split("@"))
-    assert over_a_file(LAUNCH_FILE, f"--rollout-correction-preset {name}") == wanted
-    assert over_a_file(f"{LAUNCH_FILE} --bad-log-probs reject_token", f"--rollout-correction-preset {name}") == wanted
-    (tmp_path / "fields.yaml").write_text("rollout_is: sequence\n")
-    by_file = over_a_file(LAUNCH_FILE, f"--rollout-correction-config {tmp_path}/fields.yaml")
-    assert by_file == RolloutCorrectionConfig(rollout_is="sequence")
 
 
 OVER_A_LAUNCH_FILE = """
