@@ -28,7 +28,7 @@ from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
 from megatron_rc.parallel import vocab_parallel_log_probs
 from megatron_rc.replay.__main__ import main as replay
-from megatron_rc.replay.gradient import Uncorrected, corrected, cosine_and_length
+from megatron_rc.replay.gradient import Gradient, corrected, cosine_and_length
 from megatron_rc.replay.outcome import Outcome
 from megatron_rc.replay.tokens import Recorded, Tokens
 
@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
-def with_model(
-    request: argparse.Namespace, data: Recorded, base: Uncorrected, outcomes: list[Outcome]
-) -> list[Outcome]:
+def with_model(request: argparse.Namespace, data: Recorded, base: Gradient, outcomes: list[Outcome]) -> list[Outcome]:
     """Add the angle and the length of the gradient of the checkpoint's weights to the outcomes."""
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
@@ -114,9 +112,9 @@ def _model(config: RunConfig, folder: Path) -> ModelChunk:
     return model
 
 
-def _of_tokens(data: Recorded, base: Uncorrected, outcomes: Sequence[Outcome]) -> Gradients:
+def _of_tokens(data: Recorded, base: Gradient, outcomes: Sequence[Outcome]) -> Gradients:
     """Return the gradients of all losses with respect to log π_θ, the uncorrected loss first."""
-    found = [[one / base.denominator] for one in base.tokens]
+    found = [[one] for one in base]
     for one in outcomes:
         for held in found:
             held.append(torch.empty_like(held[0]))

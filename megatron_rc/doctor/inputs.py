@@ -9,11 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
+from megatron_rc import RolloutBatch, load_rollouts, read_jsonl
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.metric_names import program_of
-from megatron_rc.doctor.other_records import is_own, is_record, read_tensor_record, sampled_of_objects
+from megatron_rc.doctor.other_records import is_own, read_tensor_record, sampled_of_lines
 from megatron_rc.doctor.other_words import OWN, WORDS
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import History, facts_of_series
@@ -92,7 +92,10 @@ def _sampled(files: Sequence[Path]) -> Sampled:
 
 def _read_file(path: Path) -> Evidence:
     if path.suffix in SUFFIXES:
-        return _read_tensors(path)
+        found = read_tensor_record(path)
+        if isinstance(found, RolloutBatch):
+            return _of_batch(Sampled.of_batch(found), str(path), path)
+        return _of_batch(found, str(path))
     if path.suffix in _UNREAD:
         raise ValueError(
             f"{path}: {path.suffix} files are not read (pickled ones can run code): write the batch with save_rollouts "
@@ -110,41 +113,19 @@ def _read_text(file: TextIO, path: Path) -> Evidence:
     if first.lstrip()[0] not in "{[":
         return _of_rows(rows_of_csv(chain([first], file), path), path)
     known = object_of(first)
-    if known is None:  # one JSON value over several lines, or a list
-        return _of_objects(parse_json(first + file.read(), path), path)
-    if is_own(known):
-        return _read_json_lines(first + file.read(), path)
-    if is_record(known):
-        return _of_batch(sampled_of_objects(list(parse_lines(chain([first], file), path)), path), str(path))
-    return _of_metrics(parse_lines(chain([first], file), path), path)
-
-
-def _of_objects(objects: Sequence[dict[str, Any]], path: Path) -> Evidence:
-    if is_record(objects[0]):
-        return _of_batch(sampled_of_objects(objects, path), str(path))
-    return _of_metrics(iter(objects), path)
-
-
-def _of_metrics(objects: Iterable[Mapping[str, Any]], path: Path) -> Evidence:
+    if known is not None and is_own(known):
+        batches = list(read_jsonl(path, 2**20))
+        if len(batches) > 1:
+            raise ValueError(f"{path} holds batches that were sampled differently: give one of them")
+        return _of_batch(Sampled.of_batch(batches[0]), str(path))
+    sampled = sampled_of_lines(path)
+    if sampled is not None:
+        return _of_batch(sampled, str(path))
+    # Without an object in the first line: one JSON value over several lines, or a list.
+    lines = chain([first], file)
+    objects = parse_json("".join(lines), path) if known is None else parse_lines(lines, path)
     prefix = read_settings(path.parent).get("metric-prefix", "")
     return _of_rows(rows_of_objects(objects, prefix), path, prefix)
-
-
-def _read_tensors(path: Path) -> Evidence:
-    found = read_tensor_record(path)
-    if isinstance(found, RolloutBatch):
-        return _of_batch(Sampled.of_batch(found), str(path), path)
-    return _of_batch(found, str(path))
-
-
-def _read_json_lines(text: str, path: Path) -> Evidence:
-    try:
-        batches = list(from_json_lines(text.rstrip().split("\n"), 2**20))
-    except ValueError as problem:
-        raise ValueError(f"{path}: {problem}") from None
-    if len(batches) > 1:
-        raise ValueError(f"{path} holds batches that were sampled differently: give one of them")
-    return _of_batch(Sampled.of_batch(batches[0]), str(path))
 
 
 def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence:

@@ -78,8 +78,11 @@ def in_words(report: Report) -> str:
         *_distance(report),
         *_found(report),
         *_proposed(report),
-        *_recommended(report),
     ]
+    complaints = _complaints(report)
+    if complaints:
+        parts += ["", "Outside of published ranges (docs/doctor.md says where ours differ)"]
+        parts += [f"  {one}" for one in complaints]
     if report.not_looked_at:
         names = ", ".join(rule.name for rule in report.not_looked_at)
         parts += ["", f"Not tested, because the input lacks the numbers: {names}."]
@@ -135,12 +138,6 @@ def _proposed(report: Report) -> list[str]:
 
 def _complaints(report: Report) -> list[str]:
     return [complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))]
-
-
-def _recommended(report: Report) -> list[str]:
-    complaints = [f"  {one}" for one in _complaints(report)]
-    head = ["", "Outside of published ranges (docs/doctor.md says where ours differ)"]
-    return complaints and [*head, *complaints]
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -21,7 +21,6 @@ class Rule:
     title: str  # the fault in words
     needs: tuple[tuple[str, ...], ...]  # lists of facts; the test needs all facts of any one list
     holds: Callable[[Facts], bool]  # the test; comparisons with a missing fact are False
-    when: str  # the test in words, with its thresholds
     words: str  # the finding, with facts as ``{name}``
     advice: str  # the remedy, with names from ``WORDS`` as ``{name}``
     sources: str  # publications of the test and its thresholds

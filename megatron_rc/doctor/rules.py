@@ -7,8 +7,7 @@ from string import Formatter
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import REPAIR, WEIGHTS, Rule, Verdict
-from megatron_rc.doctor.signs import K3
-from megatron_rc.measures.data import MIN_PAIRS, SHIFT_RATIO
+from megatron_rc.measures.data import SHIFT_RATIO
 
 LIU = "Liu et al. 2025, When Speed Kills Stability"
 VERL = "verl, docs/algo/rollout_corr.md"
@@ -22,7 +21,6 @@ RULES: tuple[Rule, ...] = (
         "unusable log-probs",
         (("bad_log_probs",), ("zero_sequences",)),
         lambda facts: facts["bad_log_probs"] > 0 or facts["zero_sequences"] > 0,
-        "one NaN, infinite or positive log-prob, or a sequence of more than 8 tokens whose rollout log-probs are all 0",
         "{bad_log_probs:.0f} log-probs are NaN, infinite or positive, and {zero_sequences:.0f} sequences have only 0 "
         "as the engine's log-probs",
         "ask the engine for the log-prob of every sampled token, and check the response mask for padding",
@@ -34,8 +32,6 @@ RULES: tuple[Rule, ...] = (
         "log-probs shifted by one position",
         (("shift_share", "shift_lag"),),
         lambda facts: facts["shift_share"] < SHIFT_RATIO,
-        f"over at least {MIN_PAIRS} pairs (equal pairs count once), log-probs of neighbouring positions differ by less "
-        "than half as much as log-probs of equal positions",
         "the engine's log-prob of a token is nearer to the trainer's log-prob of its neighbour (lag {shift_lag:+.0f}): "
         "the distance is {shift_share:.0%} of the distance at the same token",
         "align both to the label tokens; shift whole sequences before they are cut",
@@ -47,10 +43,6 @@ RULES: tuple[Rule, ...] = (
         "truncated sampling (top-p, top-k)",
         (("top_p",), ("ratio_mean", "log_ratio_p99")),
         signs.is_truncated,
-        "the record says top_p < 1, top_k > 0 or min_p > 0, and has no kept tokens; or the mean ratio is below 1 by "
-        "0.01 and by 4 standard errors, and nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2), "
-        "because the engine normalises over the tokens that it kept; the mean ratio is then the probability that the "
-        "trainer gives to these tokens",
         "the mean ratio is {ratio_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
         "give to the tokens that the engine kept; recorded: top_p {top_p:.3g}, top_k {top_k:.0f}",
         "sample with top_p 1, top_k 0 and min_p 0, or let the trainer renormalise over the tokens that the engine kept",
@@ -63,8 +55,6 @@ RULES: tuple[Rule, ...] = (
         "a stale cache, or one engine with other weights",
         (("two_kinds", "far_noise"),),
         signs.is_of_two_kinds,
-        "sequences are of two kinds (85 % of the variance of their log distance is between the kinds); the far kind is "
-        "at least 8 times as far as the near kind, and versions do not explain it",
         "{far_sequences:.0%} of the sequences are {far_noise:.2f} apart, the others {near_noise:.3f} (|log ρ| / (1 - "
         "p), p: probability of the token)",
         "empty the engine's prefix cache after every weight sync, and compare the weights of every replica with the "
@@ -78,9 +68,6 @@ RULES: tuple[Rule, ...] = (
         "log-probs from before the temperature",
         (("raw_log_probs",), ("temperature_unexplained", "ratio_mean")),
         signs.is_raw,
-        "the record says raw log-probs and a temperature other than 1; or a temperature explains the log-ratios (as "
-        "below) and the mean ratio is above 1 by 0.01 and by 4 standard errors: then the engine sampled from another "
-        "distribution than it reports",
         "the mean ratio is {ratio_mean:.3f}, but log-probs of the sampling distribution give 1; the two "
         "policies differ like temperatures with a ratio of {temperature_ratio:.2f}; recorded: temperature "
         "{temperature:.3g}",
@@ -94,7 +81,6 @@ RULES: tuple[Rule, ...] = (
         "another temperature",
         (("temperature_unexplained",),),
         signs.is_other_temperature,
-        "one ratio of temperatures explains more than 10 % of the positive and of the negative log-ratios",
         "engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the trainer's; "
         "this leaves {temperature_unexplained:.0%} of the distance unexplained",
         "score with the temperature that the engine samples with (setting: {temperature})",
@@ -107,8 +93,6 @@ RULES: tuple[Rule, ...] = (
         "weights that are some updates old",
         (("num_versions",), ("staleness_mean", "k3_kl"), ("staleness_kl_growth",)),
         signs.is_stale,
-        f"tokens of older versions are twice as far off as tokens of newer versions; or k3 > {K3:g} at a mean "
-        "staleness of at least 0.5 steps; or the stalest tokens have twice the KL of the freshest tokens",
         "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, tokens of newer weights "
         "{newer_abs_log_ratio:.3f}; the stalest tokens have {staleness_kl_growth:.3g} times the KL of the freshest; "
         "mean staleness {staleness_mean:.2g} steps; k3 {k3_kl:.2g}",
@@ -121,9 +105,6 @@ RULES: tuple[Rule, ...] = (
         "policies that drift apart",
         tuple(("k3_growth", "drift_since", sign) for sign in ("reward_fall", "ess_fall", "grad_norm_growth")),
         signs.is_drifting,
-        f"over at least 30 steps k3 has grown to 10 times its lowest level and above {K3 / 10:g}, and the reward is 3 "
-        "standard deviations of a step's noise below its best level, the effective sample size 0.1 below its best, or "
-        "the gradient norm 3 times its lowest",
         "k3 is {k3_kl:.2g}, {k3_growth:.3g} times its lowest level, and above twice that since step {drift_since:.0f}; "
         "reward {reward:.3g}, at best {reward_best:.3g}; effective sample size {rollout_is_eff_sample_size:.3f}, at "
         "best {ess_best:.3f}; gradient norm {grad_norm_growth:.2g} times its lowest level; responses "
@@ -141,8 +122,6 @@ RULES: tuple[Rule, ...] = (
             and facts["reward_now"] < 0.3 * facts["reward_peak"]
             and facts["silent_share"] >= 0.5
         ),
-        "over the last steps (ten, at most half of the run, at least 3) the mean reward is below 0.3 times the best "
-        "mean of as many earlier steps, and in at least half of them no response has an advantage",
         "the mean reward of the last steps is {reward_now:.3g}, after a best of {reward_peak:.3g}; in "
         "{silent_share:.0%} of the last steps no response has an advantage, because all rewards of each prompt are "
         "equal, so nothing brings the policy back",
@@ -154,8 +133,6 @@ RULES: tuple[Rule, ...] = (
         "a few tokens that are far off",
         (("k3_kl", "log_ratio_p05", "log_ratio_p95"),),
         signs.has_tails,
-        f"k3 > {K3:g}; the 5th and 95th percentile of log ρ are less than 0.2 apart; and k3 is more than 8 times the "
-        "k3 of normal log-ratios with these percentiles",
         "k3 is {k3_kl:.2g} although nine tokens of ten have log ρ between {log_ratio_p05:.3f} and {log_ratio_p95:.3f}: "
         "a few tokens carry it; 1st percentile {log_ratio_p01:.2f}",
         "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); the usual "
@@ -169,8 +146,6 @@ RULES: tuple[Rule, ...] = (
         "policies that differ by more than rounding",
         tuple((name,) for name in ("k3_kl", *signs.OTHER_DISTANCES)),
         signs.is_noisy,
-        f"k3 > {K3:g} and no rule above explains it; if k3 is unknown, a mean difference of probabilities above 0.01, "
-        "a multiplicative error above 1.05, or a mean |log ρ| or a KL above 0.1",
         "k3 {k3_kl:.2g}; {share_above:.0%} of the tokens are at least 2 % more probable under the trainer, "
         "{share_below:.0%} less probable; mean |log ρ| {abs_log_ratio:.2g} nats; mean difference of probabilities "
         "{probs_diff_mean:.2g}",
@@ -187,8 +162,6 @@ RULES: tuple[Rule, ...] = (
         "responses grow, and the mismatch of whole sequences with them",
         (("response_length_growth", "chi2_seq_growth"),),
         signs.grows,
-        "from the first third of the run to the last third the mean length grows 1.3-fold, and χ² of sequences 2-fold, "
-        "to more than 1; not if the weights are known to be of another level than sequences",
         "responses are {response_length_growth:.2g} times as long as at the start ({response_length:.0f} tokens), and "
         "χ² of sequences {chi2_seq_growth:.2g} times as large ({chi2_seq:.2g})",
         "use token weights, or geometric means of sequences; they do not grow with the length",
@@ -200,8 +173,6 @@ RULES: tuple[Rule, ...] = (
         "sequence weights that few responses carry",
         tuple((name, near) for name in signs.SYMPTOMS for near in ("chi2_token", "k3_kl")),
         signs.are_long_products,
-        "effective sample size < 0.3, standard deviation > 1 or mean weight < 0.5, although χ² of tokens is < 0.3 (or, "
-        f"if it is unknown, k3 at most {K3:g}) and the mean ratio is above 0.7: products over long responses",
         "effective sample size of the weights {rollout_is_eff_sample_size:.2f}; standard deviation "
         "{rollout_is_std:.2f}; mean {rollout_is_mean:.2f}; χ² of tokens only {chi2_token:.2g}; k3 only {k3_kl:.2g}",
         "use token weights, and reject sequences by their geometric mean",
@@ -214,7 +185,6 @@ RULES: tuple[Rule, ...] = (
         "GSPO beside sequence weights",
         (("gspo", "sequence_weights"),),
         lambda facts: facts["gspo"] == 1 and facts["sequence_weights"] == 1,
-        "the settings say --policy-loss gspo and --rollout-is sequence",
         "GSPO's ratio is a geometric mean over the sequence, the weights are products over it: a weight is such a mean "
         "to the power of the length",
         "use --rollout-is geometric, a mean as GSPO's ratio is, or token weights",
@@ -225,8 +195,6 @@ RULES: tuple[Rule, ...] = (
         "an entropy bonus beside small token weights",
         (("entropy_bonus", "token_weights", "entropy_rise", "rollout_is_applied_mean"),),
         signs.is_moved_by_entropy,
-        "the settings have an entropy bonus and token weights; their mean is below 0.9, and the policy's entropy over "
-        "the last ten steps is above 0.3 nats and 1.75 times its lowest level over ten earlier steps",
         "the policy's entropy is {entropy:.2f} nats a token, {entropy_rise:.1f} times its lowest level, while the mean "
         "weight is {rollout_is_applied_mean:.2f}: the weights reduce the policy loss, but not the bonus of "
         "{entropy_bonus:g}",
@@ -238,7 +206,6 @@ RULES: tuple[Rule, ...] = (
         "a threshold that cuts half of the batch",
         tuple((name,) for name in signs.CUTS),
         lambda facts: any(facts[name] >= 0.5 for name in signs.CUTS),
-        "half of the tokens are rejected, have weight 0, or lie outside of the bounds of the weights",
         "rejected {rollout_rs_masked_fraction:.0%}; weight 0 {rollout_is_masked_fraction:.0%}; out of bounds "
         "{rollout_is_oob_ratio:.0%}; above the upper bound {rollout_is_ratio_fraction_high:.0%}",
         "widen the bounds until they cut at most 5 % of the tokens, or bring the policies closer first",
@@ -249,7 +216,6 @@ RULES: tuple[Rule, ...] = (
         "a veto that rejects much",
         (("rollout_is_veto_fraction",),),
         lambda facts: facts["rollout_is_veto_fraction"] > 0.1,
-        "more than 10 % of the sequences are vetoed",
         "{rollout_is_veto_fraction:.0%} of the sequences have a token below the veto's threshold",
         "lower {veto}, or find out why the trainer gives these tokens almost no probability",
         f"{FIRST} (0.1)",
@@ -259,7 +225,6 @@ RULES: tuple[Rule, ...] = (
         "weights that vary too much",
         (("rollout_is_std",), ("rollout_is_eff_sample_size",)),
         lambda facts: facts["rollout_is_std"] > 1 or facts["rollout_is_eff_sample_size"] < 0.3,
-        "standard deviation of the weights > 1, or effective sample size < 0.3",
         "standard deviation of weights {rollout_is_std:.2f}; effective sample size {rollout_is_eff_sample_size:.2f}",
         "lower the upper bound of the weights, or reject outliers, until the policies are closer",
         f"{FIRST} (1; 0.3)",
@@ -270,7 +235,6 @@ RULES: tuple[Rule, ...] = (
         "a mean weight far from 1",
         (("rollout_is_mean",),),
         lambda facts: facts["rollout_is_mean"] < 0.5 or facts["rollout_is_mean"] > 2,
-        "mean weight below 0.5 or above 2",
         "the mean weight is {rollout_is_mean:.2f}: it multiplies the loss",
         "check that both log-probs are of the sampled tokens, and that engine and trainer have the same weights and "
         "{temperature}; a mean that stays far from 1 is divided out by normalisation over the batch",

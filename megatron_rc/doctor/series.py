@@ -71,8 +71,8 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None,
         third = len(values) // 3
         if len(values) >= MIN_STEPS and sum(values[:third]) > 0:
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
-    facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | trends(history.tracks, WINDOW)
-    facts |= signal(history.tracks["reward"], history.tracks["nonzero_advantages"], WINDOW)
+    facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | _trends(history.tracks)
+    facts |= _signal(history.tracks["reward"], history.tracks["nonzero_advantages"])
     in_metrics = filter(None, map(level_of, reversed(history.last)))
     level = level or (settings or {}).get("rollout-is") or next(in_metrics, None)
     facts |= _of_level(facts, level)
@@ -115,20 +115,20 @@ def _staleness(facts: Facts) -> dict[str, float]:
     return {"staleness_kl_growth": abs(stale) / max(abs(fresh), 1e-5)}
 
 
-def trends(tracks: Mapping[str, Track], window: int) -> dict[str, float]:
+def _trends(tracks: Mapping[str, Track]) -> dict[str, float]:
     """Changes of k3, reward, effective sample size and gradient norm, each if it has three windows of steps.
 
-    The present level is the median of the last ``window`` steps. Earlier levels are medians of up to ten equal
+    The present level is the median of the last ``WINDOW`` steps. Earlier levels are medians of up to ten equal
     stretches of the steps before. ``drift_since`` is the step from which k3 stays above twice its lowest level;
     ``reward_fall`` is in standard deviations of the reward's noise.
     """
-    known = {name: track.values for name, track in tracks.items() if len(track.values) >= 3 * window}
-    now = {name: median(values[-window:]) for name, values in known.items()}
-    levels = {name: _levels(values[:-window], window) for name, values in known.items()}
+    known = {name: track.values for name, track in tracks.items() if len(track.values) >= 3 * WINDOW}
+    now = {name: median(values[-WINDOW:]) for name, values in known.items()}
+    levels = {name: _levels(values[:-WINDOW]) for name, values in known.items()}
     found: dict[str, float] = {}
     if "k3_kl" in known:
         low = max(min(levels["k3_kl"]), LEAST_K3)
-        since = _since(tracks["k3_kl"], BEGUN * low, window)
+        since = _since(tracks["k3_kl"], BEGUN * low)
         found |= {"k3_growth": now["k3_kl"] / low, "k3_low": low, "drift_since": since}
     if "reward" in known:
         best = max(levels["reward"])
@@ -141,16 +141,16 @@ def trends(tracks: Mapping[str, Track], window: int) -> dict[str, float]:
     return found
 
 
-def signal(rewards: Track, nonzero: Track, window: int) -> dict[str, float]:
+def _signal(rewards: Track, nonzero: Track) -> dict[str, float]:
     """How many of the last steps had no advantage at all, and their reward against the best one before them.
 
     From the mean reward of each step, and the share of its responses that have an advantage. The present is at most
-    ``window`` steps, and half of the run. ``reward_peak`` is the highest mean of as many steps in a row before it.
+    ``WINDOW`` steps, and half of the run. ``reward_peak`` is the highest mean of as many steps in a row before it.
     Nothing for a run of less than six such steps.
     """
     shares = dict(zip(nonzero.steps, nonzero.values, strict=True))
     steps = [(reward, shares[at]) for at, reward in zip(rewards.steps, rewards.values, strict=True) if at in shares]
-    width = min(window, len(steps) // 2)
+    width = min(WINDOW, len(steps) // 2)
     if width < _FEWEST:
         return {}
     values = [reward for reward, _ in steps]
@@ -162,16 +162,16 @@ def signal(rewards: Track, nonzero: Track, window: int) -> dict[str, float]:
     }
 
 
-def _levels(values: Sequence[float], window: int) -> list[float]:
-    number = min(_STRETCHES, len(values) // window)
+def _levels(values: Sequence[float]) -> list[float]:
+    number = min(_STRETCHES, len(values) // WINDOW)
     cuts = [len(values) * index // number for index in range(number + 1)]
     return [median(values[begin:end]) for begin, end in pairwise(cuts)]
 
 
-def _since(track: Track, level: float, window: int) -> float:
+def _since(track: Track, level: float) -> float:
     """The step after the last window whose median is at most ``level``."""
-    for end in range(len(track.values), window - 1, -1):
-        if median(track.values[end - window : end]) <= level:
+    for end in range(len(track.values), WINDOW - 1, -1):
+        if median(track.values[end - WINDOW : end]) <= level:
             return track.steps[min(end, len(track.steps) - 1)]
     return track.steps[0]
 

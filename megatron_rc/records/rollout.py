@@ -208,8 +208,7 @@ class RolloutBatch:
             pad_token_id: fills the shorter sequences.
 
         Raises:
-            ValueError: no batch, or batches that differ in sampling parameters, routed experts, supports, dtypes or
-                devices.
+            ValueError: no batch, or batches that differ in sampling parameters, routed experts or supports.
         """
         if not batches:
             raise ValueError("batches is empty: expected at least one rollout batch")
@@ -305,11 +304,6 @@ def _check_alike(first: RolloutBatch, other: RolloutBatch) -> None:
         raise ValueError(f"batches have different routed_experts, {words[0]} and {words[1]}: keep them apart")
     if (first.support_ids is None) != (other.support_ids is None):
         raise ValueError("only some batches have support_ids: keep them apart")
-    for name, value in other.tensors().items():
-        mine = getattr(first, name)
-        if (value.dtype, value.device) != (mine.dtype, mine.device):
-            kinds = f"{mine.dtype} on {mine.device} and {value.dtype} on {value.device}"
-            raise ValueError(f"batches have different {name}, {kinds}: convert one of them")
 
 
 def _to_labels(value: Tensor) -> Tensor:

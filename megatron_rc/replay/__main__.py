@@ -11,14 +11,14 @@ from pathlib import Path
 
 from megatron_rc.records.storage import replacing
 from megatron_rc.replay.candidates import named, suggested, with_grid
-from megatron_rc.replay.gradient import Uncorrected, uncorrected
+from megatron_rc.replay.gradient import Gradient, uncorrected
 from megatron_rc.replay.outcome import Outcome, outcome
 from megatron_rc.replay.page import as_page
 from megatron_rc.replay.reading import read_batches
 from megatron_rc.replay.report import as_dict, as_text
 from megatron_rc.replay.tokens import Recorded, recorded
 
-Measure = Callable[[Recorded, Uncorrected, list[Outcome]], list[Outcome]]
+Measure = Callable[[Recorded, Gradient, list[Outcome]], list[Outcome]]
 
 
 def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> int:
@@ -43,10 +43,6 @@ def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> 
 
 
 def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded, list[Outcome]]:
-    if args.sequences < 0:
-        raise ValueError(f"--sequences {args.sequences}: expected 0 or more")
-    if args.vocab_size is not None and args.vocab_size < 1:
-        raise ValueError(f"--vocab-size {args.vocab_size}: expected 1 or more")
     if args.html is not None:
         _check_page(args.html, args.batches)
     asked = with_grid(named(args.preset, args.correction), args.grid)  # check the settings before reading large files
@@ -59,8 +55,6 @@ def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded
 
 def _check_page(page: str, batches: Sequence[str]) -> None:
     """Raise ValueError for a page that cannot be written, or that would replace an input."""
-    if not Path(page).name:
-        raise ValueError(f"--html {page!r}: expected the name of a file to write")
     if not Path(page).parent.is_dir():
         raise ValueError(f"--html {page}: the folder {Path(page).parent} does not exist, create it first")
     read = [os.path.realpath(one) for one in batches]

@@ -27,7 +27,10 @@ def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, Rollou
     bases = {name: preset(name) for name in presets}
     for file in dict.fromkeys(files):
         stem = Path(file).stem
-        bases[file if stem in bases else stem] = _read(file)
+        try:
+            bases[file if stem in bases else stem] = RolloutCorrectionConfig.from_yaml(file)
+        except ValueError as problem:
+            raise ValueError(f"--correction {file}: {problem}") from None
     return bases
 
 
@@ -68,13 +71,6 @@ def with_grid(
     return found
 
 
-def _read(file: str) -> RolloutCorrectionConfig:
-    try:
-        return RolloutCorrectionConfig.from_yaml(file)
-    except ValueError as problem:
-        raise ValueError(f"--correction {file}: {problem}") from None
-
-
 def _axis(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     one_of("--grid", name, tuple(DEFAULTS))
@@ -88,8 +84,6 @@ def _shown(value: Any) -> str:
 
 
 def _changed(base: RolloutCorrectionConfig, given: dict[str, Any], name: str, words: str) -> RolloutCorrectionConfig:
-    if not given:
-        return base
     try:
         return RolloutCorrectionConfig(**overridden(base.to_dict(), given))
     except (TypeError, ValueError) as problem:

@@ -20,14 +20,7 @@ LOSS = "the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages, also 
 PROXY = f"gradient of {LOSS} with respect to log π_θ of each sampled token"
 ALIKE = "gradient of the mean log π_θ of the sampled tokens, since all rewards of each prompt are alike"
 _BLOCK = 2**20  # tokens; bounds the memory of autograd
-
-
-@dataclass(frozen=True)
-class Uncorrected:
-    """The gradient without a correction."""
-
-    tokens: tuple[Tensor, ...]  # for each batch [n, s] float32, not yet divided by the denominator
-    denominator: float  # the number of tokens
+Gradient = list[Tensor]  # of the sampled tokens, for each batch [n, s] float32
 
 
 @dataclass(frozen=True)
@@ -40,20 +33,20 @@ class Effect:
     change: Tensor  # [n] float64, each sequence's share of the squared distance; the sum is 1, or all are 0
 
 
-def uncorrected(data: Recorded) -> Uncorrected:
+def uncorrected(data: Recorded) -> Gradient:
     """Gradient of PPO with the trainer's π_old, every sampled token and no weights."""
-    tokens = []
+    tokens, denominator = [], float(data.lengths.sum())
     for part, advantages in zip(data.parts, data.split(data.advantages), strict=True):
         gradient = torch.empty_like(part.theta, dtype=torch.float32)
         for rows in _blocks(part):
-            gradient[rows] = _gradient(part, rows, part.old, advantages, "ppo_clip", None)
+            gradient[rows] = _gradient(part, rows, part.old, advantages, "ppo_clip", None) / denominator
         tokens.append(gradient)
-    return Uncorrected(tuple(tokens), float(data.lengths.sum()))
+    return tokens
 
 
 def effect(
     data: Recorded,
-    base: Uncorrected,
+    base: Gradient,
     config: RolloutCorrectionConfig,
     masks: Sequence[Tensor],
     weights: Sequence[Tensor] | None,
@@ -61,7 +54,7 @@ def effect(
     """The corrected gradient beside the uncorrected one; arguments as in :func:`corrected`."""
     dot, square, reference, changes = 0.0, 0.0, 0.0, []
     for index, rows, own in corrected(data, config, masks, weights):
-        other = base.tokens[index][rows] / base.denominator
+        other = base[index][rows]
         dot += float((own * other).sum(dtype=torch.float64))
         square += float(own.square().sum(dtype=torch.float64))
         reference += float(other.square().sum(dtype=torch.float64))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_rc.batch.chain import correct_rollouts
-from megatron_rc.replay.gradient import Effect, Uncorrected, effect
+from megatron_rc.replay.gradient import Effect, Gradient, effect
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -68,7 +69,7 @@ def edges() -> list[float]:
     return [2 ** (index / BINS_PER_POWER - LOG_LIMIT) for index in range(NUM_BINS + 1)]
 
 
-def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrectionConfig) -> Outcome:
+def outcome(data: Recorded, base: Gradient, name: str, config: RolloutCorrectionConfig) -> Outcome:
     """Run the correction over all batches together; ValueError if the record lacks a field, or cannot be right."""
     if config.proximal_interpolation:
         raise ValueError(f"{name}: proximal_interpolation computes π_old during training, a record has none: remove it")
@@ -93,7 +94,7 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
     masks, weights = _listed(result.mask), _listed(result.weights) if config.applies_weights else None
     accepted = torch.cat([mask.sum(dim=1) for mask in masks])
     sums, summary = _weights(masks, weights, int(data.lengths.sum()))
-    count = _Counter(data, accepted)
+    count = partial(_buckets, data.lengths, accepted)
     return Outcome(
         name=name,
         config=config,
@@ -117,19 +118,13 @@ def _listed(values: Tensor | list[Tensor] | None) -> list[Tensor]:
     return values if isinstance(values, list) else []
 
 
-class _Counter:
-    """Counts sequences and tokens for each value of a key; sequences without a token count nowhere."""
-
-    def __init__(self, data: Recorded, accepted: Tensor) -> None:
-        rejected = data.lengths - accepted
-        ones = torch.ones_like(rejected)
-        self.held = data.lengths > 0
-        self.columns = [ones, data.lengths, (accepted == 0).long(), rejected]
-
-    def __call__(self, keys: Tensor, label: Callable[[int], str]) -> list[Bucket]:
-        known, bucket = keys[self.held].unique(return_inverse=True)
-        sums = [torch.zeros_like(known).index_add_(0, bucket, column[self.held]).tolist() for column in self.columns]
-        return [Bucket(label(key), *counts) for key, *counts in zip(known.tolist(), *sums, strict=True)]
+def _buckets(lengths: Tensor, accepted: Tensor, keys: Tensor, label: Callable[[int], str]) -> list[Bucket]:
+    """Counts for each value of a key, all [n]; sequences without a token count nowhere."""
+    held = lengths > 0
+    known, bucket = keys[held].unique(return_inverse=True)
+    columns = (held.long(), lengths, (accepted == 0).long(), lengths - accepted)
+    sums = [torch.zeros_like(known).index_add_(0, bucket, column[held]).tolist() for column in columns]
+    return [Bucket(label(key), *counts) for key, *counts in zip(known.tolist(), *sums, strict=True)]
 
 
 def _by_turn(data: Recorded, masks: Sequence[Tensor]) -> list[Bucket]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor
 from megatron_rc.replay.affected import place
 from megatron_rc.replay.outcome import Outcome
 from megatron_rc.replay.report import as_dict
-from megatron_rc.replay.template import filled
 from megatron_rc.replay.tokens import Recorded
 
 POINTS, BAND_TOKENS, BAND_BINS = 3000, 200_000, 24
@@ -22,8 +22,22 @@ _LOWEST = -16.0  # log π_rollout; less likely tokens are drawn at this edge
 
 def as_page(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
     """HTML of the page, with ``sequences`` most affected sequences of each correction."""
-    template = files("megatron_rc.replay").joinpath("page.html").read_text(encoding="utf-8")
-    return filled(template, page_data(data, outcomes, sequences))
+    return filled(_resource("page.html"), page_data(data, outcomes, sequences))
+
+
+def filled(template: str, data: Any) -> str:
+    """HTML of a page that needs no other file and no network.
+
+    The template has ``@STYLE@``, ``@DRAWING@`` (JavaScript) and ``@DATA@``. Strings in the data are escaped, so that no
+    string can end the script element.
+    """
+    # Data last, so that placeholders inside of strings are not replaced.
+    template = template.replace("@STYLE@", _resource("style.css")).replace("@DRAWING@", _resource("drawing.js"))
+    return template.replace("@DATA@", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _resource(name: str) -> str:
+    return files("megatron_rc.replay").joinpath(name).read_text(encoding="utf-8")
 
 
 def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:

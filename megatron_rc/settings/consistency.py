@@ -21,8 +21,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "bad_log_probs": ("error", "reject_token", "reject_sequence"),
 }
 _log = logging.getLogger("megatron_rc")
-
-
 _NORMALIZE, _LOWER = "rollout_is_batch_normalize", "rollout_is_threshold_lower"
 
 
@@ -100,27 +98,28 @@ def _check_scale(config: CorrectionFields) -> None:
             f"{given}: a weight of rollout_is={config.rollout_is!r} is of several tokens, which differ in staleness: "
             "use the levels token, sequence or geometric, or drop the scale"
         )
+    parts = {"turn": "turns, whose tokens", "prompt": "all responses of a prompt, which"}
     for criterion in config.criteria:
-        if criterion.unit == "turn":
+        if criterion.unit in parts and criterion.bounds.takes_threshold:
             raise ValueError(
-                f"{given}: {criterion.name} tests turns, whose tokens differ in staleness: use a criterion of tokens "
-                "or sequences, or drop the scale"
+                f"{given}: {criterion.name} tests {parts[criterion.unit]} differ in staleness: use a criterion of "
+                "tokens or sequences, or drop the scale"
             )
-        if criterion.unit == "prompt" and criterion.bounds.takes_threshold:
-            raise ValueError(
-                f"{given}: {criterion.name} tests all responses of a prompt, which differ in staleness: use a "
-                "criterion of tokens or sequences, or drop the scale"
-            )
+
+
+def check_prompts(config: CorrectionFields, mode: str) -> None:
+    """Raise ValueError for criteria of prompts beside a setting that computes the correction inside the loss."""
+    if config.needs_prompts:
+        names = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
+        raise ValueError(
+            f"rollout_rs={names} needs all responses of a prompt before the loss, which {mode} does not have: "
+            f"use {mode}=False, or drop it"
+        )
 
 
 def _check_mode(config: CorrectionFields) -> None:
-    if config.corrects_in_loss and config.needs_prompts:
-        names = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
-        mode = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
-        raise ValueError(
-            f"rollout_rs={names} needs all responses of a prompt before the loss, which {mode} does not have: "
-            f"use decoupled mode ({mode}=False), or drop it"
-        )
+    if config.corrects_in_loss:
+        check_prompts(config, "bypass_mode" if config.bypass_mode else "proximal_interpolation")
     if config.bypass_mode and config.rollout_is is not None and config.rollout_is_apply and not config.applies_weights:
         _log.warning(
             "rollout_is=%s with bypass_mode and loss_type=%s: the weights are measured, not applied; the ratio "

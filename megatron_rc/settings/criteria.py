@@ -97,30 +97,27 @@ _SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR, KPOP)}
 _RESPONSES = "all responses of a prompt"
 
 # The table. k1 has two bounds on ρ; k2 and k3 have one upper bound.
-define(Criterion("token_k1", "token", "tokens whose ρ_t", RATIO, _SUM[K1], _mean_of(K1), tested=K1))
-for x in (K2, K3):
-    define(Criterion(f"token_{x.name}", "token", f"tokens whose {x.words}", UPPER, _SUM[x], _mean_of(x), tested=x))
+_BOUNDS = {K1: RATIO, K2: UPPER, K3: UPPER}
 _PARTS: tuple[tuple[str, Literal["sequence", "turn"], str], ...] = (
     ("seq", "sequence", "sequences"),
     ("turn", "turn", "turns"),
 )
+for x, bounds in _BOUNDS.items():
+    words = f"tokens whose {'ρ_t' if x is K1 else x.words}"
+    define(Criterion(f"token_{x.name}", "token", words, bounds, _SUM[x], _mean_of(x), tested=x))
 for short, unit, things in _PARTS:
-    define(Criterion(f"{short}_sum_k1", unit, f"{things} whose Π ρ_t", RATIO, _SUM[K1], _sum_of(K1)))
-    for x in (K2, K3):
-        words = f"{things} whose sum of {x.words}"
-        define(Criterion(f"{short}_sum_{x.name}", unit, words, UPPER, _SUM[x], _sum_of(x)))
-    define(Criterion(f"{short}_mean_k1", unit, f"{things} whose geometric mean ρ", RATIO, _SUM[K1], _mean_of(K1)))
-    for x in (K2, K3):
-        words = f"{things} whose mean {x.words}"
-        define(Criterion(f"{short}_mean_{x.name}", unit, words, UPPER, _SUM[x], _mean_of(x)))
+    for x, bounds in _BOUNDS.items():
+        words = f"{things} whose {'Π ρ_t' if x is K1 else f'sum of {x.words}'}"
+        define(Criterion(f"{short}_sum_{x.name}", unit, words, bounds, _SUM[x], _sum_of(x)))
+    for x, bounds in _BOUNDS.items():
+        words = f"{things} whose {'geometric mean ρ' if x is K1 else f'mean {x.words}'}"
+        define(Criterion(f"{short}_mean_{x.name}", unit, words, bounds, _SUM[x], _mean_of(x)))
     for x in (K2, K3):
         words, largest = f"{things} whose largest {x.words}", (Need("max", x),)
         define(Criterion(f"{short}_max_{x.name}", unit, words, UPPER, largest, _max_of(x)))
-words = f"{_RESPONSES} whose geometric mean ρ over their tokens"
-define(Criterion("group_mean_k1", "prompt", words, RATIO, _SUM[K1], _mean_of(K1)))
-for x in (K2, K3):
-    words = f"{_RESPONSES} whose mean {x.words} over their tokens"
-    define(Criterion(f"group_mean_{x.name}", "prompt", words, UPPER, _SUM[x], _mean_of(x)))
+for x, bounds in _BOUNDS.items():
+    words = f"{_RESPONSES} whose {'geometric mean ρ' if x is K1 else f'mean {x.words}'} over their tokens"
+    define(Criterion(f"group_mean_{x.name}", "prompt", words, bounds, _SUM[x], _mean_of(x)))
 words = "sequences with A < 0 whose mean of -log ρ"
 define(Criterion("opsm", "sequence", words, MARGIN, _SUM[K1], _mean_of(K1), only_negative=True))
 words, lost = f"{_RESPONSES} of which one is rejected as a whole", lambda values: values.num_lost

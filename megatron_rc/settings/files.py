@@ -23,17 +23,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         got = "an empty file" if fields is None else type(fields).__name__
         raise ValueError(f"{path}: expected lines of `field: value`, got {got}")
-    _require_names(path, fields)
     return _as_written(fields, written)
-
-
-def _require_names(path: Path, fields: dict[Any, Any]) -> None:
-    """Refuse keys that YAML reads as something else than text: no field has such a name."""
-    for name, value in fields.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{path}: the key {name!r} is no field's name: write `field: value`, the name as text")
-        if isinstance(value, dict):
-            _require_names(path, value)
 
 
 def _read_text(path: Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.consistency import check_prompts
 
 ONE_STEP = (
     "with one_pass=True the first optimizer step moves π_θ away from π_old: make a plan for each optimizer step, or "
@@ -63,12 +64,7 @@ def _check_one_pass(config: RolloutCorrectionConfig) -> None:
     if config.corrects_in_loss:
         name = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
         raise ValueError(f"one_pass=True does nothing with {name}=True, which needs no pass either: drop one of them")
-    if config.needs_prompts:
-        names = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
-        raise ValueError(
-            f"rollout_rs={names} needs all responses of a prompt before the loss, which one_pass does not have: use "
-            "one_pass=False and log π_old of a forward-only pass, or drop it"
-        )
+    check_prompts(config, "one_pass")
 
 
 def _check_in_loss(

@@ -16,6 +16,12 @@ RELEASES = (NEWEST, "2025-11")
 _LIU = 'Liu et al. 2025, "When Speed Kills Stability"'
 _LING = 'Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"'
 _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
+_PRECUP = 'Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation"'
+_LEI = 'Lei et al. 2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718'
+_QI = 'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"'
+_MAO = 'Mao et al. 2026, "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning"'
+_GAO = 'Gao et al. 2025, "Soft Adaptive Policy Optimization"'
+_ZHAO = 'Zhao et al. 2025, "Geometric-Mean Policy Optimization"'
 Bound = float | str
 C = TypeVar("C", bound="Presets")
 M = TypeVar("M")
@@ -74,8 +80,7 @@ class Presets:
         Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
         fengyao.notion.site/off-policy-rl.
         """
-        _check_release(release)
-        return cls(**_weights("token", threshold))
+        return _made(cls, release, "token", threshold)
 
     @classmethod
     def decoupled_token_icepop(
@@ -87,10 +92,9 @@ class Presets:
         with ``threshold_lower`` or 0.5 as the lower one. Ling Team 2025, "Every Step Evolves: Scaling Reinforcement
         Learning for Trillion-Scale Thinking Model".
         """
-        _check_release(release)
-        if "_" in str(threshold):
-            return cls(**_weights("token", threshold), rollout_is_threshold_lower=threshold_lower)
-        return cls(**_weights("token", f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}"))
+        if "_" not in str(threshold):
+            threshold, threshold_lower = f"{0.5 if threshold_lower is None else threshold_lower}_{threshold}", None
+        return _made(cls, release, "token", threshold, rollout_is_threshold_lower=threshold_lower)
 
     @classmethod
     def decoupled_token_kpop(
@@ -103,13 +107,7 @@ class Presets:
         "Taming Training-Inference Mismatch in Reinforcement Learning with Adaptive Masking Regions",
         ringtech.notion.site/kpop.
         """
-        _check_release(release)
-        return cls(
-            **_weights("token", is_threshold),
-            rollout_rs="token_kpop",
-            rollout_rs_threshold=rs_threshold,
-            rejection_denominator="original",
-        )
+        return _made(cls, release, "token", is_threshold, "token_kpop", rs_threshold, rejection_denominator="original")
 
     @classmethod
     def decoupled_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -119,8 +117,7 @@ class Presets:
         and a variance that grows with the position. Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy
         Policy Evaluation".
         """
-        _check_release(release)
-        return cls(**_weights("prefix", threshold))
+        return _made(cls, release, "prefix", threshold)
 
     @classmethod
     def decoupled_min_prefix_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -129,8 +126,7 @@ class Presets:
         The smallest ratio stands for the product of all before, whose variance grows with the position. Lei et al.
         2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718.
         """
-        _check_release(release)
-        return cls(**_weights("min_prefix", threshold))
+        return _made(cls, release, "min_prefix", threshold)
 
     @classmethod
     def decoupled_turn_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -140,8 +136,7 @@ class Presets:
         A turn is a run of trained tokens between observations, as the segments of Wang et al. 2025, "Reinforcement
         Learning Optimization for Large-Scale Learning: An Efficient and User-Friendly Scaling Library" (ROLL).
         """
-        _check_release(release)
-        return cls(**_weights("turn", threshold))
+        return _made(cls, release, "turn", threshold)
 
     @classmethod
     def decoupled_seq_is(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -150,8 +145,7 @@ class Presets:
         For short responses: the variance of the product grows with the length. Liu et al. 2025, "When Speed Kills
         Stability".
         """
-        _check_release(release)
-        return cls(**_weights("sequence", threshold))
+        return _made(cls, release, "sequence", threshold)
 
     @classmethod
     def decoupled_seq_is_rs(
@@ -166,13 +160,8 @@ class Presets:
 
         For a large mismatch, at which the tail of the weights is noise. Liu et al. 2025, "When Speed Kills Stability".
         """
-        _check_release(release)
-        return cls(
-            **_weights("sequence", is_threshold),
-            rollout_rs="seq_sum_k1",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-        )
+        lower = {"rollout_rs_threshold_lower": rs_threshold_lower}
+        return _made(cls, release, "sequence", is_threshold, "seq_sum_k1", rs_threshold, **lower)
 
     @classmethod
     def seq_mis(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -198,7 +187,7 @@ class Presets:
         ``release="2025-11"``: 1.001, which means [1/1.001, 1.001], with a veto at 1e-4. Liu et al. 2025, "When Speed
         Kills Stability".
         """
-        return cls(rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release))
+        return _made(cls, release, None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release))
 
     @classmethod
     def geo_mis(
@@ -228,10 +217,8 @@ class Presets:
 
         Liu et al. 2025, "When Speed Kills Stability".
         """
-        return cls(
-            **_weights("sequence", is_threshold),
-            **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release),
-        )
+        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold, release)
+        return _made(cls, release, "sequence", is_threshold, **rejection)
 
     @classmethod
     def decoupled_geo_rs_token_tis(
@@ -241,8 +228,7 @@ class Presets:
 
         Liu et al. 2025, "When Speed Kills Stability".
         """
-        _check_release(release)
-        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold))
+        return _made(cls, release, "token", is_threshold, **_geometric(rs_threshold))
 
     @classmethod
     def seq_mask_tis(cls: type[C], rs_threshold: Bound = "0.999_1.002", *, release: str = NEWEST) -> C:
@@ -251,8 +237,7 @@ class Presets:
         The correction of the GRPO reference of MLPerf Training v6.1, under NeMo-RL's name. Liu et al. 2025, "When Speed
         Kills Stability".
         """
-        _check_release(release)
-        return cls(**_weights("token", UNTRUNCATED), **_geometric(rs_threshold), rejection_denominator="original")
+        return _made(cls, release, "token", UNTRUNCATED, **_geometric(rs_threshold), rejection_denominator="original")
 
     @classmethod
     def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01, *, release: str = NEWEST) -> C:
@@ -262,8 +247,7 @@ class Presets:
         "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement
         Learning".
         """
-        _check_release(release)
-        return cls(rollout_is=None, **_k3(rs_threshold))
+        return _made(cls, release, None, None, "seq_mean_k3", rs_threshold)
 
     @classmethod
     def decoupled_k3_rs_seq_tis(
@@ -273,8 +257,7 @@ class Presets:
 
         Schulman 2020, "Approximating KL Divergence"; Liu et al. 2025, "When Speed Kills Stability".
         """
-        _check_release(release)
-        return cls(**_weights("sequence", is_threshold), **_k3(rs_threshold))
+        return _made(cls, release, "sequence", is_threshold, "seq_mean_k3", rs_threshold)
 
     @classmethod
     def decoupled_k3_rs_token_tis(
@@ -285,8 +268,7 @@ class Presets:
         Schulman 2020, "Approximating KL Divergence"; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
         Off-Policy RL Training".
         """
-        _check_release(release)
-        return cls(**_weights("token", is_threshold), **_k3(rs_threshold))
+        return _made(cls, release, "token", is_threshold, "seq_mean_k3", rs_threshold)
 
     @classmethod
     def trust_region_masking(
@@ -300,16 +282,14 @@ class Presets:
         verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2. Li et al. 2025,
         "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
         """
-        _check_release(release)
         bounds = f"{mean_threshold!r},{max_threshold!r}"
-        return cls(rollout_is=None, rollout_rs="seq_mean_k3,seq_max_k2", rollout_rs_threshold=bounds)
+        return _made(cls, release, None, None, "seq_mean_k3,seq_max_k2", bounds)
 
     # Bypass mode, with numbers of its own.
 
     @classmethod
     def _no_weights(cls: type[C], *, release: str = NEWEST) -> C:
-        _check_release(release)
-        return cls(rollout_is=None)
+        return _made(cls, release, None)
 
     @classmethod
     def bypass_ppo_clip(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
@@ -319,13 +299,13 @@ class Presets:
         Schulman et al. 2017, "Proximal Policy Optimization Algorithms".
         """
         if not _is_newest(release):
-            return cls(**_weights("token", 2.0 if threshold is None else threshold), bypass_mode=True)
+            return _made(cls, release, "token", 2.0 if threshold is None else threshold, bypass_mode=True)
         if threshold is not None:
             raise ValueError(
                 f"threshold={threshold!r} does nothing: release {NEWEST!r} of this preset has no weights; drop it, or "
                 'use release="2025-11"'
             )
-        return cls(rollout_is=None, bypass_mode=True)
+        return _made(cls, release, None, bypass_mode=True)
 
     @classmethod
     def ppo_is_bypass(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
@@ -342,8 +322,7 @@ class Presets:
 
         It measures token weights, truncated at 2.
         """
-        _check_release(release)
-        return cls(**_weights("token", 2.0), rollout_is_apply=False)
+        return _made(cls, release, "token", 2.0, rollout_is_apply=False)
 
     # Decoupled presets in bypass mode: ρ = π_θ / π_rollout, and π_old := π_rollout needs no extra forward pass.
 
@@ -360,13 +339,13 @@ class Presets:
         "reinforce",
         decoupled_prefix_is,
         "REINFORCE with weights of prefixes: -min(Π π_θ/π_rollout over j <= t, u) A log π_θ.",
-        'Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation"',
+        _PRECUP,
     )
     bypass_pg_min_prefix_is = _bypass(
         "reinforce",
         decoupled_min_prefix_is,
         "REINFORCE with MinPRO weights, in which π_θ/π_rollout is the ratio: the published use.",
-        'Lei et al. 2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization", arXiv 2601.22718',
+        _LEI,
     )
     bypass_pg_token_icepop = _bypass(
         "reinforce", decoupled_token_icepop, "REINFORCE with the weights of ``decoupled_token_icepop``.", _LING
@@ -383,35 +362,14 @@ class Presets:
 
     # Other objectives whose ratio π_θ / π_rollout is the correction; their bounds are fields of the loss.
 
-    bypass_dppo_tv = _bypass(
-        "dppo_tv",
-        _no_weights,
-        "DPPO bounds π_θ - π_rollout of each token; no weights.",
-        'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"',
-    )
-    bypass_dppo_kl = _bypass(
-        "dppo_kl",
-        _no_weights,
-        "DPPO bounds the KL of each token's two events; no weights.",
-        'Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning"',
-    )
+    bypass_dppo_tv = _bypass("dppo_tv", _no_weights, "DPPO bounds π_θ - π_rollout of each token; no weights.", _QI)
+    bypass_dppo_kl = _bypass("dppo_kl", _no_weights, "DPPO bounds the KL of each token's two events; no weights.", _QI)
     bypass_cppo = _bypass(
-        "cppo",
-        _no_weights,
-        "CPPO bounds the differences of a token and of the tokens before it; no weights.",
-        'Mao et al. 2026, "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning"',
+        "cppo", _no_weights, "CPPO bounds the differences of a token and of the tokens before it; no weights.", _MAO
     )
-    bypass_sapo = _bypass(
-        "sapo",
-        _no_weights,
-        "SAPO dampens π_θ / π_rollout by a sigmoid; no weights.",
-        'Gao et al. 2025, "Soft Adaptive Policy Optimization"',
-    )
+    bypass_sapo = _bypass("sapo", _no_weights, "SAPO dampens π_θ / π_rollout by a sigmoid; no weights.", _GAO)
     bypass_gmpo = _bypass(
-        "gmpo",
-        _no_weights,
-        "GMPO takes the geometric mean of the clipped ratios; no weights.",
-        'Zhao et al. 2025, "Geometric-Mean Policy Optimization"',
+        "gmpo", _no_weights, "GMPO takes the geometric mean of the clipped ratios; no weights.", _ZHAO
     )
 
     # Other names of presets, with the name's origin.
@@ -435,31 +393,33 @@ PRESETS = tuple(
 )
 
 
-def _check_release(release: str) -> None:
-    one_of("release", release, RELEASES)
-
-
 def _is_newest(release: str) -> bool:
-    _check_release(release)
+    one_of("release", release, RELEASES)
     return release == NEWEST
 
 
-def _weights(level: str, threshold: Bound) -> dict[str, Any]:
-    return {"rollout_is": level, "rollout_is_threshold": threshold}
+def _made(
+    config: type[C],
+    release: str,
+    level: str | None,
+    threshold: Bound | None = None,
+    criterion: str | None = None,
+    bound: Bound | None = None,
+    **fields: Any,
+) -> C:
+    """A config with these weights and this rejection; ValueError for an unknown release."""
+    _is_newest(release)
+    weights = {"rollout_is": level, "rollout_is_threshold": threshold}
+    return config(**weights, rollout_rs=criterion, rollout_rs_threshold=bound, **fields)
 
 
 def _geometric(
     rs_threshold: Bound | None, lower: float | None = None, veto: float | None = None, release: str = NEWEST
 ) -> dict[str, Any]:
-    newest = _is_newest(release)
-    default, default_veto = ("0.999_1.001", None) if newest else (1.001, 1e-4)
+    default, default_veto = ("0.999_1.001", None) if _is_newest(release) else (1.001, 1e-4)
     return {
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": default if rs_threshold is None else rs_threshold,
+        "criterion": "seq_mean_k1",
+        "bound": default if rs_threshold is None else rs_threshold,
         "rollout_rs_threshold_lower": lower,
         "rollout_token_veto_threshold": default_veto if veto is None else veto,
     }
-
-
-def _k3(rs_threshold: float) -> dict[str, Any]:
-    return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": rs_threshold}

@@ -47,9 +47,6 @@ def parse_staleness_scale(text: object) -> StalenessScale | None:
     steps, factors = tuple(step for step, _ in pairs), (1.0, *(factor for _, factor in pairs))
     if list(steps) != sorted(set(steps)):
         raise ValueError(f"{FIELD}={text!r} must name each staleness once, in ascending order")
-    for step, before, factor in zip(steps, factors, factors[1:], strict=False):
-        if factor == before:
-            raise ValueError(f"{FIELD}={text!r}: staleness {step} repeats the factor before it: drop it")
     return StalenessScale(steps, factors)
 
 

@@ -115,7 +115,6 @@ BASE = {"rollout_is": "token"}
         (BASE | {"rollout_staleness_scale": "1:inf"}, "the factor of '1:inf' must be"),
         (BASE | {"rollout_staleness_scale": "4:2,1:1.5"}, "each staleness once, in ascending order"),
         (BASE | {"rollout_staleness_scale": "1:2,1:3"}, "each staleness once, in ascending order"),
-        (BASE | {"rollout_staleness_scale": "1:1"}, "staleness 1 repeats the factor"),
         ({"rollout_is": None, "rollout_staleness_scale": "1:2"}, "does nothing without bounds"),
         (
             BASE | {"rollout_staleness_scale": "1:2", "rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2},

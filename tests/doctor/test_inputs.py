@@ -12,18 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rc import (
-    RolloutBatch,
-    RolloutCorrectionConfig,
-    SamplingParams,
-    correct_rollouts,
-    save_rollouts,
-    write_jsonl,
-)
+from megatron_rc import RolloutBatch, SamplingParams, save_rollouts, write_jsonl
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.rules import judge
 from megatron_rc.records import tensor_files
+from tests.support.exported_runs import exported
 from tests.support.made_faults import made
 
 
@@ -56,16 +50,9 @@ def batch_of(fault, seed=5):
 
 
 @functools.cache
-def _metrics_of(fault, fields):
-    batch = made(fault, 5)
-    config = RolloutCorrectionConfig(**{"rollout_is": "token", "rollout_is_threshold": 2.0, **dict(fields)})
-    names = ("old_log_probs", "rollout_log_probs", "response_mask")
-    return correct_rollouts(*(batch[name] for name in names), config).metrics()
-
-
 def metrics_of(fault, **fields):
     """What a run logs of a made batch."""
-    return dict(_metrics_of(fault, tuple(fields.items())))
+    return exported(made(fault, 5), {"rollout_is": "token"}, **fields)
 
 
 def write_lines(path, objects):
@@ -133,10 +120,8 @@ def test_other_programs_records(tmp_path):
     columns = {name: batch[name].tolist() for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
     for name, objects in (("slime", slime), ("nemo", nemo), ("verl", [columns])):
         assert names_of(write_lines(tmp_path / f"{name}.jsonl", objects)) == ["temperature"], name
-    tensors = {name: batch[name].contiguous() for name in ("rollout_log_probs", "old_log_probs")}
-    save_file(tensors | {"response_mask": batch["response_mask"].long()}, tmp_path / "verl.safetensors")
-    assert names_of(tmp_path / "verl.safetensors") == ["temperature"]
-    save_file(tensors | {"response_mask": torch.ones(2, 3)}, tmp_path / "verl.safetensors")
+    wrong = {"rollout_log_probs": batch["rollout_log_probs"].contiguous(), "response_mask": torch.ones(2, 3)}
+    save_file(wrong, tmp_path / "verl.safetensors")
     with pytest.raises(ValueError, match=r"response_mask has shape \(2, 3\): expected"):
         names_of(tmp_path / "verl.safetensors")
 
@@ -211,18 +196,6 @@ def test_what_unpacks_to_too_much_is_refused_by_size(tmp_path, monkeypatch):
         read_evidence(tmp_path / "a.npz")
 
 
-def test_scores_of_tokens_are_the_rewards_of_a_record(tmp_path):
-    batch = made("shift", 5)
-    scores = torch.zeros(batch["response_mask"].shape)
-    scores[:, 3] = torch.arange(len(scores)) % 2 * 1.5 - 0.5
-    verl = {name: batch[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
-    torch.save(verl | {"token_level_scores": scores}, tmp_path / "a.pt")
-    columns = {name: value.tolist() for name, value in verl.items()}
-    write_lines(tmp_path / "b.jsonl", [columns | {"token_level_scores": scores.tolist()}])
-    for name in ("a.pt", "b.jsonl"):
-        torch.testing.assert_close(read_evidence(tmp_path / name).sampled.rewards, scores.sum(dim=1))
-
-
 def test_metrics_pass_one_by_one(tmp_path):
     """A row was 35 KB of memory: 10^6 rows would have been 35 GB."""
     row = json.dumps({f"train/other_{number}": 0.5 for number in range(100)} | metrics_of(None))
@@ -246,7 +219,6 @@ def test_rows_with_nan_are_left_out_and_told(tmp_path):
 BAD = {
     "empty.jsonl": ("", "is empty"),
     "empty.json": ("[]", "expected JSON objects"),
-    "number.json": ("{}\n3\n", "expected JSON objects"),
     "nan.jsonl": ('{"step": 1, "rollout_corr/kl": NaN}\n' * 2, "all 2 rows have a number that is NaN"),
     "columns.csv": ("Step,loss\n1,0.5\n", "has no metric of the two policies (its names: Step, loss)"),
     "verl.jsonl": (
@@ -255,8 +227,6 @@ BAD = {
     ),
     "value.csv": ("Wall time,Step,Value\n1,2,3\n", "is TensorBoard's table of one metric"),
     "two.csv": ("Step,a - rollout_corr/kl,b - rollout_corr/kl\n1,0,0\n", "both kl: export one run"),
-    "names.csv": ("Step,rollout_corr/kl\n", "has no metric"),
-    "text.csv": ("Step,rollout_corr/kl\n1,much\n", "has no metric"),
     "length.jsonl": ('{"step": 1, "rollout/response_length": 5.0}', "has no metric"),
     "damaged.jsonl": ('{"a": 1}\n{"a"\n{"a": 1}\n', "line 2 "),
     "cut.jsonl": ('{"rollout_corr/k', "line 1 "),

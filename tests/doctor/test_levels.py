@@ -8,7 +8,6 @@ import torch
 
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.facts import level_of, of_tokens
-from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.series import facts_of_series
 from megatron_rc.doctor.tables import own_row, own_rows
 from tests.doctor.test_inputs import write_lines
@@ -111,34 +110,3 @@ def test_healthy_runs_of_every_level_are_healthy(seed):
     for rows, fields in zip(columns, LEVELS.values(), strict=True):
         for settings in (flags(fields), None):
             assert set(verdicts(rows, settings).values()) <= {"weights"}
-
-
-@pytest.mark.parametrize(
-    ("metrics", "rule", "action"),
-    [
-        ({"rollout_is_std": 1.2}, "wide_weights", "lower the upper bound of the weights"),
-        ({"rollout_is_eff_sample_size": 0.2}, "wide_weights", "lower the upper bound of the weights"),
-        ({"rollout_is_mean": 0.4}, "mean_weight", "have the same weights"),
-        ({"rollout_is_mean": 2.4}, "mean_weight", "have the same weights"),
-        ({"rollout_is_veto_fraction": 0.2}, "veto", "why the trainer gives these tokens"),
-        ({"rollout_is_masked_fraction": 0.6}, "threshold_cuts_half", "widen the bounds"),
-    ],
-)
-def test_a_symptom_of_the_first_release_has_its_action(tmp_path, capsys, metrics, rule, action):
-    named = {f"mismatch/{name}": value for name, value in metrics.items()}
-    path = write_lines(tmp_path / "m.jsonl", [{"step": 1, **named}])
-    assert main([str(path)]) == 1
-    printed = capsys.readouterr().out
-    _, _, said = printed.partition(f"({rule})")
-    assert action in said.partition("Do: ")[2]
-
-
-@pytest.mark.parametrize("fault", ["temperature 0.7", "temperature 1.4"])
-def test_metrics_of_another_temperature_are_not_called_rounding(fault):
-    facts = facts_of_series(own_rows([exported(made(fault, 7), LEVELS["token"])], "here")[0])
-    (verdict,) = judge(facts)
-    said = f"{verdict.rule.title}; {verdict.words}"
-    assert said.startswith("policies that differ by more than rounding; k3 0.")
-    assert "noise" not in said
-    assert "signs" not in said
-    assert "metrics alone do not tell" in verdict.rule.advice

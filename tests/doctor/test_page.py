@@ -9,23 +9,25 @@ from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.report import GRADES, HEALTHY, TOO_LITTLE, UNUSABLE, WRONG, in_words
 from megatron_rc.doctor.rules import BY_NAME, RULES
+from megatron_rc.doctor.signs import K3
+from megatron_rc.measures.data import MIN_PAIRS
 from tests.doctor.test_inputs import metrics_of, write_lines
 from tests.doctor.test_report import report_of
+from tests.settings.test_documents import rows
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
 
 
-def cells(*values):
-    return "| " + " | ".join(value.replace("|", r"\|") for value in values) + " |"
-
-
 def test_the_tables_are_those_of_the_code():
-    rows = [cells(f"`{rule.name}`", rule.title, rule.kind, rule.when, rule.sources) for rule in RULES]
-    found = re.findall(r"^\| `\w+` \|.* (?:repair|correct|weights) \|.*$", PAGE, flags=re.MULTILINE)
-    assert found == rows
-    for one in RANGES:
-        assert cells(f"`{one.fact}`", one.words(), one.source, one.ours or "the same") in PAGE
+    table = rows("docs/doctor.md", "rule | what is wrong | kind | it holds if | sources")
+    found = [[name.strip("`"), *others] for name, *others, _, _ in table]
+    assert found == [[rule.name, rule.title, rule.kind] for rule in RULES]
+    assert [cells[-1] for cells in table] == [rule.sources for rule in RULES]
+    assert f"over at least {MIN_PAIRS} pairs" in table[1][3]
+    assert all(f"k3 > {K3:g}" in cells[3] for cells in table if cells[0] in ("`staleness`", "`tails`", "`precision`"))
+    ranges = rows("docs/doctor.md", "number | recommended | by | here")
+    assert [cells[:3] for cells in ranges] == [[f"`{one.fact}`", one.words(), one.source] for one in RANGES]
     for limit, words in GRADES[:-1]:
         assert f"| {limit:g} | {words} |" in PAGE
     codes = dict(re.findall(r"^\| (\d) \| (.*) \|$", PAGE, flags=re.MULTILINE))

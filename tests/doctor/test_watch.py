@@ -1,11 +1,8 @@
 """The doctor inside a run: one line when a verdict changes."""
 
-import re
-
 from megatron_rc.doctor.series import OVER_THE_RUN, WINDOW
 from megatron_rc.doctor.watch import Watch
 from tests.doctor.test_inputs import metrics_of
-from tests.support.made_runs import drifting_run
 
 SETTINGS = {"policy-loss": "ppo_clip", "rollout-is": "token", "rollout-is-apply": "true"}
 
@@ -45,13 +42,3 @@ def test_growth_is_seen_over_more_steps_than_are_kept():
     assert "growing_length" in lines(watch, rows)[100]
     assert len(watch.history.last) == WINDOW
     assert set(watch.history.tracks) == set(OVER_THE_RUN)
-
-
-def test_a_drift_is_told_with_its_step():
-    rows, begin = drifting_run(3)
-    found = lines(Watch(10, SETTINGS, "rollout_corr/"), rows)
-    step, since = next(
-        (step, int(match[1])) for step, words in found.items() if (match := re.search(r"since step (\d+)", words))
-    )
-    assert begin < step
-    assert abs(since - begin) < 0.3 * len(rows)

@@ -5,11 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rc.records.formats.jsonl import read_jsonl, write_jsonl
 from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import from_verl, to_verl
-from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.records.formats.test_nemo_rl import nemo_example
 from tests.records.formats.test_slime import slime_example
 from tests.records.formats.test_verl import verl_example
@@ -29,24 +27,6 @@ def test_tokens_that_the_trainer_did_not_score_cannot_be_said(program, write):
     with pytest.raises(ValueError, match=rf"^sample 5 has tokens without old_log_probs \(NaN\), which {program}"):
         write(batch)
     write(batch.rows([0, 2]))
-
-
-def test_all_formats_tell_the_same_rollouts(tmp_path):
-    batch = dataclasses.replace(example(), old_log_probs=example().rollout_log_probs / 2)
-    write_jsonl([batch], tmp_path / "lines")
-    save_rollouts(batch, tmp_path / "file")
-    (lines,) = read_jsonl(tmp_path / "lines", batch_size=3)
-    routes = ["old_log_probs", "tokens", "response_mask", "rollout_log_probs", "rewards"]
-    for found in (
-        lines,
-        load_rollouts(tmp_path / "file"),
-        from_verl(*to_verl(batch, pad_token_id=0), sampling=HALF),
-        from_nemo_rl(to_nemo_rl(batch, pad_token_id=0), sampling=HALF, policy_version=4),
-        from_slime(to_slime(batch), sampling=HALF),
-    ):
-        for name in routes:
-            assert torch.equal(getattr(found, name), getattr(batch, name)), name
-        found.validate(vocab_size=39)
 
 
 def test_synchronous_runs_name_no_versions():

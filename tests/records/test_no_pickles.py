@@ -13,18 +13,19 @@ def unsafe(source):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (name for name in names if name.split(".")[0] in LOADERS)
-        elif isinstance(node, ast.Call):
-            name, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
-            owner, _, method = name.rpartition(".")
-            loads = method == "load" and owner in ("np", "numpy") and given.get("allow_pickle") != "False"
-            others = name in ("torch.load", "torch.save", "pd.read_pickle", "pandas.read_pickle")
-            if (
-                loads
-                or others
-                or method in ("to_pickle", "read_pickle")
-                or given.get("allow_pickle", "False") != "False"
-            ):
+        elif isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
+            name, given = _name(node.func), {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            method, allows = name.rpartition(".")[2], given.get("allow_pickle") is not False
+            loads = name in ("torch.load", "torch.save") or (name in ("np.load", "numpy.load") and allows)
+            if loads or method in ("to_pickle", "read_pickle") or ("allow_pickle" in given and allows):
                 yield name
+
+
+def _name(node):
+    """``torch.load`` of a call's function; the owner is empty if it is an expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{getattr(node.value, 'id', '')}.{node.attr}"
+    return node.id
 
 
 # Messages between this project's own processes; Megatron's checkpoints, with an unpickler that knows their contents;

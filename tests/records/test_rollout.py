@@ -37,21 +37,14 @@ def test_a_good_batch_passes():
     [
         ("tokens", torch.zeros(3, dtype=torch.int64), r"tokens has shape \(3,\): expected \[sequences, length\]"),
         ("tokens", torch.zeros(3, 8), "tokens is torch.float32: expected integers"),
-        ("response_mask", torch.zeros(3, 7).bool(), r"response_mask has shape \(3, 7\): expected \(3, 8\), as tokens"),
         ("response_mask", torch.zeros(3, 8).long(), "response_mask is torch.int64: expected bool"),
         ("rollout_log_probs", torch.zeros(3, 8).bfloat16(), "rollout_log_probs is torch.bfloat16: expected float32 or"),
-        ("rollout_log_probs", torch.zeros(2, 8), "rollout_log_probs has shape"),
         ("policy_versions", torch.zeros(3, 8), "policy_versions is torch.float32: expected integers"),
-        ("policy_versions", torch.zeros(3).int(), "policy_versions has shape"),
         ("sample_ids", torch.zeros(3, 1).long(), r"sample_ids has shape \(3, 1\): expected \(3,\), one for each row"),
-        ("sample_ids", torch.zeros(3), "sample_ids is torch.float32"),
-        ("group_ids", torch.zeros(4).long(), "group_ids has shape"),
         ("group_ids", torch.zeros(3).bool(), "group_ids is torch.bool"),
         ("rewards", torch.zeros(3).long(), "rewards is torch.int64: expected float32 or float64"),
         ("rewards", torch.zeros(()), "rewards has shape"),
-        ("finish_reasons", torch.zeros(3), "finish_reasons is torch.float32"),
         ("routed_experts", torch.zeros(3, 8, 2).int(), r"routed_experts has shape .* expected \(3, 8\) \+"),
-        ("routed_experts", torch.zeros(3, 7, 2, 2).int(), "routed_experts has shape"),
         ("routed_experts", torch.zeros(3, 8, 2, 2).byte(), "routed_experts is torch.uint8: expected signed"),
         ("rewards", torch.zeros(3, device="meta"), r"rewards is on meta, tokens on cpu: move the batch with"),
     ],
@@ -66,11 +59,8 @@ def test_wrong_shapes_dtypes_and_devices_are_refused(name, value, message):
     [
         ("response_mask", True, (1, 0), "sample 5: its first token is marked as sampled, but nothing stands before it"),
         ("tokens", -1, (2, 3), "the token id of sample 9, token 3 is -1: expected 0 or more, padding included"),
-        ("tokens", -100, (0, 7), "the token id of sample 7, token 7 is -100"),
         ("tokens", 39, (1, 1), "the token id of sample 5, token 1 is 39: expected less than the vocabulary's 39"),
         ("rollout_log_probs", math.nan, (0, 5), "the rollout log-prob of sample 7, token 5 is nan: expected a finite"),
-        ("rollout_log_probs", -math.inf, (2, 6), "sample 9, token 6 is -inf"),
-        ("rollout_log_probs", math.inf, (2, 6), "sample 9, token 6 is inf"),
         ("rollout_log_probs", 2e-4, (1, 3), r"sample 5, token 3 is 0\.00019"),
         ("policy_versions", -1, (1, 2), "the policy version of sample 5, token 2 is -1: expected 0 or more"),
         ("sample_ids", 5, 2, "sample_ids must be unique: 2 .* 5"),
@@ -78,9 +68,7 @@ def test_wrong_shapes_dtypes_and_devices_are_refused(name, value, message):
         ("sample_ids", 2**21, 1, "sample_ids has 2097152: expected 0 to 2097151: number the samples"),
         ("group_ids", -2, 0, "the group id of sample 7 is -2: expected 0 or more"),
         ("rewards", math.nan, 1, "the reward of sample 5 is nan: expected a finite number"),
-        ("rewards", -math.inf, 1, "the reward of sample 5 is -inf"),
         ("finish_reasons", 3, 0, r"the finish reason of sample 7 is 3: expected 0 \(stop\), 1 \(length\), 2 \(abort\)"),
-        ("finish_reasons", -1, 0, "the finish reason of sample 7 is -1"),
     ],
 )
 def test_wrong_values_are_refused_by_sample_and_position(name, value, at, message):
@@ -242,7 +230,6 @@ def test_concatenation_pads_to_the_longest():
         ({"sampling": SamplingParams()}, "batches were sampled differently, .*temperature=0.5.* keep them apart"),
         ({"routed_experts": None}, r"different routed_experts, \[.., 2, 2\] and none"),
         ({"routed_experts": torch.zeros(3, 8, 2, 3).int()}, r"\[.., 2, 2\] and \[.., 2, 3\]"),
-        ({"rewards": torch.zeros(3).double()}, "different rewards, torch.float32 on cpu and torch.float64 on cpu"),
     ],
 )
 def test_batches_that_do_not_go_together_stay_apart(other, message):

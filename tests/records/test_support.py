@@ -126,14 +126,9 @@ def test_the_four_forms_are_one():
         (7, {}, "the kept tokens are int: expected a list of token ids for each position"),
         ([[1], 2], {}, "the kept tokens of position 1 are 2: expected a list of token ids"),
         ([[1], [True]], {}, r"position 1 are \[True\]"),
-        ([[2**31]], {}, "position 0 are"),
         ([1.5], {"counts": [1]}, r"the kept tokens are torch.float32 \(1,\): expected a list of integers of 32 bits"),
-        ([1, {}], {"counts": [1, 1]}, r"the kept tokens are \[1, {}\]: expected a list of integers of 32 bits"),
         ([1, 2], {"counts": [1]}, "2 kept tokens came for positions with 1: the record is damaged"),
-        ([1, 2], {"counts": [3, -1]}, "2 kept tokens came for positions with 2"),
         ([1, 2], {"offsets": [1, 2]}, r"the offsets of the kept tokens begin with \[1\]: expected 0"),
-        ([1, 2], {"offsets": []}, r"begin with \[\]"),
-        ([1, 2], {"offsets": [0, 3]}, "2 kept tokens came for positions with 3"),
     ],
 )
 def test_other_forms_are_refused(kept, more, message):
@@ -145,10 +140,8 @@ def test_other_forms_are_refused(kept, more, message):
     ("change", "message"),
     [
         ({"support_counts": None}, "support_counts is None: give support_ids and support_counts"),
-        ({"support_ids": None}, "support_ids is None"),
         ({"support_ids": torch.zeros(3, dtype=torch.int32)}, "support_ids has 3 ids, support_counts 11"),
         ({"support_ids": torch.zeros(11)}, "support_ids is torch.float32: expected int32 or int64"),
-        ({"support_ids": torch.zeros(11, dtype=torch.int16)}, "support_ids is torch.int16: expected int32 or int64"),
         ({"support_ids": torch.zeros(11, 1, dtype=torch.int32)}, r"support_ids has shape \(11, 1\): expected a list"),
         ({"support_counts": torch.zeros(3, 7, dtype=torch.int32)}, r"support_counts has shape \(3, 7\)"),
     ],
@@ -158,21 +151,11 @@ def test_a_damaged_record_is_refused(change, message):
         dataclasses.replace(with_support(example()), **change).validate()
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (
-            [1, 2, 38],
-            "the support of sample 7, token 2 lacks the sampled token 13: it is another",
-        ),
-        ([13, 39, 2], "the support of sample 7, token 2 has ids that are no tokens of the vocabulary"),
-        ([13, -1, 2], "the support of sample 7, token 2 has ids that are no tokens"),
-    ],
-)
-def test_ids_that_cannot_be_right_are_refused(ids, message):
-    batch = with_support(example(), [[[], [], ids, *LISTS[0][3:]], *LISTS[1:]])
-    with pytest.raises(ValueError, match=message):
-        batch.validate(vocab_size=39)
+def test_ids_that_cannot_be_right_are_refused():
+    for ids, problem in (([1, 2, 38], "lacks the sampled token 13"), ([13, 39, 2], "has ids that are no tokens of")):
+        batch = with_support(example(), [[[], [], ids, *LISTS[0][3:]], *LISTS[1:]])
+        with pytest.raises(ValueError, match=f"the support of sample 7, token 2 {problem}"):
+            batch.validate(vocab_size=39)
 
 
 def test_truncated_sampling_is_accepted_with_them_alone():

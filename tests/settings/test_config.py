@@ -13,42 +13,30 @@ from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.fields import FIELDS
 from megatron_rc.settings.flags import rollout_correction_config_from_args
 from tests.settings.test_description import DESCRIBED
-from tests.settings.test_flags import from_flags
 
 
 def test_criteria_are_parsed_into_bounds_on_the_statistic():
     config = RolloutCorrectionConfig(
         rollout_rs="token_k1, seq_mean_k3,token_k1,seq_sum_k1", rollout_rs_threshold="0.5_3,0.1,2"
     )
-    assert [(c.name, c.unit, [need.name for need in c.needs]) for c in config.criteria] == [
-        ("token_k1", "token", ["log_ratio"]),
-        ("seq_mean_k3", "sequence", ["sum_k3"]),
-        ("seq_sum_k1", "sequence", ["log_ratio"]),
-    ]
-    assert [c.lower for c in config.criteria] == [math.log(0.5), -math.inf, math.log(0.5)]
-    assert [c.upper for c in config.criteria] == [math.log(3), 0.1, math.log(2)]
-
-
-def test_names_of_the_first_releases_and_lower_bounds_of_their_own():
-    config = RolloutCorrectionConfig(
-        rollout_rs="token,geometric,seq_max_k2", rollout_rs_threshold="2,1.5,0.3", rollout_rs_threshold_lower="0.1,0.9"
-    )
-    assert [c.name for c in config.criteria] == ["token_k1", "seq_mean_k1", "seq_max_k2"]
-    assert [c.lower for c in config.criteria] == [math.log(0.1), math.log(0.9), -math.inf]
     assert config.rollout_is == "sequence"  # also where only criteria are given
-
-
-def test_criteria_that_look_further_than_the_sequence():
-    config = RolloutCorrectionConfig(
-        rollout_rs="opsm,group_any,token_k2,group_mean_k1", rollout_rs_threshold="0.01,3,0.5_2"
-    )
-    assert [(c.name, c.unit) for c in config.criteria] == [
-        ("opsm", "sequence"),
-        ("group_any", "prompt"),
-        ("token_k2", "token"),
-        ("group_mean_k1", "prompt"),
+    assert [(c.name, c.unit, [need.name for need in c.needs], c.lower, c.upper) for c in config.criteria] == [
+        ("token_k1", "token", ["log_ratio"], math.log(0.5), math.log(3)),
+        ("seq_mean_k3", "sequence", ["sum_k3"], -math.inf, 0.1),
+        ("seq_sum_k1", "sequence", ["log_ratio"], math.log(0.5), math.log(2)),
     ]
-    assert [c.lower for c in config.criteria] == [-0.01, -math.inf, -math.inf, math.log(0.5)]
+    config = RolloutCorrectionConfig(
+        rollout_rs="opsm,group_any,token,geometric,seq_max_k2",  # with names of the first releases
+        rollout_rs_threshold="0.01,2,1.5,0.3",
+        rollout_rs_threshold_lower="0.1,0.9",
+    )
+    assert [(c.name, c.unit, c.lower) for c in config.criteria] == [
+        ("opsm", "sequence", -0.01),
+        ("group_any", "prompt", -math.inf),
+        ("token_k1", "token", math.log(0.1)),
+        ("seq_mean_k1", "sequence", math.log(0.9)),
+        ("seq_max_k2", "sequence", -math.inf),
+    ]
     assert config.needs_prompts
     assert config.rejects
     assert not preset("decoupled_token_is").rejects
@@ -89,42 +77,28 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"rollout_is": "tokens"}, "rollout_is='tokens' is unknown: use one of None, token, sequence, geometric"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold=0.0 must be a finite positive number"),
         ({"rollout_is_threshold": 10**400}, "000 must be a finite positive number"),
-        ({"rollout_token_veto_threshold": 10**400}, "000 must be a finite positive number"),
-        ({"rollout_is_threshold": math.nan}, "rollout_is_threshold=nan must be"),
         ({"rollout_is_threshold": "2_1"}, "must lie below the upper one"),
         ({"rollout_is_threshold": "1_2_3"}, "must be a number or 'lo_hi'"),
-        ({"rollout_is_threshold": True}, "rollout_is_threshold=True must be"),
         ({"rollout_is_threshold": "0.5_2", "rollout_is_mode": "truncate"}, "'truncate' does not use: give one number"),
         ({"rollout_is_threshold": "0.5_2", "rollout_is_threshold_lower": 0.1}, "has a lower bound already: drop"),
         ({"rollout_is_threshold_lower": 0.1}, "does nothing with rollout_is_mode='truncate'"),
-        ({"rollout_is_mode": "clip"}, "rollout_is_mode='clip' is unknown: use one of None, truncate, clamp, mask"),
         ({"rollout_is": None, "rollout_is_threshold": 2.0}, "does nothing without rollout_is"),
-        ({"rollout_is": None, "rollout_is_mode": "mask"}, "rollout_is_mode='mask' does nothing without rollout_is"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "does nothing without rollout_is: set rollout_is"),
-        ({"rollout_is": None, "rollout_is_apply": False}, "rollout_is_apply=False does nothing without rollout_is"),
-        ({"rollout_is_apply": None}, "rollout_is_apply=None must be true or false"),
         ({"rollout_is_apply": False, "rollout_is_batch_normalize": True}, "does nothing with rollout_is_apply=False"),
-        ({"rollout_is_batch_normalize": "true"}, "rollout_is_batch_normalize='true' must be true or false"),
         ({"rollout_is_batch_normalize_scope": "accepted"}, "does nothing without rollout_is_batch_normalize"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs='token_k4' is unknown"),
-        ({"rollout_rs": ["token_k1"], "rollout_rs_threshold": 1}, "must be a comma list of criteria"),
         ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
         ({"rollout_rs_threshold": 2.0}, "does nothing without a criterion in rollout_rs"),
         ({"rollout_rs": "group_any", "rollout_rs_threshold": 2.0}, "does nothing without a criterion"),
         ({"rollout_rs": "group_any"}, "'group_any' tests the rejection by other criteria"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must lie below the upper one"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2"}, "must be a finite positive number"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_2"}, "'a' is not a number: give digits, such as 2.0"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2"}, "token_k3 takes one upper bound, in nats"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 bounds for 2 criteria"),
         ({"rollout_rs": "opsm", "rollout_rs_threshold": -0.1}, "opsm takes one number, 0 or more"),
         # float() would read 0_1 as 1.
         ({"rollout_rs": "opsm", "rollout_rs_threshold": "0_1"}, "'0_1' must be one number, not a pair"),
-        (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": 2, "rollout_rs_threshold_lower": "0_5"},
-            "'0_5' must be one number, not a pair",
-        ),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.1},
             "has a lower bound for token_k1 already",
@@ -133,13 +107,7 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
             {"rollout_rs": "token_k3", "rollout_rs_threshold": 1, "rollout_rs_threshold_lower": 0.1},
             "only k1 criteria have a lower bound",
         ),
-        ({"rollout_token_veto_threshold": 0}, "rollout_token_veto_threshold=0 must be a finite positive number"),
-        ({"rejection_denominator": "all"}, "rejection_denominator='all' is unknown"),
-        ({"bad_log_probs": "ignore"}, "bad_log_probs='ignore' is unknown"),
-        ({"metric_prefix": 1}, "metric_prefix=1 must be a text"),
-        ({"bypass_mode": "yes"}, "bypass_mode='yes' must be true or false"),
         ({"loss_type": "reinforce"}, "names the objective of bypass mode: set bypass_mode=True, or drop it"),
-        ({"use_policy_gradient": True}, "names the objective of bypass mode"),
         ({"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True}, "contradicts loss_type="),
         ({"bypass_mode": True, "rollout_is_batch_normalize": True}, "applies no weights: drop it"),
         ({"bypass_mode": True, "rollout_rs": "group_mean_k3", "rollout_rs_threshold": 1}, "rollout_rs=group_mean_k3"),
@@ -176,15 +144,14 @@ def test_what_no_field_takes_is_named(name, value):
         (b"a: {\n", "is not YAML"),
     ],
 )
-@pytest.mark.parametrize("by_flag", [False, True])
-def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message, by_flag):
+def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message):
     path = tmp_path / "fields.yaml"
     if content == "directory":
         path.mkdir()
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}:? {re.escape(message)}"):
-        from_flags("--rollout-correction-config", str(path)) if by_flag else RolloutCorrectionConfig.from_yaml(path)
+        RolloutCorrectionConfig.from_yaml(path)
 
 
 @pytest.mark.parametrize("dialect", ["megatron_rc", "verl"])
@@ -198,8 +165,6 @@ def test_fields_that_are_no_mapping_are_refused(fields, dialect):
     ("text", "fields"),
     [
         ("rollout_rs_threshold: 0.5_2", {"rollout_rs_threshold": "0.5_2"}),
-        ("rollout_rs_threshold: 1_2", {"rollout_rs_threshold": "1_2"}),
-        ("rollout_rs_threshold: '0.5_2'", {"rollout_rs_threshold": "0.5_2"}),
         ("rollout_rs_threshold: 2\nrollout_token_veto_threshold: 1e-4", {"rollout_token_veto_threshold": 1e-4}),
         ("rollout_rs_threshold: 2\nrollout_is_threshold: 1.5e1\n", {"rollout_is_threshold": 15.0}),
         ("rollout_rs_threshold: 2\nrollout_is_threshold: ~\n", {"rollout_is_threshold": None}),

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.records.checks import OPTIONAL, TRAINER_LOG_PROBS
-from megatron_rc.records.formats.rows import experts_of, one_sequence, spans
+from megatron_rc.records.formats.rows import as_int32, experts_of, one_sequence, spans
 from megatron_rc.records.rollout import (
     FINISH_REASONS,
     SCHEMA_VERSION,
@@ -29,6 +30,7 @@ _REQUIRED = set(
     "schema_version sample_id group_id reward finish_reason sampling tokens response_mask rollout_log_probs "
     "policy_versions".split()
 )
+_IF_RECORDED = ("turn_rewards", *TRAINER_LOG_PROBS)
 
 
 def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -> int:
@@ -61,7 +63,8 @@ def read_jsonl(path: str | os.PathLike[str], batch_size: int) -> Iterator[Rollou
         FileNotFoundError: there is no such file.
         ValueError: a line is no record; the file and the line are named.
     """
-    return _read(existing(path), _checked(batch_size))
+    check_integer("batch_size", batch_size, least=1)
+    return _read(existing(path), batch_size)
 
 
 def to_json_lines(batch: RolloutBatch) -> Iterator[str]:
@@ -93,13 +96,14 @@ def from_json_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBa
     Raises:
         ValueError: a line is no record; the line is named.
     """
+    check_integer("batch_size", batch_size, least=1)
     held: list[RolloutBatch] = []
     for number, line in enumerate(lines, start=1):
         try:
             sequence = _sequence(_parse(line))
         except ValueError as problem:
             raise ValueError(f"line {number}: {problem}") from None
-        if held and (len(held) == _checked(batch_size) or _kind(held[0]) != _kind(sequence)):
+        if held and (len(held) == batch_size or _kind(held[0]) != _kind(sequence)):
             yield RolloutBatch.concatenate(held)
             held = []
         held.append(sequence)
@@ -115,12 +119,6 @@ def _read(path: Path, batch_size: int) -> Iterator[RolloutBatch]:
             raise ValueError(f"{path} is no text: expected JSON lines in UTF-8") from None
         except ValueError as problem:
             raise ValueError(f"{path}: {problem}") from None
-
-
-def _checked(batch_size: int) -> int:
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected at least 1")
-    return batch_size
 
 
 def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any, bool]:
@@ -152,12 +150,12 @@ def _record(batch: RolloutBatch, row: int, end: int, support: tuple[Tensor, Tens
     if support is not None:
         ids, counts = support
         record["support"] = [own.tolist() for own in ids.split(counts.tolist())[:end]]
-    if batch.turn_rewards is not None:
-        record["turn_rewards"] = sampled(batch.turn_rewards)
-    for name in TRAINER_LOG_PROBS:
+    for name in _IF_RECORDED:
         values = getattr(batch, name)
         if values is not None:
-            record[name] = sampled(values, (batch.response_mask & ~values.isnan())[row, :end].tolist())
+            # A sampled token that the trainer did not score has NaN, which JSON does not have.
+            scored = ~values.isnan() if name in TRAINER_LOG_PROBS else True
+            record[name] = sampled(values, (batch.response_mask & scored)[row, :end].tolist())
     return record
 
 
@@ -188,22 +186,22 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
     reason = record["finish_reason"]
     if reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason is {reason!r}: expected one of {', '.join(FINISH_REASONS)}")
-    scored = [name for name in TRAINER_LOG_PROBS if record.get(name) is not None]
-    has_turns = record.get("turn_rewards") is not None
+    columns = {
+        name: _at_sampled(record, name, mask) for name in ("rollout_log_probs", "policy_versions", *_IF_RECORDED)
+    }
+    columns |= {
+        "tokens": tokens,
+        "response_mask": torch.tensor(mask, dtype=torch.bool),
+        "routed_experts": experts_of(record, "routed_experts", (length,)),
+    }
     return one_sequence(
-        tokens,
-        torch.tensor(mask, dtype=torch.bool),
-        _at_sampled(record, "rollout_log_probs", mask, float),
-        policy_versions=_at_sampled(record, "policy_versions", mask, int),
+        columns,
         sample_id=_number(record, "sample_id", int),
         group_id=_number(record, "group_id", int),
         reward=_number(record, "reward", float),
-        finish_reason=FINISH_REASONS.index(reason),
+        finish_reason=reason,
         sampling=SamplingParams.from_dict(record["sampling"]),
-        routed_experts=experts_of(record, "routed_experts", (length,)),
         support=_support(record, length),
-        **{name: _at_sampled(record, name, mask, float, may_lack=True) for name in scored},
-        turn_rewards=_at_sampled(record, "turn_rewards", mask, float) if has_turns else None,
     )
 
 
@@ -217,18 +215,23 @@ def _support(record: Mapping[str, Any], length: int) -> tuple[Tensor, Tensor] | 
     return ids, counts
 
 
-def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int], kind: type, *, may_lack: bool = False) -> Tensor:
-    """A number for each token: 0 for null at a token that was not sampled, NaN for null at a sampled one (may_lack)."""
-    values = record[name]
+def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int]) -> Tensor | None:
+    """A number for each token, 0 for null at a token that was not sampled; None if the field is not recorded.
+
+    Null at a sampled token is NaN for the trainer's log-probs, and an error for other fields.
+    """
+    values, kind = record.get(name), int if name == "policy_versions" else float
+    if values is None and name in _IF_RECORDED:
+        return None
     if not isinstance(values, list) or len(values) != len(mask):
         raise ValueError(f"{name}: expected a list of {len(mask)}, one for each token")
     found = []
     for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
-        if (value is None and sampled and not may_lack) or not (value is None or _is(value, kind)):
+        if (value is None and sampled and name not in TRAINER_LOG_PROBS) or not (value is None or _is(value, kind)):
             wanted = "an integer of 64 bits" if kind is int else "a number"
             raise ValueError(f"{name} has {value!r} at token {position}: expected {wanted}, or null if not sampled")
         found.append(value if value is not None else math.nan if sampled else 0)
-    return torch.tensor(found, dtype=torch.int64 if kind is int else torch.float32)
+    return as_int32(name, torch.tensor(found, dtype=torch.int64)) if kind is int else torch.tensor(found).float()
 
 
 def _integers(record: Mapping[str, Any], name: str) -> list[int]:

@@ -52,13 +52,6 @@ def _rows(tensors: Mapping[str, Any], name: str, lengths: Sequence[int] | None =
     rows = value.unbind()
     if not rows:
         raise ValueError(f"{name} has no rows: expected one a sequence")
-    for index, row in enumerate(rows):
-        if not row.dim() or row.shape[1:] != rows[0].shape[1:]:
-            shape, first = tuple(row.shape), tuple(rows[0].shape)
-            raise ValueError(
-                f"{name} has shape {shape} in sequence {index} and {first} in sequence 0: expected tokens in the first "
-                "dimension and equal others"
-            )
     if lengths is None:
         return rows
     if len(rows) != len(lengths):

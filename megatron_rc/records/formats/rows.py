@@ -15,47 +15,26 @@ _STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 
 
 def one_sequence(
-    tokens: Tensor,
-    response_mask: Tensor,
-    rollout_log_probs: Tensor,
+    columns: Mapping[str, Tensor | None],
     *,
-    policy_versions: Tensor | int,
     sample_id: int,
     group_id: int,
     reward: float,
-    finish_reason: int,
+    finish_reason: str,
     sampling: SamplingParams,
-    routed_experts: Tensor | None = None,
     support: tuple[Tensor, Tensor] | None = None,
-    old_log_probs: Tensor | None = None,
-    log_probs: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
 ) -> RolloutBatch:
-    """A batch of one sequence without padding, from the values of its fields in :class:`RolloutBatch`.
+    """A batch of one sequence without padding.
 
-    Tensors are [l] in token positions, ``routed_experts`` is [l, layers, top_k], ``support`` the kept tokens and their
-    number at each position. ``response_mask`` may have any dtype, 0 for tokens that were not sampled;
-    ``policy_versions`` may be one number for all tokens.
+    ``columns`` are the fields of :class:`RolloutBatch` for each of its l tokens, [l, ...], None for one that is not
+    recorded; ``support`` the kept tokens and their number [l] at each position.
     """
-    if not isinstance(policy_versions, Tensor):
-        policy_versions = torch.full_like(tokens, policy_versions)
-    return RolloutBatch(
-        tokens=tokens.long().unsqueeze(0),
-        response_mask=(response_mask != 0).unsqueeze(0),
-        rollout_log_probs=rollout_log_probs.unsqueeze(0),
-        policy_versions=as_int32("policy_versions", policy_versions).unsqueeze(0),
-        sample_ids=tokens.new_tensor([sample_id], dtype=torch.int64),
-        group_ids=tokens.new_tensor([group_id], dtype=torch.int64),
-        rewards=tokens.new_tensor([reward], dtype=torch.float32),
-        finish_reasons=tokens.new_tensor([finish_reason], dtype=torch.int64),
-        sampling=sampling,
-        routed_experts=None if routed_experts is None else as_int32("routed_experts", routed_experts).unsqueeze(0),
-        support_ids=None if support is None else support[0],
-        support_counts=None if support is None else support[1].unsqueeze(0),
-        old_log_probs=None if old_log_probs is None else old_log_probs.unsqueeze(0),
-        log_probs=None if log_probs is None else log_probs.unsqueeze(0),
-        turn_rewards=None if turn_rewards is None else turn_rewards.unsqueeze(0),
-    )
+    held = {name: value.unsqueeze(0) for name, value in columns.items() if value is not None}
+    if support is not None:
+        held |= {"support_ids": support[0], "support_counts": support[1].unsqueeze(0)}
+    numbers = {"sample_ids": sample_id, "group_ids": group_id, "finish_reasons": FINISH_REASONS.index(finish_reason)}
+    held |= {name: torch.tensor([value], device=held["tokens"].device) for name, value in numbers.items()}
+    return RolloutBatch(**held, rewards=held["rollout_log_probs"].new_tensor([reward]), sampling=sampling)
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
@@ -126,10 +105,8 @@ def trainer_log_probs(
 
 def versions_of(batch: RolloutBatch) -> list[list[int]]:
     """The different weight versions that sampled each sequence, ascending; empty without a sampled token."""
-    rows = zip(batch.policy_versions.tolist(), batch.response_mask.tolist(), strict=True)
-    return [
-        sorted({version for version, sampled in zip(versions, mask, strict=True) if sampled}) for versions, mask in rows
-    ]
+    rows = zip(batch.policy_versions, batch.response_mask, strict=True)
+    return [versions[mask].unique().tolist() for versions, mask in rows]
 
 
 def numbered(keys: Iterable[Hashable]) -> list[int]:
@@ -151,23 +128,22 @@ def tensor_of(
     """
     if fields.get(name) is None:
         raise ValueError(f"{name} is missing" + (f": {remedy}" if remedy else ""))
+    expected = str(tuple(shape)).replace("None", "any")
     try:
         value = torch.as_tensor(fields[name])
     except (TypeError, ValueError, RuntimeError) as problem:
-        raise ValueError(f"{name} is no tensor of shape {describe(shape)}: {problem}") from None
-    fits = len(value.shape) == len(shape) and all(
-        want in (None, got) for want, got in zip(shape, value.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {describe(shape)}")
+        raise ValueError(f"{name} is no tensor of shape {expected}: {problem}") from None
+    sizes = zip(shape, value.shape, strict=False)
+    if value.dim() != len(shape) or any(want not in (None, got) for want, got in sizes):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {expected}")
     if integers and (value.is_floating_point() or value.is_complex()) and value.numel():
         raise ValueError(f"{name} is {value.dtype}: expected integers")
     return value
 
 
-def flags_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "") -> Tensor:
+def flags_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None]) -> Tensor:
     """A field as a bool mask; ValueError for values other than 0 and 1."""
-    value = tensor_of(fields, name, shape, remedy)
+    value = tensor_of(fields, name, shape)
     odd = (value != 0) & (value != 1)
     if odd.any():
         raise ValueError(f"{name} has {value[odd][0].item()}: expected 0 or 1 throughout, no weights")
@@ -199,12 +175,6 @@ def cut_off(batch: RolloutBatch) -> Tensor:
     return batch.finish_reasons == _LENGTH
 
 
-def describe(shape: Sequence[int | None]) -> str:
-    """A shape in words, with ``any`` for dimensions of any size."""
-    words = ["any" if size is None else str(size) for size in shape]
-    return f"({words[0]},)" if len(words) == 1 else f"({', '.join(words)})"
-
-
 def version_of(policy_version: int | None, found: Iterable[Any], sample: int) -> int:
     """The weight version of a sequence: the caller's, or the oldest in its record; 0 if the record has none.
 
@@ -215,8 +185,6 @@ def version_of(policy_version: int | None, found: Iterable[Any], sample: int) ->
     try:
         # A record without versions is of a synchronous run, whose weights have one version.
         version = min(map(int, found), default=0)
-        if any(not isinstance(one, str) and int(one) != one for one in found):
-            raise ValueError("a fraction")
     except (OverflowError, TypeError, ValueError):
         raise ValueError(
             f"sequence {sample} has the weight versions {found!r}: pass policy_version instead, an integer"

@@ -113,19 +113,22 @@ def _sequence(
         # Without a mask, slime trains on every token of the response.
         given = sample.get("loss_mask") is not None
         mask[length - response :] = flags_of(sample, "loss_mask", (response,)) if given else True
+    version = version_of(policy_version, sample.get("weight_versions") or (), row)
     return one_sequence(
-        tokens,
-        mask,
-        log_probs,
-        policy_versions=version_of(policy_version, sample.get("weight_versions") or (), row),
+        {
+            "tokens": tokens,
+            "response_mask": mask,
+            "rollout_log_probs": log_probs,
+            "policy_versions": torch.full_like(tokens, version, dtype=torch.int32),
+            "routed_experts": _experts(sample, length),
+            "old_log_probs": old,
+        },
         sample_id=_index(sample, "index"),
         group_id=_index(sample, "group_index"),
         reward=_reward(sample, reward_key),
-        finish_reason=FINISH_REASONS.index(_finish_reason(sample)),
+        finish_reason=_finish_reason(sample),
         sampling=sampling,
-        routed_experts=_experts(sample, length),
         support=_support(sample, length),
-        old_log_probs=old,
     )
 
 

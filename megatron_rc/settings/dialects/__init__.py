@@ -42,7 +42,7 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     became = ", ".join(f"{name}={value!r}" for name, value in own.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
     if unread:
-        notes.append(f"not read, no part of the correction: {', '.join(unread)}")
+        notes.append(f"not read, no part of the correction: {', '.join(map(str, unread))}")
     return own, notes
 
 
@@ -76,13 +76,13 @@ def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Ma
     return f", a name of {' and '.join(owners)}: read these settings with dialect={' or '.join(map(repr, owners))}"
 
 
-def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[str]]:
+def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[Any]]:
     """The settings inside their sections, with the names of the program's defaults, and keys outside.
 
     ValueError for a setting with two values.
     """
     elsewhere: list[dict[str, Any]] = []
-    unread: list[str] = []
+    unread: list[Any] = []
     for section, names in program.elsewhere.items():
         inner = fields.get(section)
         if isinstance(inner, Mapping) and set(names) & set(inner):

@@ -18,50 +18,29 @@ megatron_rc | use_tis: true, mis_level: token | read these settings with dialect
 megatron_rc | algorithm: {rollout_correction: {rollout_rs: geometric, use_policy_gradient: true}}
     | read these settings with dialect='verl-2025-11'$
 nemo-rl | grpo: {error: 1} | seq_logprob_error_threshold=1.0 must be above 1
-nemo-rl | error: x | seq_logprob_error_threshold='x' must be a number
 nemo-rl | loss_fn: {use: true, type: seq-mask-tis, max: 1.1, min: 0.9}, grpo: {error: 2}
     | seq_logprob_error_threshold=.*'seq-mask-tis' .* one of the two
 nemo-rl | grpo: {error: 1.5}, ppo: {error: 2} | seq_logprob_error_threshold .* 1.5 and 2: keep one
-nemo-rl | error: 3, grpo: {error: 2} | threshold .* 3 and 2
 slime | --tis-clip: 3.0, tis_clip: 2.0 | tis_clip .* 3.0 and 2.0: keep one
 verl-2026 | - | dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl
-megatron-lm | - | dialect='megatron-lm' is unknown
-verl | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
-verl-2025-11 | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
-verl-2025-10 | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
-slime | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
-nemo-rl | rolout_is: token | unknown setting 'rolout_is': known are .*(rollout_is|use_tis|use_importance)
+verl | rolout_is: token | unknown setting 'rolout_is': known are rollout_is
 verl | use_tis: true | 'use_tis', a name of slime: read these settings with dialect='slime'
 slime | loss_fn: {} | 'loss_fn', a name of nemo-rl: read these settings with dialect='nemo-rl'
-verl | rollout_is_level: token | a name of verl-2025-10: read these settings with
 nemo-rl | bad_log_probs: error | a name of megatron_rc: read these settings with
-megatron_rc | use_tis: true | 'use_tis' .*, a name of slime: read these settings with dialect='slime'
 megatron_rc | algorithm: {} | a name of verl and verl-2025-11 and verl-2025-10: read
 slime | 3: true | unknown setting '3': known are use_tis
 verl | use_policy_gradient: true | unknown setting 'use_policy_gradient'
-verl | rollout_token_veto_threshold: 0.0001 | unknown setting 'rollout_token_veto_threshold'
 verl | rollout_correction: 3 | rollout_correction=3 must hold settings
-verl | algorithm: {rollout_correction: {rollout_ris: 1}} | unknown setting 'rollout_ris'
 verl | rollout_is: geometric | rollout_is='geometric' is unknown: use one of None, token, sequence
-verl | rollout_is: true | rollout_is=True is unknown
-verl | rollout_is_threshold: true | rollout_is_threshold=True must be
 verl | rollout_is_threshold: '5_0.5' | must lie below the upper one
-verl | rollout_is_threshold: -1 | must be a finite positive number
 verl | rollout_is_batch_normalize: 'yes' | rollout_is_batch_normalize='yes' must be true or false
 verl | rollout_rs: ' , ' | rollout_rs=' , ' names no criterion: name one, or set it to null
 verl | rollout_rs: token_k1 | rollout_rs_threshold=None: rollout_rs='token_k1' needs a bound
 verl | rollout_rs: geometric, rollout_rs_threshold: 2 | rollout_rs='geometric' is unknown to verl
-verl | rollout_rs: opsm, rollout_rs_threshold: 2 | rollout_rs='opsm' is unknown to verl
-verl | rollout_rs: group_mean_k1, rollout_rs_threshold: 2 | 'group_mean_k1' is unknown to verl
 verl | rollout_rs: seq_max_k1, rollout_rs_threshold: 2 | rollout_rs='seq_max_k1' is unknown
 verl | rollout_rs: token_k1, rollout_rs_threshold: '1,2' | has 2 bounds for 1 criteria
-verl | rollout_rs: token_k1, rollout_rs_threshold: '0_2' | must be a finite positive number
-verl | rollout_rs: token_k1, rollout_rs_threshold: x | 'x' is not a number
 verl | rollout_rs: token_k3, rollout_rs_threshold: 0.1_0.2 | token_k3 takes one upper bound
-verl | loss_type: gspo | loss_type='gspo' is unknown
-verl | bypass_mode: 1 | bypass_mode=1 must be true or false
 verl-2025-11 | rollout_rs: token_k1 | rollout_rs='token_k1' is unknown: use one of None, token, sequence
-verl-2025-11 | rollout_rs: token, rollout_rs_threshold: 0 | rollout_rs_threshold=0.0 must be a finite
 verl-2025-11 | rollout_rs: token, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 3
     | rollout_rs_threshold_lower=3 must lie below rollout_rs_threshold=2
 verl-2025-11 | rollout_is: null, rollout_rs: sequence, rollout_rs_threshold: null
@@ -69,51 +48,25 @@ verl-2025-11 | rollout_is: null, rollout_rs: sequence, rollout_rs_threshold: nul
 verl-2025-11 | rollout_is: token, rollout_is_threshold: null
     | rollout_is_threshold=None: rollout_is='token' needs a number
 verl-2025-11 | rollout_is_threshold: 0.5_5.0 | rollout_is_threshold='0.5_5.0' must be a number
-verl-2025-11 | rollout_token_veto_threshold: -1 | rollout_token_veto_threshold=-1.0 must be a finite
 verl-2025-11 | rollout_token_veto_threshold: nan | rollout_token_veto_threshold='nan' must be finite
 verl-2025-11 | bypass_mode: true, bypass_old_logprob_for_rollout: false
     | bypass_mode=True and bypass_old_logprob_for_rollout=False contradict
 verl-2025-11 | bypass_mode: true, loss_type: reinforce, use_policy_gradient: false
     | loss_type='reinforce' and use_policy_gradient=False contradict
-verl-2025-10 | rollout_is: token | rollout_is='token' must be true or false
 verl-2025-10 | rollout_is_mode: clamp | rollout_is_mode='clamp' is unknown: use one of truncate, mask, clip
-verl-2025-10 | rollout_is_level: null | rollout_is_level=None is unknown
-verl-2025-10 | rollout_is: true, rollout_is_threshold: '0.5_2' | rollout_is_threshold='0.5_2' must be a num
-verl-2025-10 | rollout_is: true, rollout_is_threshold: 2, rollout_is_mode: mask, rollout_is_threshold_lower: 2
-    | rollout_is_threshold_lower=2 must lie below rollout_is_threshold=2
-verl-2025-10 | rollout_is: true, rollout_is_threshold: 2, rollout_is_veto_threshold: 0
-    | rollout_is_veto_threshold=0.0 must be a finite positive number
-slime | use_tis: 'true' | use_tis='true' must be true or false
 slime | use_tis: true, tis_mode: icepop | tis_mode='icepop' is unknown: use one of truncate, clip, mask
-slime | use_tis: true, tis_level: null | tis_level=None is unknown
 slime | use_tis: true, tis_upper_bound: null | tis_upper_bound=None must be a finite positive number
-slime | use_tis: true, tis_mode: clip, tis_lower_bound: 3.0 | tis_lower_bound=3 must lie below tis_upper_bound=2
-slime | use_tis: true, use_rs: true, rs_level: null | rs_level=None is unknown
-slime | use_tis: true, use_rs: true, rs_veto_threshold: 0 | rs_veto_threshold=0.0 must be
 slime | use_tis: true, use_rs: true, rs_upper_bound: 0.1 | rs_lower_bound=0.5 must lie below rs_upper
 slime | use_tis: true, tis_mode: mask, use_rs: true, rs_lower_bound: 3.0, rs_upper_bound: 4.0 | together accept no ρ
 slime | use_tis: true, tis_level: geometric, tis_batch_normalize: true
     | tis_batch_normalize=True fails in slime with tis_level='geometric'
 slime | use_tis: true, tis_clip: 2.0, tis_mode: mask | tis_clip belongs to slime's built-in
-slime | use_tis: true, mis_mode: mask, rs_level: token
-    | rs_level belongs to its example's and mis_mode to its example's of October and November 2025: keep one
-slime | use_mis: true, mis_mode: drop | mis_mode='drop' is unknown: use one of truncate, clip, mask
-slime | use_mis: true, mis_upper_bound: 0 | mis_upper_bound=0.0 must be a finite positive number
 slime | use_opsm: true, opsm_delta: -1 | opsm_delta=-1.0 must be a number, 0 or more
-slime | use_opsm: true, opsm_delta: null | opsm_delta=None must be a number
-slime | use_opsm: 1 | use_opsm=1 must be true or false
 slime | use_tis: true, use_rollout_logprobs: true | use_tis=True and use_rollout_logprobs=True contradict
-nemo-rl | ratio_clip_min: 0.2 | unknown setting 'ratio_clip_min'
-nemo-rl | loss_fn: [1] | loss_fn=\[1\] must hold settings
 nemo-rl | use: true, type: TIS | 'TIS' is unknown
 nemo-rl | use: true, type: tis | truncated_importance_sampling_ratio=None must be a finite positive number
-nemo-rl | use: true, type: tis, max: -2 | truncated_importance_sampling_ratio=-2.0 must be a finite positive number
-nemo-rl | use: true, type: tis, max: 2, min: 3
-    | truncated_importance_sampling_ratio_min=3 must lie below truncated_importance_sampling_ratio=2
 nemo-rl | use: true, type: icepop, max: 5.0
     | truncated_importance_sampling_ratio_min is missing: 'icepop' needs both bounds
-nemo-rl | use: true, type: seq-mask-tis, max: 1.1
-    | truncated_importance_sampling_ratio_min is missing: 'seq-mask-tis' needs both bounds
 nemo-rl | use: true, type: seq-mask-tis, max: 1.1, min: 0.9, by_sequence: true | 'seq-mask-tis' has token weights
 nemo-rl | type: tis, max: 2 | needs use_importance_sampling_correction=True
 nemo-rl | max: 2 | needs use_importance_sampling_correction=True
@@ -151,19 +104,6 @@ def test_numbers_survive_exactly():
     assert config.is_bounds == (low, high)
 
 
-@pytest.mark.parametrize("generation", ["gen1", "gen2", "gen3", "slime"])
-def test_translations_survive_a_round_trip(generation):
-    dialect = {"gen1": "verl-2025-10", "gen2": "verl-2025-11", "gen3": "verl", "slime": "slime"}[generation]
-    count = 0
-    for case in cases("rollout_correction", generation=generation):
-        given = {name: value for name, value in case["config"].items() if value is not None}
-        config = RolloutCorrectionConfig.from_dict(given, dialect)
-        assert RolloutCorrectionConfig.from_dict(config.to_dict()) == config
-        assert config.notes[0].startswith(f"read as {dialect}: ")
-        count += 1
-    assert count >= 10
-
-
 PROBABLE = """
 rollout_rs: geometric, rollout_rs_threshold: 1.01 | verl-2025-11
 algorithm: {rollout_correction: {rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.9_1.1}} | verl
@@ -185,9 +125,7 @@ def test_settings_are_probably_of(settings, dialects):
 def test_a_config_is_said_in_other_words():
     token, icepop = RolloutCorrectionConfig.decoupled_token_is(1.5), RolloutCorrectionConfig.decoupled_token_icepop()
     assert token.to_dict() == token.to_dict("megatron_rc")
-    assert token.to_dict("verl") == {"rollout_is": "token", "rollout_is_threshold": 1.5}
     assert token.to_dict("slime") == {"use_tis": True, "tis_clip": 1.5}
-    assert icepop.to_dict("verl") == {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
     assert icepop.to_dict("nemo-rl") == {
         "use_importance_sampling_correction": True,
         "truncated_importance_sampling_type": "icepop",

@@ -5,8 +5,7 @@ import torch
 
 from megatron_rc import correct_rollouts
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from tests.golden.load import cases
-from tests.support.tables import UNTRUNCATED, table
+from tests.support.tables import table
 from tests.support.translated import reads
 
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
@@ -31,14 +30,10 @@ def named(settings):
 READ = """
 - | rollout_is: null
 use: false, min: 0.5 | rollout_is: null | truncated_importance_sampling_ratio_min=0.5 dropped
-use: true | rollout_is: token, rollout_is_threshold: UNTRUNCATED
 use: true, by_sequence: true, min: 0.5 | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED
     | truncated_importance_sampling_ratio_min=0.5 dropped
-use: true, type: tis, max: 2.0 | rollout_is: token, rollout_is_threshold: 2.0
 use: true, type: tis, max: 2.0, min: 0.0 | rollout_is: token, rollout_is_threshold: 2.0
-use: true, type: tis, max: 2, min: 0.3 | rollout_is: token, rollout_is_threshold: 0.3_2.0, rollout_is_mode: clamp
 use: true, max: 3.0 | rollout_is: token, rollout_is_threshold: 3.0 | without a type: 'tis'
-use: true, type: icepop, max: 5.0, min: 0.5 | rollout_is: token, rollout_is_threshold: 0.5_5.0
 use: true, type: seq-mask-tis, max: 1.002, min: 0.999
     | rollout_is: token, rollout_is_threshold: UNTRUNCATED, rollout_rs: seq_mean_k1, rollout_rs_threshold:
     0.999_1.002, rejection_denominator: original
@@ -83,18 +78,3 @@ def test_that_rejection_is_nemo_rls():
     result = correct_rollouts(old, rollout, mask, config)
     assert torch.equal(result.mask, kept)
     assert result.denominators[0, 2] == kept.sum()
-
-
-def test_recorded_settings_of_nemo_rl():
-    read = [
-        RolloutCorrectionConfig.from_dict({"loss_fn": case["config"]}, "nemo-rl")
-        for case in cases("policy_loss")
-        if case["source"]["project"] == "NeMo-RL"
-    ]
-    kinds = {(config.rollout_is, config.is_mode, config.is_bounds[1], config.rollout_rs) for config in read}
-    assert kinds >= {
-        (None, "truncate", 2.0, None),
-        ("token", "truncate", 2.0, None),
-        ("token", "mask", 5.0, None),
-        ("token", "truncate", UNTRUNCATED, "seq_mean_k1"),
-    }

@@ -17,7 +17,7 @@ from megatron_rc.launch.training.reporting.run_page.notes import answers_of, not
 from megatron_rc.launch.training.reporting.run_page.panels import WANTED, histograms_of, panels_of
 from megatron_rc.launch.training.reporting.run_page.verdict import FULL_NAMES, doctor_of, tiles_of
 from megatron_rc.launch.training.reporting.series import collect, usual_names
-from megatron_rc.replay.template import filled
+from megatron_rc.replay.page import filled
 
 PAGE = "report.html"
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
