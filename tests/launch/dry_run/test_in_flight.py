@@ -46,6 +46,6 @@ def test_experts_hold_the_bytes_that_pytorch_allocates(more, dispatcher):
     local = on_this_machine(config)
     with cpu_backend():
         (chunk,) = memory._measure_stage(config, local, STAGE)
-    for in_flight in (1, 2, 4, 8):
+    for in_flight in (1, 5):
         found = memory.dynamic_bytes([chunk], [0] * in_flight)
         assert found == pytest.approx(allocated(local, in_flight), rel=0.1), in_flight
