@@ -98,15 +98,13 @@ def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, ma
 
 
 def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
-    is_safe = files.is_save(files.load) and files.save_interval
-    remedy = (
-        "needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started again go on "
-        "from the newest checkpoint"
-    )
-    if mine.max_restarts and not is_safe:
-        raise ConfigurationError(f"--max-restarts {mine.max_restarts} {remedy}")
-    if machines.fewest < machines.most and not is_safe:
-        raise ConfigurationError(f"--nnodes {mine.nnodes} {remedy}")
+    restarts = f"--max-restarts {mine.max_restarts}" * bool(mine.max_restarts)
+    asked = restarts or f"--nnodes {mine.nnodes}" * (machines.fewest < machines.most)
+    if asked and not (files.is_save(files.load) and files.save_interval):
+        raise ConfigurationError(
+            f"{asked} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started "
+            "again go on from the newest checkpoint"
+        )
 
 
 if __name__ == "__main__":

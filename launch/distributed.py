@@ -143,7 +143,7 @@ def shut_down() -> None:
 
 
 def agree(config: RunConfig, error: str | AgreedError | None = None, numbers: Sequence[float] = ()) -> list[float]:
-    """Agree on one verdict: whether any rank has an error; and share numbers.
+    """Agree on whether any rank has an error, and share numbers.
 
     Args:
         config: settings of the run.

@@ -60,9 +60,12 @@ class RowFormat:
             )
         prompt = row[self.input_key]
         messages = self._messages(prompt)
-        last = messages[-1]["content"] if messages else prompt
-        self._check_text(self.input_key, last)
-        return Problem(last, label, messages=messages, record=row)
+        texts = [message["content"] for message in messages] or [prompt]
+        if not texts[-1].strip():
+            raise ValueError(f"has an empty text as {self.input_key}")
+        for text in texts:
+            self._check_text(text)
+        return Problem(texts[-1], label, messages=messages, record=row)
 
     def _messages(self, prompt: Any) -> tuple[Mapping[str, Any], ...]:
         """Messages of the conversation; empty if the prompt is plain text."""
@@ -79,7 +82,6 @@ class RowFormat:
                 if not isinstance(message.get(key), str):
                     found = _kind(message[key]) if key in message else "nothing"
                     raise ValueError(f"has {found} as {place}[{key!r}], not a string")
-            self._check_text(place, message["content"], may_be_empty=number + 1 < len(prompt))
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends {self.input_key!r} with a message of the assistant: remove the answer")
         if not self.chat:
@@ -88,17 +90,17 @@ class RowFormat:
             )
         return tuple(prompt)
 
-    def _check_text(self, place: str, text: str, may_be_empty: bool = False) -> None:
-        if not text.strip() and not may_be_empty:
-            raise ValueError(f"has an empty text as {place}")
+    def _check_text(self, text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"has half a surrogate pair in {place}, at character {error.start + 1}") from error
+            raise ValueError(
+                f"has half a surrogate pair in {self.input_key}, at character {error.start + 1}"
+            ) from error
         unknown = None if self.alphabet is None else next((char for char in text if char not in self.alphabet), None)
         if unknown is not None:
             raise ValueError(
-                f"has {unknown!r} in {place}, which is not a token of the character tokenizer: give "
+                f"has {unknown!r} in {self.input_key}, which is not a token of the character tokenizer: give "
                 "--tokenizer-model DIR"
             )
 
