@@ -23,13 +23,14 @@ if __name__ == "__main__":
     # Modules make many objects and little garbage: looking for it takes a tenth of the launcher's start.
     gc.disable()
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure, processes_meant
 from megatron_rc.launch.flags.help import short_help, whole_help
 from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
+from megatron_rc.launch.train_ppo import ignore_megatron_warnings
 from megatron_rc.launch.training.reporting.config_yaml import settings_text
 
 USAGE_ERROR = 2
@@ -66,14 +67,11 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         sys.exit(0)
     machines = machines_of(mine)
     if mine.dry_run:
-        from megatron_rc.launch.dry_run.command import dry_run
-
         typed = {word.partition("=")[0][2:].replace("_", "-") for word in words if word.startswith("--")}
         meant = None if {"nproc-per-node", "nnodes"} & typed else processes_meant(flags)
-        most = meant or machines.world_sizes()[-1]
         # Eight GPUs on each machine, if only the launch file gives the number of processes.
-        spread = -(-meant // 8) if meant else machines.most
-        dry_run(flags, most, machines=spread, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
+        number = -(-meant // 8) if meant else machines.most
+        _dry_run(mine, flags, meant or machines.world_sizes()[-1], number)
         sys.exit(0)
     # Check every number of machines that the run may begin with; ranks check the real one.
     for size in machines.world_sizes():
@@ -86,16 +84,27 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     return [*words_for_torchrun(mine, machines), "--module", module, *flags]
 
 
+def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, machines: int) -> None:
+    """Check the flags of a run, and print the findings of its dry run."""
+    ignore_megatron_warnings()
+    with missing_packages_noted() as missing:
+        config, _ = configure(flags, world_size, folders=False, elsewhere=True)
+    # Wrong flags are refused before Megatron-Core is imported.
+    from megatron_rc.launch.dry_run.findings import examine
+
+    found = examine(config, missing, machines, mine.device_memory_gib)
+    text = json.dumps(found.as_mapping(), indent=2) if mine.json else "\n".join(found.in_words())
+    sys.stdout.write(f"{text}\n")
+
+
 def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
-    is_safe = files.is_save(files.load) and files.save_interval
-    remedy = (
-        "needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started again go on "
-        "from the newest checkpoint"
-    )
-    if mine.max_restarts and not is_safe:
-        raise ConfigurationError(f"--max-restarts {mine.max_restarts} {remedy}")
-    if machines.fewest < machines.most and not is_safe:
-        raise ConfigurationError(f"--nnodes {mine.nnodes} {remedy}")
+    restarts = f"--max-restarts {mine.max_restarts}" * bool(mine.max_restarts)
+    asked = restarts or f"--nnodes {mine.nnodes}" * (machines.fewest < machines.most)
+    if asked and not (files.is_save(files.load) and files.save_interval):
+        raise ConfigurationError(
+            f"{asked} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started "
+            "again go on from the newest checkpoint"
+        )
 
 
 if __name__ == "__main__":

@@ -142,45 +142,35 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def agree(config: RunConfig, error: str | AgreedError | None = None, stop: bool = False) -> bool:
-    """Agree on one verdict: whether any rank has an error or wants to stop.
+def agree(config: RunConfig, error: str | AgreedError | None = None, numbers: Sequence[float] = ()) -> list[float]:
+    """Agree on whether any rank has an error, and share numbers.
 
     Args:
         config: settings of the run.
         error: this rank's error, as a sentence or as an error with an exit code; None: no error.
-        stop: this rank was told to stop.
+        numbers: this rank's numbers, equally many on every rank; exact as float64.
 
     Returns:
-        True on every rank if any was told to stop.
+        The largest value of each number over all ranks.
 
-    Collectives: one all-reduce of two numbers over all ranks; on an error one broadcast more.
+    Collectives: one all-reduce of one number and ``numbers`` over all ranks; on an error one broadcast more.
 
     Raises:
         AgreedError: on every rank if any had an error, with message and exit code of the lowest such rank.
-    """
-    return agree_and_share(config, [], error, stop)[0]
-
-
-def agree_and_share(
-    config: RunConfig, numbers: Sequence[float], error: str | AgreedError | None = None, stop: bool = False
-) -> tuple[bool, list[float]]:
-    """Return the verdict of :func:`agree`, and the largest value of each number over all ranks.
-
-    Every rank gives equally many numbers. They travel in the all-reduce of :func:`agree`.
     """
     device = config.launch.device
     world, rank = dist.get_world_size(), dist.get_rank()
     own = AgreedError(error) if isinstance(error, str) else error
     vote = 0 if own is None else (world - rank) * _CODES + own.code
     # A vote is a whole number below 2^53.
-    votes = torch.tensor([vote, int(stop), *numbers], dtype=torch.float64, device=device)
+    votes = torch.tensor([vote, *numbers], dtype=torch.float64, device=device)
     with phases.waiting():
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    highest, stopping, *shared = votes.tolist()
+    highest, *shared = votes.tolist()
     if highest:
         first, code = divmod(int(highest), _CODES)
         raise AgreedError(_broadcast_text(str(own or ""), world - first, device), code)
-    return bool(stopping), shared
+    return shared
 
 
 @contextmanager
@@ -199,33 +189,6 @@ def failing_together(
     except kinds as problem:
         error = in_words(problem)
     agree(config, error)
-
-
-def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:
-    """Check that all ranks have the same number, below 2^63.
-
-    Collectives: one all-reduce of two numbers over all ranks.
-
-    Raises:
-        AgreedError: on every rank if they have not, with the message ``otherwise``.
-    """
-    ends = torch.tensor([number, -number], device=config.launch.device)
-    with phases.waiting():
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    highest, lowest = ends.tolist()
-    if highest != -lowest:
-        raise AgreedError(otherwise)
-
-
-def number_of_rank_0(config: RunConfig, number: int) -> int:
-    """Return rank 0's number; the arguments of other ranks are ignored.
-
-    Collectives: one broadcast of one number over all ranks.
-    """
-    message = torch.tensor(number, device=config.launch.device)
-    with phases.waiting():
-        dist.broadcast(message, src=0, group=dist.group.WORLD)
-    return int(message)
 
 
 def _broadcast_text(text: str, source: int, device: torch.device) -> str:

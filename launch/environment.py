@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,6 @@ _PACKAGES = (
 _GIT_SECONDS = 10
 
 
-@dataclass(frozen=True)
-class Repository:
-    """A git checkout."""
-
-    folder: str  # top folder
-    commit: str  # the commit that is checked out
-    has_changes: bool  # tracked files differ from the commit
-
-
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, and of installed packages that change numbers."""
     found = {"python": platform.python_version(), "megatron-rc": megatron_rc.__version__}
@@ -39,27 +29,25 @@ def versions() -> dict[str, str]:
     return found
 
 
-def repositories() -> list[Repository]:
+def repositories() -> list[dict[str, Any]]:
     """Return the git checkouts of this package and of the working directory, if there are any."""
     folders = (Path(megatron_rc.__file__).parent, Path.cwd())
     commits = dict(found for found in map(_commit, folders) if found is not None)
-    return [
-        Repository(top, commit, bool(_git(top, "status", "--porcelain", "--untracked-files=no")))
-        for top, commit in commits.items()
-    ]
+    changes = ("status", "--porcelain", "--untracked-files=no")
+    return [{"folder": top, "commit": one, "has_changes": bool(_git(top, *changes))} for top, one in commits.items()]
 
 
 def environment() -> dict[str, Any]:
     """Return versions and repositories as plain values."""
-    return {"versions": versions(), "repositories": [asdict(repository) for repository in repositories()]}
+    return {"versions": versions(), "repositories": repositories()}
 
 
 def environment_lines() -> list[str]:
     """Return versions and repositories as lines of text."""
     lines = [" · ".join(f"{name} {version}" for name, version in versions().items())]
-    for repository in repositories():
-        state = ", with changes that are not committed" if repository.has_changes else ""
-        lines.append(f"{repository.folder} at {repository.commit}{state}")
+    for one in repositories():
+        state = ", with changes that are not committed" if one["has_changes"] else ""
+        lines.append(f"{one['folder']} at {one['commit']}{state}")
     return lines
 
 

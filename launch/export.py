@@ -20,7 +20,7 @@ from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text, make_task
-from megatron_rc.launch.tasks.text import HUGGING_FACE, HuggingFaceText, printable_text
+from megatron_rc.launch.tasks.text import HUGGING_FACE, CharacterText, HuggingFaceText
 from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
 from megatron_rc.launch.weights import find_family
 
@@ -73,7 +73,7 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
         if folder is not None:
             raise ConfigurationError(f"--tokenizer-model {folder}: the run had one token a character: drop the flag")
         if task.task is None:
-            return printable_text()
+            return CharacterText()
         training, response = config.training, config.rollouts.max_response_length
         return make_task(task.task, training.seed, None, training.seq_length, response).text
     known = folder or task.tokenizer_model or files.load_hf

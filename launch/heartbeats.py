@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT, read_store
-from megatron_rc.launch.phases import clock
+from megatron_rc.launch.phases import Phase, clock
 
 BEAT_SECONDS = 1.0
 # One store takes about 30,000 writes a second, and also serves the ranks' addresses.
@@ -35,10 +35,10 @@ _MISSED = 4
 _OVER = "over"
 _TELL_SECONDS = 3
 _FAULTS = {
-    "failed": "{where} failed {doing}: see what it said",
-    "gone": "{where} is gone, {doing}: its process {process} has ended",
-    "silent": "{silence}: its process is dead, stopped or cut off",
-    "elsewhere": "{where} did not come to where the others wait: it is {doing}",
+    "failed": "{heard.where} failed {beat.phase}: see what it said",
+    "gone": "{heard.where} is gone, {beat.phase}: its process {beat.process} has ended",
+    "silent": "{heard.silence}: its process is dead, stopped or cut off",
+    "elsewhere": "{heard.where} did not come to where the others wait: it is {beat.phase}",
 }
 
 
@@ -49,16 +49,14 @@ class Beat:
     count: int  # number of its reports
     host: str  # its machine
     process: int  # its process number there
-    phase: str  # name of its phase
-    since: float  # beginning of the phase, in seconds since 1970
-    engine: str  # the engine that it waits for; may be empty
-    waits: bool  # it waits for other ranks
+    phase: Phase
     end: str = ""  # empty, ``ended`` or ``failed``
 
-    @property
-    def doing(self) -> str:
-        """The phase and its beginning, in words."""
-        return f"in {self.phase} since {clock(self.since)}"
+    @classmethod
+    def read(cls, text: str | bytes) -> Beat:
+        """Read a beat from the store."""
+        given = json.loads(text)
+        return cls(**given | {"phase": Phase(**given["phase"])})
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class _Heard:
     @property
     def silence(self) -> str:
         """The silence of this rank, in words."""
-        return f"{self.where} has not answered since {clock(self.time)}, {self.beat.doing}"
+        return f"{self.where} has not answered since {clock(self.time)}, {self.beat.phase}"
 
     @property
     def is_silent(self) -> bool:
@@ -100,9 +98,8 @@ class _Heard:
 
     def blamed(self, fault: str) -> Missed:
         """Name this rank as the one that keeps others waiting, by a fault of :data:`_FAULTS`."""
-        doing, process = self.beat.doing, self.beat.process
-        words = _FAULTS[fault].format(where=self.where, doing=doing, process=process, silence=self.silence)
-        return Missed(self.rank, f"on {self.beat.host}, {doing}", words)
+        words = _FAULTS[fault].format(heard=self, beat=self.beat)
+        return Missed(self.rank, f"on {self.beat.host}, {self.beat.phase}", words)
 
 
 class Heartbeats:
@@ -147,7 +144,8 @@ class Heartbeats:
     def who_is_missed(self, error: BaseException) -> Missed | None:
         """Return the rank that others wait for, after this error of a collective.
 
-        Takes a few beats, in which living ranks report. None: no collective raises such errors, or no rank stands out.
+        It is the first rank that failed, else that is silent, else that works elsewhere if this one has waited. Takes a
+        few beats, in which living ranks report. None: no collective raises such errors, or no rank stands out.
         """
         if self._store is None or not _may_be_of_collective(error):
             return None
@@ -161,20 +159,11 @@ class Heartbeats:
             self._look()
         except RuntimeError:
             return None
-        return self._culprit(has_waited)
-
-    def is_first_alive(self) -> bool:
-        """Whether all ranks below this one are gone."""
-        gone = {rank for rank, heard in self.heard.items() if heard.is_silent or heard.beat.end == "failed"}
-        return all(rank in gone for rank in range(self.rank))
-
-    def _culprit(self, has_waited: bool) -> Missed | None:
-        """Return the first rank that failed, else that is silent, else that works elsewhere if this one has waited."""
         others = [heard for _, heard in sorted(self.heard.items()) if heard.beat.end != "ended"]
         found = [heard.blamed("failed") for heard in others if heard.beat.end]
         found += [heard.blamed("silent") for heard in others if heard.is_silent]
         if has_waited:
-            found += [heard.blamed("elsewhere") for heard in others if not heard.beat.waits]
+            found += [heard.blamed("elsewhere") for heard in others if not heard.beat.phase.waits]
         return found[0] if found else None
 
     def _stop(self) -> None:
@@ -188,46 +177,43 @@ class Heartbeats:
             while not self._over.wait(self.every):
                 self._tell()
                 self._watch_processes()
-                self._watch_other_machines()
+                # Another machine's launcher has reported a failed rank.
+                if len(self._neighbours) + 1 < self.world and self._store.check([_OVER]):
+                    self._end(Missed(**json.loads(self._store.get(_OVER))))
                 if self.rank < 2:
                     self._look()
                     self._watch()
 
     def _tell(self, end: str = "") -> None:
         self._count += 1
-        phase = phases.current()
-        doing = phase.name, phase.since, phase.engine, phase.waits
-        beat = Beat(self._count, socket.gethostname(), os.getpid(), *doing, end)
+        beat = Beat(self._count, socket.gethostname(), os.getpid(), phases.current(), end)
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
 
     def _watch_processes(self) -> None:
         """End this rank if the process of another one of its machine is gone before its work was done."""
+        import psutil  # type: ignore[import-untyped]
+
         for rank in self._neighbours:
             if rank not in self._processes and self._store.check([str(rank)]):
                 self._processes[rank] = _heard(self._store, rank).beat.process
             # Its last report may be newer than the last look.
-            if rank in self._processes and not _is_there(self._processes[rank]):
+            if rank in self._processes and not psutil.pid_exists(self._processes[rank]):
                 lost = _heard(self._store, rank).lost()
                 if lost is not None:
                     self._end(lost)
-
-    def _watch_other_machines(self) -> None:
-        """End this rank if another machine's launcher has reported a failed rank."""
-        if len(self._neighbours) + 1 < self.world and self._store.check([_OVER]):
-            self._end(Missed(**json.loads(self._store.get(_OVER))))
 
     def _look(self) -> None:
         # Only ranks without any beat are asked for one by one; all others in one request.
         there = [rank for rank in range(self.world) if rank in self.heard or self._store.check([str(rank)])]
         for rank, said in zip(there, self._store.multi_get([str(rank) for rank in there]), strict=True):
-            beat, before = Beat(**json.loads(said)), self.heard.get(rank)
+            beat, before = Beat.read(said), self.heard.get(rank)
             if before is None or before.beat.count != beat.count:
                 self.heard[rank] = _Heard(rank, beat)
             else:
                 before.missed += 1
 
     def _watch(self) -> None:
-        """Name silent ranks soon, and end the run at the limit; name engines that are waited for."""
+        """Name silent ranks soon, and end the run at the limit; name slow engines every half minute."""
         for rank, heard in self.heard.items():
             if heard.beat.end:
                 continue
@@ -236,15 +222,11 @@ class Heartbeats:
                     self._end(heard.blamed("silent"))
                 if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / self.every):
                     say(f"{heard.silence}; the run ends if it stays so for {self.limit:.0f} s")
-            if self.rank == 0 and heard.beat.engine and not heard.is_silent:
-                self._say_who_is_slow(heard)
-
-    def _say_who_is_slow(self, heard: _Heard) -> None:
-        """Say every half minute that a rank still waits for its engine."""
-        beat, now = heard.beat, time.time()
-        if now - max(self._lines.get(heard.rank, 0.0), beat.since) >= LINE_SECONDS:
-            self._lines[heard.rank] = now
-            say(f"waiting for {heard.where}: {beat.engine} is {beat.doing} ({now - beat.since:.0f} s)")
+            phase, now = heard.beat.phase, time.time()
+            is_slow = now - max(self._lines.get(rank, 0.0), phase.since) >= LINE_SECONDS
+            if self.rank == 0 and phase.engine and not heard.is_silent and is_slow:
+                self._lines[rank] = now
+                say(f"waiting for {heard.where}: {phase.engine} is {phase} ({now - phase.since:.0f} s)")
 
 
 def tell_other_machines(folder: Path, ranks: Iterable[int]) -> None:
@@ -286,16 +268,7 @@ def _store(attempt: int, host: str, port: int, seconds: float) -> Any:
 
 
 def _heard(store: Any, rank: int) -> _Heard:
-    return _Heard(rank, Beat(**json.loads(store.get(str(rank)))))
-
-
-def _is_there(process: int) -> bool:
-    """Whether this machine has the process; True also until torchrun has collected a dead one."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return _Heard(rank, Beat.read(store.get(str(rank))))
 
 
 def _may_be_of_collective(error: BaseException) -> bool:

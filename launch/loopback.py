@@ -10,14 +10,8 @@ import socket
 import uuid
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 ADDRESS = "127.0.0.1"
 _BACKEND = "loopback"
@@ -30,48 +24,14 @@ def meet_on_loopback(args: argparse.Namespace) -> None:
     args.rdzv_endpoint = args.local_addr = ADDRESS
 
 
-class _Meeting(RendezvousHandler):
-    """The only agent, number 0 of 1, and the store of its ranks, as torchrun makes it from its arguments."""
+class _Meeting(StaticTCPRendezvous):
+    """Torchrun's rendezvous of agent 0 of 1, whose store listens on the loopback alone."""
 
     def __init__(self, params: RendezvousParameters) -> None:
-        self._run_id, self._meetings = params.run_id, 0
         listener = socket.create_server((ADDRESS, 0))
-        self._port = int(listener.getsockname()[1])
-        opened = listener.detach()
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            ADDRESS, self._port, is_master=True, master_listen_fd=opened
-        )
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: the ranks use the agent's store."""
-        return True
+        port, opened = int(listener.getsockname()[1]), listener.detach()
+        super().__init__(ADDRESS, port, rank=0, world_size=1, run_id=params.run_id, timeout=0)
+        self._store = dist.TCPStore(ADDRESS, port, is_master=True, master_listen_fd=opened)  # type: ignore[attr-defined]
 
     def get_backend(self) -> str:
-        """Return the name in torchrun's registry."""
         return _BACKEND
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Begin a new meeting, as for a restart, with an empty store."""
-        self._meetings += 1
-        store = PrefixStore(f"meeting {self._meetings}", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
-
-    def is_closed(self) -> bool:
-        """Return False: it never closes."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: nobody else can come."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of this run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Do nothing: the store ends with this process."""
-        return True

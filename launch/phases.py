@@ -17,6 +17,9 @@ class Phase:
     waits: bool = False  # this rank meets the other ranks in collectives, and works for none of them alone
     since: float = field(default_factory=time.time)  # time of its beginning, in seconds since 1970
 
+    def __str__(self) -> str:
+        return f"in {self.name} since {clock(self.since)}"
+
 
 _current = Phase("start-up")
 

@@ -91,7 +91,7 @@ def _run_on_rank(run: Run, config: RunConfig, task: Task) -> None:
     except Exception as error:
         missed = heartbeats.who_is_missed(error)
         if missed is not None:
-            end_together(missed.words, FAILURE, missed=missed, is_first=heartbeats.is_first_alive())
+            end_together(missed.words, FAILURE, missed.rank, missed.last_seen)
         heartbeats.close(failed=True)
         tell_ending(error=f"rank {heartbeats.rank}: {type(error).__name__}: {error}", code=FAILURE)
         raise
@@ -173,20 +173,18 @@ def _say_restart(rank: int) -> None:
         sys.stderr.write(f"a rank failed: all are started again (restart {attempt} of {most})\n")
 
 
-def end_together(message: str, code: int, *, missed: Missed | None = None, is_first: bool | None = None) -> NoReturn:
-    """End this rank with an error that all ranks have.
+def end_together(message: str, code: int, lost: int | None = None, lost_in: str = "") -> NoReturn:
+    """End this rank with an error that all ranks have, or all except the one that is lost.
 
     The first rank of each machine says the error and ends; the others wait until torchrun ends them, so that the
     message is not lost. A rank that torchrun leaves alone was the only one with the error, and says it after the wait.
-    Under the launcher no rank says the error: the launcher does.
+    Nobody waits for a lost rank. Under the launcher no rank says the error: the launcher does.
     """
-    lost, lost_in = (None, "") if missed is None else (missed.rank, missed.last_seen)
     is_told = tell_ending(error=message, code=code, lost=lost, lost_in=lost_in)
     if is_told and code == GUARD:
         # With another code torchrun would start the ranks again; the launcher gives the code.
         sys.exit(0)
-    if is_first is None:
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first = lost is not None or os.environ.get("LOCAL_RANK", "0") == "0"
     if not (is_first or leaves_by_sigterm()):
         time.sleep(WAIT_SECONDS)
     if not is_told and (is_first or code != USAGE_ERROR):

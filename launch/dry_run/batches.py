@@ -1,9 +1,21 @@
-"""Sizes of rollout batches, optimizer steps, micro-batches and the vocabulary."""
+"""Sizes of the layout, of rollout batches, optimizer steps, micro-batches and the vocabulary."""
 
 from __future__ import annotations
 
+from megatron_rc.launch.dry_run.tracing import Layout
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Number of ranks in each dimension."""
+    parallel = config.parallel
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=config.data_parallel_size,
+    )
 
 
 def batch_numbers(config: RunConfig) -> dict[str, int]:
@@ -52,9 +64,8 @@ def numbers_in_words(config: RunConfig) -> list[str]:
     virtual = parallel.virtual_pipeline_model_parallel_size
     experts = config.experts
     lines = [
-        f"{config.launch.world_size} ranks = TP {parallel.tensor_model_parallel_size} × CP "
-        f"{parallel.context_parallel_size} × PP {parallel.pipeline_model_parallel_size} × DP "
-        f"{config.data_parallel_size}" + (f", {virtual} virtual stages a rank" if virtual else ""),
+        f"{config.launch.world_size} ranks = {layout_of(config)}"
+        + (f", {virtual} virtual stages a rank" if virtual else ""),
         f"rollout batch: {batch['prompts']} prompts × {batch['responses_of_a_prompt']} responses = "
         f"{batch['sequences']} sequences, {batch['sequences_of_a_replica']} on each data-parallel rank",
         passes_in_words(config),

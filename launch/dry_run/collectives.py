@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rc.launch.dry_run.batches import batch_numbers, sequences_of_micro_batch
-from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage, megatron_here
-from megatron_rc.launch.dry_run.tracing import PHASES, Batch, Call, Layout, amount, once, sent, trace
+from megatron_rc.launch.dry_run.batches import batch_numbers, layout_of, sequences_of_micro_batch
+from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage
+from megatron_rc.launch.dry_run.tracing import PHASES, Batch, Call, amount, once, sent, trace
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import is_one_pass
+from megatron_rc.launch.train_ppo import cpu_backend
 from megatron_rc.parallel import ParallelGroups
 
 
@@ -19,7 +20,7 @@ def correction_calls(config: RunConfig) -> list[Call]:
 
     Their sizes depend neither on the number of tokens nor of ranks. So the trace has short sequences and few ranks.
     """
-    numbers, layout = batch_numbers(config), _layout(config)
+    numbers, layout = batch_numbers(config), layout_of(config)
     mini, each = numbers["mini_batches"], numbers["sequences_of_a_replica"] // numbers["mini_batches"]
     common = Batch(
         length=2 * layout.cp,
@@ -34,10 +35,10 @@ def correction_calls(config: RunConfig) -> list[Call]:
     ranks = config.parallel.model_size * min(2, config.data_parallel_size)
     small = config.changed(launch={"on_cpu": True, "world_size": ranks}, parallel={"expert_model_parallel_size": 1})
     one_pass = is_one_pass(config)
-    with megatron_here(), fake_groups(small, first_rank_of_stage(small, layout.pp - 1)):
+    with cpu_backend(), fake_groups(small, first_rank_of_stage(small, layout.pp - 1)):
         groups = ParallelGroups.from_megatron()
         calls, micro = (
-            once(trace(config.correction, config.loss, batch, _layout(small), groups, one_pass=one_pass), batch)
+            once(trace(config.correction, config.loss, batch, layout_of(small), groups, one_pass=one_pass), batch)
             for batch in (whole, piece)
         )
     found = {PHASES[0]: calls, PHASES[1]: micro, PHASES[2]: calls}
@@ -49,17 +50,15 @@ def bytes_sent(config: RunConfig, calls: Sequence[Call]) -> float:
     numbers = batch_numbers(config)
     steps = numbers["optimizer_steps"]
     times = dict(zip(PHASES, (1, steps * numbers["micro_batches"], steps), strict=True))
-    layout = _layout(config)
+    layout = layout_of(config)
     return sum(times[call.phase] * sent([call], layout, call.group) for call in calls)
 
 
 def as_mapping(config: RunConfig, calls: Sequence[Call]) -> dict[str, Any]:
     """The collectives as plain values, for JSON."""
     found: dict[str, Any] = {phase: [] for phase in PHASES}
-    for call in calls:
-        found[call.phase].append(
-            {"operation": call.kind, "group": call.group, "numbers": call.elements, "bytes": call.payload}
-        )
+    for phase, kind, group, elements, payload in calls:
+        found[phase].append({"operation": kind, "group": group, "numbers": elements, "bytes": payload})
     return found | {"bytes_sent": bytes_sent(config, calls)}
 
 
@@ -73,13 +72,3 @@ def in_words(config: RunConfig, calls: Sequence[Call]) -> list[str]:
             lines.append(f"the correction's collectives of {phase}: {shown}")
     total = amount(bytes_sent(config, calls))
     return [*lines, f"the correction sends {total} a rank for a rollout batch and its optimizer steps"]
-
-
-def _layout(config: RunConfig) -> Layout:
-    parallel = config.parallel
-    return Layout(
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        dp=config.data_parallel_size,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.many_experts import even_experts
 from megatron_rc.launch.flags.checks.megatron import MODULES_OF_ENGINE
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.train_ppo import cpu_backend
 
 TRANSFORMER_ENGINE = "transformer_engine"
 _OF_GPUS = (
@@ -175,16 +173,3 @@ def _latent_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Te
     """Attention; for value heads of another width a CPU makes all weights."""
     found: Tensor = _Kernel.apply(True, value.shape[-1], query, key, value)  # type: ignore[no-untyped-call]
     return found
-
-
-@contextlib.contextmanager
-def megatron_here() -> Iterator[None]:
-    """Run Megatron-Core on this machine's CPU inside the block, without the log line about it."""
-    log = logging.getLogger("megatron_rc")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with cpu_backend():
-            yield
-    finally:
-        log.setLevel(level)

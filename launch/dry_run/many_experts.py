@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,20 +28,9 @@ def even_experts() -> Iterator[None]:
     """Inside this block each expert gets the same number of tokens, and only two experts of a rank are built."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    with (
-        mock.patch.object(SequentialMLP, "__init__", _with_few_experts(SequentialMLP.__init__)),
-        mock.patch.object(SequentialMLP, "forward", _with_even_experts(SequentialMLP.forward)),
-    ):
-        yield
+    make, forward = SequentialMLP.__init__, SequentialMLP.forward
 
-
-def number_of(parameter: Tensor) -> int:
-    """Size of a parameter, times the number of experts that it stands for."""
-    return parameter.numel() * int(getattr(parameter, "stands_for", 1))
-
-
-def _with_few_experts(make: Any) -> Any:
-    def run(self: Any, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
+    def make_few(self: Any, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         if num_local_experts <= _FEW_EXPERTS:
             make(self, num_local_experts, *args, **kwargs)
             return
@@ -50,27 +41,22 @@ def _with_few_experts(make: Any) -> Any:
             parameter.stands_for = num_local_experts - 1
         self.local_experts = nn.ModuleList([first, _Between(last, num_local_experts - 2), last])
 
-    return run
+    def forward_evenly(self: Any, hidden: Tensor, _: Any, probs: Tensor) -> Any:
+        each, more = divmod(len(hidden), self.num_local_experts)
+        shares = [each + (index < more) for index in range(self.num_local_experts)]
+        if len(self.local_experts) < len(shares):
+            shares = [shares[0], sum(shares[1:-1]), shares[-1]]
+        # Of the tensor with the number of tokens of each expert, Megatron calls this method alone.
+        return forward(self, hidden, SimpleNamespace(tolist=lambda: shares), probs)
+
+    patch = partial(mock.patch.object, SequentialMLP)
+    with patch("__init__", make_few), patch("forward", forward_evenly):
+        yield
 
 
-def _with_even_experts(forward: Any) -> Any:
-    def run(self: Any, hidden: Tensor, _: Any, probs: Tensor) -> Any:
-        return forward(self, hidden, _Even(len(hidden), self.num_local_experts, len(self.local_experts)), probs)
-
-    return run
-
-
-class _Even:
-    """Tokens of each module if all experts get the same number; has the one method of a tensor that Megatron calls."""
-
-    def __init__(self, tokens: int, experts: int, modules: int) -> None:
-        each, more = divmod(tokens, experts)
-        shares = [each + (index < more) for index in range(experts)]
-        self.shares = shares if modules == experts else [shares[0], sum(shares[1:-1]), shares[-1]]
-
-    def tolist(self) -> list[int]:
-        """Tokens of each module."""
-        return self.shares
+def number_of(parameter: Tensor) -> int:
+    """Size of a parameter, times the number of experts that it stands for."""
+    return parameter.numel() * int(getattr(parameter, "stands_for", 1))
 
 
 class _Between(nn.Module):

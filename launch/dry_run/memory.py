@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
-from megatron_rc.launch.dry_run.fake_ranks import (
-    fake_groups,
-    fake_tensors,
-    first_rank_of_stage,
-    megatron_here,
-    on_this_machine,
-)
+from megatron_rc.launch.dry_run.fake_ranks import fake_groups, fake_tensors, first_rank_of_stage, on_this_machine
 from megatron_rc.launch.dry_run.live_bytes import LiveBytes
 from megatron_rc.launch.dry_run.many_experts import number_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+from megatron_rc.launch.train_ppo import cpu_backend
 from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.output import processed
@@ -72,7 +67,7 @@ def stage_memories(config: RunConfig) -> list[StageMemory]:
     local, found = on_this_machine(config), list[StageMemory]()
     last = config.parallel.pipeline_model_parallel_size - 1
     measured: dict[Any, list[_Chunk]] = {}
-    with megatron_here():
+    with cpu_backend():
         for stage in range(last + 1):
             like = (stage == 0, stage == last, _kinds_of_layers(config, stage))
             if like not in measured:
@@ -96,9 +91,8 @@ class _Chunk:
 
     def plus(self, other: _Chunk, layers: int) -> _Chunk:
         """This chunk with ``layers`` more layers; ``other`` is the same chunk with one more."""
-        names = [field.name for field in dataclasses.fields(self)]
-        mine, its = ([getattr(chunk, name) for name in names] for chunk in (self, other))
-        return _Chunk(*(low + layers * (high - low) for low, high in zip(mine, its, strict=True)))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return _Chunk(*(low + layers * (high - low) for low, high in pairs))
 
 
 def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:

@@ -14,7 +14,7 @@ from megatron_rc.launch.tasks import Task, Text, make_task
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
-from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, CharacterText, HuggingFaceText, printable_text
+from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, CharacterText, HuggingFaceText
 
 _log = logging.getLogger("megatron_rc")
 DEFAULT_TASK, DEFAULT_LABEL = "count_up", "label"
@@ -84,7 +84,7 @@ def resolve_task(args: argparse.Namespace) -> Task:
     """Make the task, and fill in the settings that follow from it."""
     text, most = _text(args), EVAL_PROBLEMS
     if args.prompt_data:
-        data = _prompt_data(args, text or printable_text())
+        data = _prompt_data(args, text or CharacterText())
         task: Task = data
         most = data.num_held_out
     else:

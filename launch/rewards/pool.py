@@ -25,7 +25,7 @@ from megatron_rc.launch.ending import SCORES_FOR, end_what_scores, mark_of_score
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import in_words
 from megatron_rc.launch.rewards.outcome import MAX_TRACEBACK, Outcome
-from megatron_rc.launch.rewards.rules import ReplySource, Setup, Source
+from megatron_rc.launch.rewards.rules import Setup, Source
 
 LOAD_SECONDS = 120.0
 # A worker writes down its stack after the time limit; it gets so long for that.
@@ -40,7 +40,7 @@ class RewardPool:
     They start at once and load the rule in the background.
     """
 
-    def __init__(self, source: Source | ReplySource, workers: int, timeout: float) -> None:
+    def __init__(self, source: Source, workers: int, timeout: float) -> None:
         self._workers = [_Worker(source, timeout) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -73,7 +73,7 @@ class RewardPool:
             self._idle.put(worker)
 
 
-def check_loads(source: Source | ReplySource, load_timeout: float = LOAD_SECONDS) -> None:
+def check_loads(source: Source, load_timeout: float = LOAD_SECONDS) -> None:
     """Load the rule in a process of its own, since loading may hang or crash; ConfigurationError if it fails."""
     worker = _Worker(source, load_timeout, load_timeout)
     try:
@@ -85,7 +85,7 @@ def check_loads(source: Source | ReplySource, load_timeout: float = LOAD_SECONDS
 class _Worker:
     """One process at a time; after its end the next sample starts another."""
 
-    def __init__(self, source: Source | ReplySource, timeout: float, load_timeout: float = LOAD_SECONDS) -> None:
+    def __init__(self, source: Source, timeout: float, load_timeout: float = LOAD_SECONDS) -> None:
         self.source, self.timeout, self.load_timeout = source, timeout, load_timeout
         self._lock = threading.Lock()
         self._is_closed, self._is_loaded, self._has_ended = False, False, True

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rc.launch.rewards.outcome import MAX_COMPONENTS, Outcome, outcome_of
 from megatron_rc.launch.rewards.pool import RewardPool
-from megatron_rc.launch.rewards.rules import ReplySource, Source
+from megatron_rc.launch.rewards.rules import Source
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Text
 
@@ -129,18 +129,28 @@ class Rewarder:
 
     def _keep_failures(
         self,
-        source: Source | ReplySource,
+        source: Source,
         requests: Sequence[Mapping[str, Any]],
         outcomes: Sequence[Outcome],
         where: Mapping[str, Any],
     ) -> None:
-        """Write failures down, and report the first one."""
+        """Write failures down; end the run for the first one, or say once that the run goes on."""
         failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
-        for index, outcome in failed:
-            self._write(requests[index], outcome, {**where, "sample": index, "rule": source.name})
-        if failed:
-            index, outcome = failed[0]
-            self._report(source, outcome, requests[index]["response"])
+        for index, one in failed:
+            self._write(requests[index], one, {**where, "sample": index, "rule": source.name})
+        if not failed:
+            return
+        index, first = failed[0]
+        words = f"{source.name} {first.failure}, on response {requests[index]['response'][:80]!r}"
+        if self.settings.reward_errors == "stop":
+            shown = f"its traceback:\n{first.traceback[-_SHOWN:]}\n" if first.traceback else ""
+            raise RewardError(
+                f"{shown}{words}: the sample is in {self.file}; mend the rule, or go on with --reward-errors continue"
+            )
+        if not self._has_said:
+            self._has_said = True
+            given = self.settings.reward_on_error
+            _log.error("%s: it gets %g, as all that follow; they are in %s", words, given, self.file)
 
     def _known(self, outcome: Outcome) -> Outcome:
         """Return the outcome, or a failure if the run has too many different components."""
@@ -167,19 +177,6 @@ class Rewarder:
                 f"{self.file} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
             ) from error
 
-    def _report(self, source: Source | ReplySource, outcome: Outcome, response: str) -> None:
-        """End the run, or say once that the run goes on."""
-        where = f"{source.name} {outcome.failure}, on response {response[:80]!r}"
-        if self.settings.reward_errors == "stop":
-            shown = f"its traceback:\n{outcome.traceback[-_SHOWN:]}\n" if outcome.traceback else ""
-            raise RewardError(
-                f"{shown}{where}: the sample is in {self.file}; mend the rule, or go on with --reward-errors continue"
-            )
-        if not self._has_said:
-            self._has_said = True
-            given = self.settings.reward_on_error
-            _log.error("%s: it gets %g, as all that follow; they are in %s", where, given, self.file)
-
 
 def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Rewards:
     """Subtract the penalty of long responses, which becomes a component; without ``--overlong penalise`` do nothing.
@@ -202,7 +199,7 @@ def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Re
 class InProcess:
     """Scoring in this process by a rule that can neither hang nor crash; for use in place of :class:`RewardPool`."""
 
-    def __init__(self, source: Source | ReplySource) -> None:
+    def __init__(self, source: Source) -> None:
         self._rule, self._read = source.load(), source.read
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
@@ -218,9 +215,9 @@ def source_of(config: RunConfig) -> Source:
     return Source(config.task.task, config.training.seed, config.rewards.reward)
 
 
-def reply_source(config: RunConfig) -> ReplySource:
+def reply_source(config: RunConfig) -> Source:
     """Return the source of a run's replies to turns."""
-    return ReplySource(config.task.task, config.training.seed, config.rewards.reply)
+    return Source(config.task.task, config.training.seed, config.rewards.reply, "reply")
 
 
 def errors_file(config: RunConfig) -> Path:
@@ -233,10 +230,7 @@ def as_json(value: Any) -> Any:
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        try:
-            return reprlib.repr(value)
-        except ValueError:  # an integer of more digits than Python writes
-            return f"a value that cannot be written, of type {type(value).__name__}"
+        return reprlib.repr(value)
     return value
 
 

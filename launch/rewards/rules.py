@@ -22,95 +22,74 @@ _HARMLESS_TASK = "count_up"
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a run's rule, from which a worker makes the rule."""
+    """The source of a run's rule, or of its replies to turns; a worker makes the function from it."""
 
-    task: str | None  # ``--task``; None: files of prompts, which have no rule of their own
+    task: str | None  # ``--task``; None: files of prompts, which have no function of their own
     seed: int  # seed of the task
-    reward: str | None = None  # ``--reward``; None: the task's own rule
+    given: str | None = None  # value of ``--reward`` or ``--reply``; None: the task's own method
+    method: str = "reward"  # "reward" or "reply"
 
     @property
     def name(self) -> str:
         """The flag and its value."""
-        if self.reward is not None:
-            return f"--reward {self.reward}"
+        if self.given is not None:
+            return f"--{self.method} {self.given}"
         return "--prompt-data" if self.task is None else f"--task {self.task}"
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it runs in the trainer's process, without a time limit."""
-        return self.reward == EXACT or (self.reward is None and self.task == _HARMLESS_TASK)
+        """Whether a rule runs in the trainer's process, without a time limit."""
+        return self.given == EXACT or (self.given is None and self.task == _HARMLESS_TASK)
 
     def check(self) -> None:
-        """Raise ConfigurationError if the rule is unknown or its library is not installed."""
-        if self.reward is None or is_python_spec(self.reward):
+        """Raise ConfigurationError if a rule is unknown or its library is not installed."""
+        if self.given is None or is_python_spec(self.given):
             return
-        if self.reward not in BUILT_IN:
+        if self.given not in BUILT_IN:
             raise ConfigurationError(
-                f"--reward {self.reward} is unknown: use {', '.join(BUILT_IN)} or python:pkg.module:function"
+                f"--reward {self.given} is unknown: use {', '.join(BUILT_IN)} or python:pkg.module:function"
             )
-        if self.reward == MATH_VERIFY:
+        if self.given == MATH_VERIFY:
             require("math_verify", self.name, "math")
 
     def load(self) -> Rule:
-        """Load the rule into this process; ConfigurationError if there is none, or if it is no function."""
-        self.check()
-        if self.reward is None:
-            return _called_by_keywords(self._rule_of_task(), self.name)
-        if is_python_spec(self.reward):
-            return _function(self.reward, "--reward")
-        return _called_by_keywords(exact if self.reward == EXACT else _math_rule(), self.name)
-
-    @staticmethod
-    def read(given: Any) -> Outcome:
-        """The outcome of a value that the rule returned."""
-        return read_score(given)
-
-    def _rule_of_task(self) -> Rule:
-        rule: Rule | None = None
-        if self.task is not None:
-            is_own = is_python_spec(self.task)
-            rule = own_method(self.task, self.seed, "reward") if is_own else make_task(self.task, self.seed).reward
-        if rule is None:
-            raise ConfigurationError(f"{self.name} has no reward of its own: give --reward")
-        return rule
-
-
-@dataclass(frozen=True)
-class ReplySource:
-    """The source of a run's replies to the turns of a conversation, from which a worker makes the function."""
-
-    task: str | None  # as in :class:`Source`
-    seed: int  # seed of the task
-    reply: str | None = None  # ``--reply``; None: the task's method ``reply``
-
-    @property
-    def name(self) -> str:
-        """The flag and its value."""
-        return Source(self.task, self.seed).name if self.reply is None else f"--reply {self.reply}"
-
-    def load(self) -> Rule:
         """Load the function into this process; ConfigurationError if there is none, or if it is no function."""
-        if self.reply is not None:
-            return _function(self.reply, "--reply")
-        method = own_method(self.task, self.seed, "reply") if self.task and is_python_spec(self.task) else None
-        if method is None:
-            raise ConfigurationError(
-                f"{self.name} replies to no turn, which --max-turns above 1 needs: give --reply "
-                "python:pkg.module:function, or a task of your own with a method reply"
-            )
-        return _called_by_keywords(method, self.name)
+        if self.given is None:
+            return _called_by_keywords(self._method_of_task(), self.name)
+        if self.method == "reply" or is_python_spec(self.given):
+            found = load_python(self.given, f"--{self.method}")
+            if not callable(found) or isinstance(found, type):
+                raise ConfigurationError(f"{self.name} is {_kind(found)}: name a function")
+            return _called_by_keywords(found, self.name)
+        self.check()
+        return _called_by_keywords(exact if self.given == EXACT else _math_rule(), self.name)
 
-    @staticmethod
-    def read(given: Any) -> Outcome:
+    def read(self, value: Any) -> Outcome:
         """The outcome of a value that the function returned."""
-        return read_reply(given)
+        return read_score(value) if self.method == "reward" else read_reply(value)
+
+    def _method_of_task(self) -> Rule:
+        found: Rule | None = None
+        if self.task is not None and is_python_spec(self.task):
+            found = own_method(self.task, self.seed, self.method)
+        elif self.task is not None and self.method == "reward":
+            found = make_task(self.task, self.seed).reward
+        if found is None:
+            lacks = "has no reward of its own: give --reward"
+            if self.method == "reply":
+                lacks = (
+                    "replies to no turn, which --max-turns above 1 needs: give --reply python:pkg.module:function, or "
+                    "a task of your own with a method reply"
+                )
+            raise ConfigurationError(f"{self.name} {lacks}")
+        return found
 
 
 @dataclass(frozen=True)
 class Setup:
     """The first message to a worker."""
 
-    source: Source | ReplySource  # source of the rule
+    source: Source  # source of the rule
     timeout: float  # seconds for one sample
     load_timeout: float  # seconds to load the rule
     parent: int  # process that started the worker
@@ -142,14 +121,6 @@ def _math_rule() -> Rule:
     # It warns at every call that its own time limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return partial(verify_math, math_verify)
-
-
-def _function(spec: str, flag: str) -> Rule:
-    """The function of a user's module that a flag names."""
-    found = load_python(spec, flag)
-    if not callable(found) or isinstance(found, type):
-        raise ConfigurationError(f"{flag} {spec} is {_kind(found)}: name a function")
-    return _called_by_keywords(found, f"{flag} {spec}")
 
 
 def _called_by_keywords(function: Any, name: str) -> Rule:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree_and_share
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.streamed import StreamedEngine
@@ -194,7 +194,7 @@ class RolloutCollector:
             pass
         self.work.meet("the weight sync")
         before, self._restarts = self._restarts, getattr(self.engine, "restarts", 0)
-        _, (was_restarted,) = agree_and_share(self.config, [float(self._restarts > before)], error)
+        (was_restarted,) = agree(self.config, error, [self._restarts > before])
         return was_restarted > 0
 
     def collect(self, step: int) -> RolloutBatch:

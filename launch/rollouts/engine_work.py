@@ -90,7 +90,7 @@ class EngineWork:
             except (Exception, SystemExit) as problem:
                 error = f"{what} failed: {type(problem).__name__}: {problem}"
         self.meet(what)
-        if agree(self.config, error, stop=self.request.signal is not None):
+        if any(agree(self.config, error, [self.request.signal is not None])):
             raise Stopped
         return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -22,10 +21,10 @@ class PythonTask:
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
         self._user = f"--task {spec}"
         self._own = _make(spec, seed)
-        if not callable(_attribute(self._own, "problems", self._user)):
+        if not callable(getattr(self._own, "problems", None)):
             raise ConfigurationError(f"{self._user} has no method problems(start, count, held_out=False): add it")
         self.text = text or CharacterText(self._characters())
-        longest = max_response_length or _attribute(self._own, "max_response_length", self._user)
+        longest = max_response_length or getattr(self._own, "max_response_length", None)
         if not isinstance(longest, int) or longest <= 0:
             raise ConfigurationError(
                 f"{self._user} has max_response_length {longest!r}: set that attribute to a number of tokens, or give "
@@ -47,41 +46,29 @@ class PythonTask:
             )
         problems: list[Problem] = found
         for number, problem in enumerate(problems, start):
-            flaw = self._flaw(problem)
+            name = f"problem {number} (held_out={held_out})"
+            flaw = _call(self._user, name, self._flaw, problem)
             if flaw is not None:
-                raise ConfigurationError(f"{self._user}: problem {number} (held_out={held_out}) {flaw}")
+                raise ConfigurationError(f"{self._user}: {name} {flaw}")
         return problems
 
     def _flaw(self, problem: Problem) -> str | None:
-        """Reason why a problem cannot be a prompt; None: it can."""
-        if not isinstance(problem.record, Mapping):
-            return f"has a {type(problem.record).__name__} as its record: give a dict"
-        messages, examples = problem.messages, problem.examples
-        if not _is_list_of(Mapping, messages):
-            return f"has messages {messages!r:.40}: give dicts with 'role' and 'content'"
-        if not _is_list_of((tuple, list), examples) or any(len(pair) != 2 for pair in examples):
-            return f"has examples {examples!r:.40}: give pairs of a prompt and its answer"
-        texts = [problem.prompt, *(text for pair in examples for text in pair)]
-        other = next((text for text in texts if not isinstance(text, str)), "")
-        if not isinstance(other, str):
-            return f"has a prompt or an example of type {type(other).__name__}: give a str"
+        """Reason why a problem cannot be a prompt; None: it can. Fields of other types raise errors."""
+        dict(problem.record)
+        text = "".join([problem.prompt, *(part for pair in problem.examples for part in pair)])
         alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
-        unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
+        unknown = next((char for char in text if alphabet and char not in alphabet | {"\n"}), None)
         if unknown is not None:
             return f"has {unknown!r}, which is not a character of the tokenizer: add it, or give --tokenizer-model"
         return None if self.text.encode(problem) else "has an empty prompt: give it a text"
 
     def _characters(self) -> str:
-        characters = _attribute(self._own, "characters", self._user)
+        characters = getattr(self._own, "characters", None)
         if not isinstance(characters, str) or not characters:
             raise ConfigurationError(
                 f"{self._user} has no attribute characters, a str for the tokenizer: add it, or give --tokenizer-model"
             )
         return characters
-
-
-def _is_list_of(kinds: Any, found: Any) -> bool:
-    return isinstance(found, (tuple, list)) and all(isinstance(one, kinds) for one in found)
 
 
 def own_method(spec: str, seed: int, name: str) -> Any:
@@ -97,15 +84,10 @@ def _make(spec: str, seed: int) -> Any:
 
 
 def _method_of(own: Any, name: str, user: str) -> Any:
-    method = _attribute(own, name, user)
+    method = getattr(own, name, None)
     if method is not None and not callable(method):
         raise ConfigurationError(f"{user} has a {name} that is not a method: make it one, or give --{name}")
     return method
-
-
-def _attribute(own: Any, name: str, user: str) -> Any:
-    """Attribute of the user's object, or None; a property runs the user's code, which may raise."""
-    return _call(user, name, getattr, own, name, None)
 
 
 def _call(user: str, name: str, function: Any, *args: Any, **named: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import string
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +37,7 @@ class ReasoningGym:
                 "basic_arithmetic"
             )
         self.dataset = reasoning_gym.create_dataset(variant, seed=seed, size=SIZE)
-        self.text = text or CharacterText(string.printable)
+        self.text = text or CharacterText()
         self.max_response_length = max_response_length or RESPONSE_LENGTH
         self._longest_prompt = math.inf if seq_length is None else seq_length - self.max_response_length
 

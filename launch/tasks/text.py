@@ -90,10 +90,11 @@ class Text(ABC):
 class CharacterText(Text):
     """Tokenizer with one token per character, for models that are trained from scratch.
 
-    The ids 0, 1 and 2 are ``<pad>``, ``<eos>`` and ``<unk>``; the characters of ``alphabet`` follow in their order.
+    The ids 0, 1 and 2 are ``<pad>``, ``<eos>`` and ``<unk>``; the characters follow in their order. By default they are
+    the printable ASCII characters.
     """
 
-    def __init__(self, characters: str) -> None:
+    def __init__(self, characters: str = string.printable) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
         self.alphabet = frozenset(characters)
@@ -122,11 +123,6 @@ class CharacterText(Text):
     def _ids(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
-
-
-def printable_text() -> CharacterText:
-    """Tokenizer with one token per printable ASCII character, for prompts whose characters are not known yet."""
-    return CharacterText(string.printable)
 
 
 class HuggingFaceText(Text):

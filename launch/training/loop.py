@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, suppress
 import torch.distributed as dist
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree, agree_alike, agree_and_share
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
@@ -46,8 +46,9 @@ def train(config: RunConfig, task: Task) -> bool:
         ValueError: on every rank, if the checkpoint does not fit.
     """
     if config.data.rows_digest is not None:
-        message = "the files of --prompt-data and --eval-data differ between machines: copy them again"
-        agree_alike(config, config.data.rows_digest, message)
+        highest, lowest = agree(config, numbers=[config.data.rows_digest, -config.data.rows_digest])
+        if highest != -lowest:
+            raise AgreedError("the files of --prompt-data and --eval-data differ between machines: copy them again")
     groups = ParallelGroups.from_megatron()
     is_first = dist.get_rank() == 0
     with ExitStack() as stack:
@@ -193,7 +194,8 @@ class _Run:
             complaint = self.reporter.error or complaint or self.guards.step(step, reported)
         complaint = self.profiling(step) or complaint
         check, wants_stop = self.trainer.batch_check, self.request.signal is not None
-        self.is_stopped, shared = agree_and_share(self.config, check.numbers, complaint, stop=wants_stop)
+        *shared, stopping = agree(self.config, complaint, [*check.numbers, wants_stop])
+        self.is_stopped = stopping > 0
         check.hear(shared)
 
     def _say(self, words: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rc.launch.distributed import number_of_rank_0
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checks.sync_check import SyncCheck
@@ -46,7 +46,9 @@ class WeightSync:
             return -1
         launch = self.config.launch
         path = Path(launch.runs_dir) / launch.run_name / METRICS_FILE
-        return number_of_rank_0(self.config, last_evaluation(path, step) if self.reporter is not None else -1)
+        # Only rank 0 has the file.
+        own = last_evaluation(path, step) if self.reporter is not None else -1
+        return int(agree(self.config, numbers=[own])[0])
 
     @property
     def is_wanted(self) -> bool:

@@ -99,8 +99,6 @@ def test_rewards_that_fail_are_a_finding(ranks, tmp_path):
     (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *rule), None)
     assert [one.about for one in found if not one.agrees] == ["rewards"]
     assert "32 of 32 responses could not be scored: reward-errors.jsonl in the run's folder has them" in found[-1].words
-    (good,) = judge_rewards({"reward/errors": 0.0, "reward/mean": 0.25, "reward/min": 0.0, "reward/max": 1.0}, 4)
-    assert (good.agrees, good.words) == (True, "0.25 on average, from 0 to 1")
     assert judge_rewards({"reward/mean": 0.0}, 4) == [], "recorded rewards"
 
 
@@ -118,13 +116,11 @@ def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
     assert _tokens(batch, text).tolist() == [0, 3, 2]
     tokens[1, 5] = text.size
     assert _tokens(batch, text).tolist()[:2] == [1, 3]
-    assert judge_tokens(13, 0, 4, 3).agrees
-    assert "3 of 4" in judge_tokens(13, 0, 4, 3).words
-    foreign = judge_tokens(13, 2, 4, 0)
+    split, foreign = judge_tokens(13, 0, 4, 3), judge_tokens(13, 2, 4, 0)
+    assert (split.agrees, "3 of 4" in split.words) == (True, True)
     assert (foreign.agrees, "2 sampled tokens" in foreign.words) == (False, True)
     (inside,) = judge_endings(4, 4, 2)
-    assert (inside.agrees, judge_endings(3, 3, 0)[0].agrees) == (False, True)
-    assert "sampling went on after it" in inside.words
+    assert (inside.agrees, "sampling went on after it" in inside.words) == (False, True)
 
 
 def test_every_turn_ends_with_the_token_that_ends_texts():

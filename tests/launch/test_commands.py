@@ -5,17 +5,19 @@ import signal
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import main as torchrun_main
 
+from megatron_rc.launch import train_ppo
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.reporting.run_page.page import page_data
-from tests.support.forked import launch_forked
+from tests.support.commands import code_of
+from tests.support.forked import ForkedCall, launch_forked
 from tests.support.runs import (
     LOOPBACK,
     SMALL,
     TWO,
     children,
     finish,
-    launch,
     listening,
     read,
     rows_of,
@@ -86,27 +88,17 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
 
 
 @pytest.mark.processes
-def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
-    code, output, errors = finish(start(launch("--nproc-per-node=3", *SMALL, f"--runs-dir={tmp_path}")))
-    assert (code, output) == (2, "")
-    assert errors == (
-        "error: --tensor-model-parallel-size 2 · --pipeline-model-parallel-size 2 · --context-parallel-size 1 needs 4 "
-        "processes, got 3: start more, or split less\n"
-    )
-
-
-@pytest.mark.processes
 def test_under_torchrun_rank_0_speaks_alone(tmp_path):
-    words = [*SMALL, *TWO, "--num-attention-heads=1", f"--runs-dir={tmp_path}"]
-    code, _, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
+    words = ["--standalone", "--nproc-per-node=2", "--module", "megatron_rc.launch.train_ppo", *SMALL, *TWO]
+    process = ForkedCall(tmp_path, torchrun_main, [*words, "--num-attention-heads=1", f"--runs-dir={tmp_path}"])
+    code, _, errors = finish(process)
     assert code == 1, "torchrun's own code"
     assert errors.count("error: --num-attention-heads 1 must be a multiple of --tensor-model-parallel-size = 2") == 1
     assert "exitcode  : 2" in errors
-    assert 'File "' not in errors.split("ChildFailedError")[0].split("torch/distributed")[0]
+    assert errors.count("Traceback") == 1, "torchrun's own"
 
 
-@pytest.mark.processes
-def test_without_torchrun_the_remedy_is_named():
-    code, _, errors = finish(start(["launch/train_ppo.py"]))
-    assert code == 2
-    assert errors.startswith("error: start this with torchrun")
+def test_without_torchrun_the_remedy_is_named(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert code_of(train_ppo.main) == 2
+    assert capsys.readouterr().err.startswith("error: start this with torchrun")

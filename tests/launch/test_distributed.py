@@ -6,20 +6,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, _store_of_this_start, agree, alone, choose_interfaces
+from megatron_rc.launch.distributed import AgreedError, agree, alone, choose_interfaces
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.train_ppo import _collect_garbage_again, cpu_backend
 from megatron_rc.parallel import ParallelGroups
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.runs import wait_for
 
 NAMED = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
 WORDS = ["--config=count_up", "--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"]
@@ -87,47 +86,13 @@ def test_the_threads_of_process_groups_go_with_the_last_reference(tmp_path):
     wait_for(lambda: number_of_threads() == before)
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, number_of_threads()
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def agents_store(monkeypatch):
-    """The store of torchrun's agent, and the environment that its ranks find."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port}
-    for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-        monkeypatch.setenv(name, str(value))
-    return server
-
-
-def test_each_start_has_keys_of_its_own(agents_store, monkeypatch):
-    stores = []
-    for start in ("0", "0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        store, rank, world = _store_of_this_start(timedelta(seconds=30))
-        assert (rank, world) == (0, 2)
-        stores.append(store)
-    first, other_rank, again = stores
-    first.set("address of rank 1", "dead")
-    assert other_rank.get("address of rank 1") == b"dead"
-    assert not again.check(["address of rank 1"])
-
-
 def test_garbage_is_collected_again_after_a_start():
-    """What was made until then is passed over; a process that collects all the time is left alone."""
-    assert gc.isenabled()
+    """What was made until then is passed over."""
     frozen = gc.get_freeze_count()
-    _collect_garbage_again()
-    assert gc.get_freeze_count() == frozen
     gc.disable()
     try:
         _collect_garbage_again()
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > frozen
+        assert (gc.isenabled(), gc.get_freeze_count() > frozen) == (True, True)
     finally:
         gc.unfreeze()
         gc.enable()
@@ -152,7 +117,4 @@ def test_what_a_rank_forked_ends_with_it():
         [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, timeout=120
     )
     assert done.returncode == -signal.SIGKILL
-    begun = time.monotonic()
-    while Path(f"/proc/{int(done.stdout)}").exists():
-        assert time.monotonic() - begun < 60
-        time.sleep(0.05)
+    wait_for(lambda: not Path(f"/proc/{int(done.stdout)}").exists())

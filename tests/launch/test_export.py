@@ -18,6 +18,7 @@ from megatron_rc.launch.training import hugging_face
 from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
 from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
 from tests.launch.weights.test_memory import most_alive
+from tests.support.commands import code_of
 from tests.support.paths import ROOT
 from tests.support.published_models import GATED, LLAMA3, MODELS, SMALL_GPT2
 from tests.support.ranks import Layout
@@ -81,18 +82,9 @@ def home(tmp_path_factory, ranks):
     return found
 
 
-def run(*words):
-    """The command's exit code."""
-    try:
-        export.main([str(word) for word in words])
-    except SystemExit as end:
-        return end.code
-    return 0
-
-
 def exported(checkpoints, target, *more):
     """The exit code of an export of these checkpoints."""
-    return run("--load", checkpoints, "--save-hf", target, *more)
+    return code_of(export.main, "--load", checkpoints, "--save-hf", target, *more)
 
 
 @pytest.fixture
@@ -142,7 +134,7 @@ def test_the_documents_command_is_run_as_written(home, tmp_path, monkeypatch, ca
     (command,) = re.findall(r"^python -m megatron_rc\.launch\.export (.+)$", text, re.MULTILINE)
     (tmp_path / "ckpt").symlink_to(home / "llama3-checkpoints")
     monkeypatch.chdir(tmp_path)
-    assert run(*command.split()) == 0
+    assert code_of(export.main, *command.split()) == 0
     for block in re.findall(r"^```python\n(from transformers.+?)^```", text, re.MULTILINE | re.DOTALL):
         exec(compile(block, document, "exec"), {})
         assert re.search(r"^24\d*$", capsys.readouterr().out, re.MULTILINE)
@@ -194,15 +186,14 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=OWN)
     with_settings(checkpoints, None, checkpoints={"load_hf": str(folder)})
-    assert run("--load", checkpoints, "--save-hf", tmp_path / "out") == 0
+    assert exported(checkpoints, tmp_path / "out") == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == ([1, 2], 2, None)
     folder.rename(tmp_path / "moved")
-    words = ["--load", checkpoints, "--save-hf", tmp_path / "again"]
-    assert run(*words) == 2
-    assert run(*words, "--tokenizer-model", tmp_path / "moved") == 0
+    assert exported(checkpoints, tmp_path / "again") == 2
+    assert exported(checkpoints, tmp_path / "again", "--tokenizer-model", tmp_path / "moved") == 0
     for name in ("tokenizer.json", "config.json", "generation_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
@@ -210,8 +201,7 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(home, tmp_path, capsys):
     CharacterText("".join(map(chr, range(32, 127)))).save(tmp_path / "large")
     checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=OWN)
-    words = ["--load", checkpoints, "--save-hf", tmp_path / "out", "--tokenizer-model", tmp_path / "large"]
-    assert run(*words) == 2
+    assert exported(checkpoints, tmp_path / "out", "--tokenizer-model", tmp_path / "large") == 2
     assert re.search(r"^error: the tokenizer in \S+/large has 98 tokens, the model \d\d: give", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
@@ -255,17 +245,16 @@ def listed(path):
 )
 def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, section, change, message):
     checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", **{section: change})
-    assert run("--load", checkpoints, "--save-hf", tmp_path / "out") in (1, 2)
+    assert exported(checkpoints, tmp_path / "out") in (1, 2)
     assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
-@pytest.mark.parametrize("more", [[], ["--no-verify-integrity"]], ids=["verified", "unverified"])
-def test_checkpoints_that_cannot_be_read_are_named(copy, tmp_path, capsys, more):
-    """Found by the checksums, or without them by reading; nothing is left of what was begun."""
+def test_checkpoints_that_cannot_be_read_are_named(copy, tmp_path, capsys):
+    """Without checksums too; nothing is left of what was begun."""
     for path in copy.rglob("*.distcp"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert exported(copy, tmp_path / "out", *more) == 1
+    assert exported(copy, tmp_path / "out", "--no-verify-integrity") == 1
     assert "distcp" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
@@ -308,12 +297,11 @@ def test_a_task_of_ones_own_is_imported_only_where_it_is_named(home, tmp_path, m
         "    max_response_length = 4\n    def __init__(self, seed):\n        self.problems = list\n"
     )
     checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": spec})
-    words = ["--load", checkpoints, "--save-hf", tmp_path / "out"]
-    assert run(*words) == 2
+    assert exported(checkpoints, tmp_path / "out") == 2
     assert f"is that of {spec}, which is code: give --task {spec} if you trust it" in capsys.readouterr().err
-    assert run(*words, "--task=python:other:Task") == 2
+    assert exported(checkpoints, tmp_path / "out", "--task=python:other:Task") == 2
     assert not (tmp_path / "it-ran").exists()
-    assert run(*words, f"--task={spec}") == 0
+    assert exported(checkpoints, tmp_path / "out", f"--task={spec}") == 0
     assert (tmp_path / "it-ran").exists()
 
 
@@ -331,7 +319,8 @@ REQUESTS = {
 
 @pytest.mark.parametrize("words", REQUESTS)
 def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words):
-    assert run(*words.replace("HOME", str(home)).replace("TMP", str(tmp_path)).split()) in (1, 2)
+    given = words.replace("HOME", str(home)).replace("TMP", str(tmp_path)).split()
+    assert code_of(export.main, *given) in (1, 2)
     assert REQUESTS[words] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -377,7 +366,7 @@ def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
         task = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
         checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / name, task=task)
         with_settings(checkpoints, None, checkpoints={"load_hf": load_hf})
-        assert run("--load", checkpoints, "--save-hf", tmp_path / f"{name}-out") == 0
+        assert exported(checkpoints, tmp_path / f"{name}-out") == 0
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out")
         assert (model.config.pad_token_id, model.model.embed_tokens.padding_idx) == (None, None)
         assert model.config.eos_token_id == eos

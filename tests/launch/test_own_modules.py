@@ -50,13 +50,6 @@ def in_folder(folder, do, *arguments):
         sys.path[:] = path
 
 
-def test_the_page_is_read():
-    assert list(MODULES) == ["my_task.py", "my_replies.py"]
-    assert len(COMMANDS) == 4
-    assert all(words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "4"] for words in COMMANDS)
-    assert len(MODULES["my_task.py"].strip().splitlines()) < 30
-
-
 @pytest.mark.parametrize("words", FLAGS, ids=lambda words: words[2])
 def test_every_command_is_a_run(folder, words):
     config, _ = in_folder(folder, configure, ["--cpu", f"--runs-dir={folder}", *words], 4)
@@ -73,12 +66,11 @@ def test_the_examples_train(ranks, folder):
     assert (first["reward/errors"], second["reward/errors"]) == (0, 0)
 
 
-def test_the_task_gives_what_the_page_says(folder):
-    sys.path.insert(0, str(folder))
-    try:
-        from my_task import Reverse
-    finally:
-        sys.path.remove(str(folder))
+def test_the_task_and_the_reply_give_what_the_page_says(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    from my_replies import right_digits
+    from my_task import Reverse
+
     task = Reverse(1)
     trained, kept = ({one.prompt for one in task.problems(0, 300, held_out=held_out)} for held_out in (False, True))
     assert not trained & kept
@@ -86,14 +78,6 @@ def test_the_task_gives_what_the_page_says(folder):
     asked = {"prompt": problem.prompt, "label": problem.label, "record": {}}
     assert task.reward(response=problem.prompt[::-1], **asked) == {"reward": 1.0, "first_digit": 1.0}
     assert task.reward(response="", **asked)["reward"] == 0
-
-
-def test_the_reply_gives_what_the_page_says(folder):
-    sys.path.insert(0, str(folder))
-    try:
-        from my_replies import right_digits
-    finally:
-        sys.path.remove(str(folder))
     asked = {"prompt": "271", "label": "172", "record": {}, "turns": []}
     assert right_digits(response="172", **asked) is None
     assert right_digits(response="192", **asked) == {"observation": "2", "reward": 0.2}

@@ -21,7 +21,7 @@ def test_an_object_is_found_by_its_module_and_name():
     assert not is_python_spec(None)
 
 
-@pytest.mark.parametrize("given", ["", "a", "a:", ":b", "a.b", "a b:c", "a:b:c", "a/b.py:c", "a:b-c", ".a:b"])
+@pytest.mark.parametrize("given", ["a", "a:", ":b", "a:b:c", "a/b.py:c", ".a:b"])
 def test_what_is_written_otherwise_is_refused(given):
     with pytest.raises(ConfigurationError, match=r"^--reward python:.*: write it as python:pkg\.module:name, which is"):
         load_python(f"python:{given}", "--reward")
@@ -29,9 +29,7 @@ def test_what_is_written_otherwise_is_refused(given):
 
 MISSING = {
     f"{HERE}:nothing": f"^--task python:{HERE}:nothing: {HERE} has no nothing: is the name right",
-    f"{HERE}:Doubles.nothing": "has no Doubles.nothing",
     "no_such_module:name": "there is no module no_such_module: start the run in the folder that holds it, or name",
-    "tests.no_such:name": "there is no module tests.no_such: start",
     "json.tool.deeper:name": "there is no module json.tool.deeper: start",
     f"{HERE}.py:parts": rf"there is no module {HERE}\.py: leave out \.py, as in python:{HERE}:name$",
 }

@@ -51,7 +51,7 @@ def temporary(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(temporary):
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", RUN, *CASES],
         capture_output=True,
         text=True,
@@ -60,7 +60,6 @@ def told(temporary):
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
         timeout=600,
     )
-    return done
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ from megatron_rc.launch import replay
 from megatron_rc.records.rollout import save_rollouts
 from megatron_rc.replay.reading import NamedBatch
 from megatron_rc.replay.tokens import recorded
+from tests.support.commands import code_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config, save_initial
 
@@ -42,12 +43,7 @@ def gradient(words):
 
 def run(capsys, *words):
     """(exit code, standard output, standard error) of the command."""
-    code = 0
-    try:
-        replay.main([str(word) for word in words])
-    except SystemExit as end:
-        code = end.code
-    return code, *capsys.readouterr()
+    return code_of(replay.main, *words), *capsys.readouterr()
 
 
 @pytest.mark.ranks

@@ -64,12 +64,13 @@ def rows_of(folder):
     return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
 
 
-def wait_for(condition, process, seconds=250):
+def wait_for(condition, process=None, seconds=250):
+    """Wait for a condition, while the process runs."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+        assert process is None or process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
 
 
 def children(pid):

@@ -54,8 +54,6 @@ def misbehave(prompt, response, label, record):
         os._exit(int(rest))
     elif what == "segfault":
         ctypes.string_at(0)
-    elif what == "kill":
-        os.kill(os.getpid(), 9)
     elif what == "raise":
         raise ValueError(rest)
     elif what == "quit":
@@ -94,23 +92,17 @@ GIVEN = {
     "fraction": Fraction(1, 2),
     "true": True,
     "none": None,
-    "text": "0.5",
-    "list": [1.0],
     "lambda": lambda: 1,
     "awkward": Awkward(),
     "nan": float("nan"),
-    "infinite": np.inf,
     "beyond": 1e39,
-    "complex": 1j,
     "without": {"fluency": 1},
-    "words": {"reward": 1, "fluency": "high"},
     "nested": {"reward": {"reward": 1}},
     "taken": {"reward": 1, "mean": 2},
     "odd": {"reward": 1, "a b": 2},
     "number": {"reward": 1, 3: 2},
     "many": {"reward": 1, **{f"part{index}": index for index in range(40)}},
     "huge": {"reward": 1, "x" * 10_000_000: 1},
-    "empty": {},
 }
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_rc.launch.tasks.text import Problem
 
@@ -23,9 +23,7 @@ def parse_line(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("is empty: every line is one JSON object")
     try:
-        row = json.loads(
-            text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer, object_pairs_hook=_object
-        )
+        row = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at column {error.colno}): every line is one JSON object") from error
     except RecursionError as error:
@@ -62,9 +60,12 @@ class RowFormat:
             )
         prompt = row[self.input_key]
         messages = self._messages(prompt)
-        last = messages[-1]["content"] if messages else prompt
-        self._check_text(self.input_key, last)
-        return Problem(last, label, messages=messages, record=row)
+        texts = [message["content"] for message in messages] or [prompt]
+        if not texts[-1].strip():
+            raise ValueError(f"has an empty text as {self.input_key}")
+        for text in texts:
+            self._check_text(text)
+        return Problem(texts[-1], label, messages=messages, record=row)
 
     def _messages(self, prompt: Any) -> tuple[Mapping[str, Any], ...]:
         """Messages of the conversation; empty if the prompt is plain text."""
@@ -81,7 +82,6 @@ class RowFormat:
                 if not isinstance(message.get(key), str):
                     found = _kind(message[key]) if key in message else "nothing"
                     raise ValueError(f"has {found} as {place}[{key!r}], not a string")
-            self._check_text(place, message["content"], may_be_empty=number + 1 < len(prompt))
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends {self.input_key!r} with a message of the assistant: remove the answer")
         if not self.chat:
@@ -90,17 +90,17 @@ class RowFormat:
             )
         return tuple(prompt)
 
-    def _check_text(self, place: str, text: str, may_be_empty: bool = False) -> None:
-        if not text.strip() and not may_be_empty:
-            raise ValueError(f"has an empty text as {place}")
+    def _check_text(self, text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"has half a surrogate pair in {place}, at character {error.start + 1}") from error
+            raise ValueError(
+                f"has half a surrogate pair in {self.input_key}, at character {error.start + 1}"
+            ) from error
         unknown = None if self.alphabet is None else next((char for char in text if char not in self.alphabet), None)
         if unknown is not None:
             raise ValueError(
-                f"has {unknown!r} in {place}, which is not a token of the character tokenizer: give "
+                f"has {unknown!r} in {self.input_key}, which is not a token of the character tokenizer: give "
                 "--tokenizer-model DIR"
             )
 
@@ -113,22 +113,11 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"holds {constant}, which is no JSON value")
-
-
 def _finite(word: str) -> float:
     value = float(word)
-    if math.isinf(value):
-        raise ValueError(f"holds {word}, which is too large a number")
+    if not math.isfinite(value):
+        raise ValueError(f"holds {word}, which is no finite number")
     return value
-
-
-def _integer(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError as error:  # Python limits the digits of an integer
-        raise ValueError(f"holds an integer of {len(word)} digits, which is too large a number") from error
 
 
 def _among(row: Row) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree, agree_and_share
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.folders import (
@@ -118,7 +118,7 @@ def _agreed_latest(load: str, config: RunConfig, name: str) -> tuple[int | None,
         error = str(problem)
     number = -1 if found is None else found
     try:
-        _, (highest, lowest) = agree_and_share(config, [number, -number], error)
+        highest, lowest = agree(config, error, [number, -number])
     except AgreedError as agreed:
         return None, str(agreed)
     if highest != -lowest:

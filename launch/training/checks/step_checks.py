@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rc.launch.distributed import AgreedError, agree_and_share
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 
 # Megatron-Core's number of values for comparison, and its factor of a value that is too large.
@@ -61,7 +61,7 @@ class StepChecks:
                 f"was {before:.3g} (--check-for-large-grads): {self.advice}"
             )
         with telling_bad_steps():
-            return agree_and_share(self.config, numbers, error)[1]
+            return agree(self.config, error, numbers)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron_rc.launch.distributed import agree_and_share
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, cut_batch
@@ -64,5 +64,5 @@ class SyncCheck:
         train = self.score(cut)
         if train is not None:
             distance.add(train, cut.local, cut.local.positions)
-        _, shared = agree_and_share(self.config, distance.numbers)
+        shared = agree(self.config, numbers=distance.numbers)
         return distance.check(distance.replicas(shared), step)

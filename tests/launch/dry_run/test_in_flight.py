@@ -5,8 +5,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rc.launch.dry_run import memory
-from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage, megatron_here, on_this_machine
+from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage, on_this_machine
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+from megatron_rc.launch.train_ppo import cpu_backend
 from megatron_rc.launch.training.models.build import build_chunks
 from tests.launch.dry_run.test_memory import COMMON, EXPERTS, RECOMPUTED
 from tests.support.allocated import most_at_once
@@ -24,7 +25,7 @@ RECOMPUTATION = {
 
 def allocated(config, in_flight):
     """The most bytes at once while so many micro-batches go forward, and then back one after the other."""
-    with megatron_here(), fake_groups(config, first_rank_of_stage(config, STAGE)):
+    with cpu_backend(), fake_groups(config, first_rank_of_stage(config, STAGE)):
         (chunk,) = build_chunks(config, build_transformer_config(config))
         for parameter in chunk.parameters():
             parameter.register_post_accumulate_grad_hook(memory._forget_gradient)
@@ -43,8 +44,8 @@ def test_experts_hold_the_bytes_that_pytorch_allocates(more, dispatcher):
     """Layers of experts keep tensors after a backward; these do not reduce the bytes of a waiting micro-batch."""
     config = run_config([*MIXTURE, *more, f"--moe-token-dispatcher-type={dispatcher}"], STAGES, engine=False)
     local = on_this_machine(config)
-    with megatron_here():
+    with cpu_backend():
         (chunk,) = memory._measure_stage(config, local, STAGE)
-    for in_flight in (1, 2, 4, 8):
+    for in_flight in (1, 5):
         found = memory.dynamic_bytes([chunk], [0] * in_flight)
         assert found == pytest.approx(allocated(local, in_flight), rel=0.1), in_flight

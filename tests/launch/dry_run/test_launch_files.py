@@ -17,7 +17,7 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser
 from megatron_rc.launch.resolved_file import as_launch_file
-from tests.launch.dry_run.test_command import dry_run
+from tests.support.commands import code_of
 from tests.support.paths import ROOT
 
 # Ranks, family, and billions of parameters, as they are published.
@@ -68,42 +68,33 @@ def test_a_launch_file_fits(name, capsys):
     """By the command that it names itself."""
     text = (CONFIGS / "launch" / f"{name}.yaml").read_text()
     (words,) = re.findall(r"^# .*: python -m megatron_rc\.launch (--dry-run .*)$", text, re.MULTILINE)
-    with pytest.raises(SystemExit) as end:
-        main([*words.split(), "--device-memory-gib", "72"])
+    assert code_of(main, *words.split(), "--device-memory-gib", "72") == 0
     output, errors = capsys.readouterr()
-    assert (end.value.code, errors) == (0, "")
+    assert errors == ""
     assert f"{RANKS[name]} ranks = " in output
 
 
-@pytest.mark.processes
-def test_what_does_not_fit_is_said_with_what_mends_it(capsys):
-    code, _, errors = dry_run(capsys, "--config qwen2_7b_8gpus --device-memory-gib 30")
-    assert code == 2
-    assert "--device-memory-gib 30 is less than the" in errors
-    assert "GiB of a rank of stage 0, of which" in errors
-    assert "are activations: lower --micro-batch-size, or give --recompute-granularity full" in errors
+# What starts ranks, or a job: each shows its name and words, one a line.
+SHOWN = 'printf "%s\\n" "${0##*/}" "$@"'
+STAND_INS = {
+    "python": SHOWN,
+    "torchrun": SHOWN,
+    "srun": 'printf "%s\\n" srun "$1"; shift; exec "$@"',
+    "scontrol": 'printf "node-4\\nnode-5\\n"',
+    "sbatch": "shift; SLURM_NNODES=$1 SLURM_JOB_NODELIST=node-[4-5] SLURM_JOB_ID=7; shift; export SLURM_NNODES "
+    'SLURM_JOB_NODELIST SLURM_JOB_ID; exec "$@"',
+}
 
 
-def stand_ins(folder, programs):
-    """Write programs of these names; returns the PATH that has them in front."""
+def run(folder, line, programs=STAND_INS, **environment):
+    """(exit code, words that were shown, standard error) of a line for the shell, with stand-ins for programs."""
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
-
-
-def run_script(tmp_path, name, *words, **environment):
-    """(exit code, the command that was started, one word a line, standard error)."""
-    shown = dict.fromkeys(("python", "torchrun", "srun"), 'printf "%s\\n" "${0##*/}" "$@"')
-    path = stand_ins(tmp_path, {**shown, "scontrol": 'printf "node-4\\nnode-5\\n"'})
-    done = subprocess.run(
-        ["sh", str(ROOT / "launch" / name), *words],
-        env={"PATH": path, **environment},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    if not (folder / "launch").exists():
+        (folder / "launch").symlink_to(ROOT / "launch")
+    environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    done = subprocess.run(["sh", "-ec", line], env=environment, cwd=folder, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -124,26 +115,19 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts_the_ranks(name, tmp_path):
     environment, command = SCRIPTS[name]
-    code, words, errors = run_script(tmp_path, name, "my run.yaml", "--lr", "1e-6", **environment)
+    code, words, errors = run(tmp_path, f"launch/{name} 'my run.yaml' --lr 1e-6", **environment)
     assert (code, errors) == (0, "")
-    flags = ["--config", "my run.yaml", "--lr", "1e-6"]
-    if name == "one_node.sh":
-        assert words == [*command.split(), *flags]
-        return
-    assert words == [*command.split(), "-m", "megatron_rc.launch.train_ppo", *flags]
-    torchrun_takes(words[words.index("torchrun") + 1 :])
+    module = [] if name == "one_node.sh" else ["-m", "megatron_rc.launch.train_ppo"]
+    assert words == [*command.split(), *module, "--config", "my run.yaml", "--lr", "1e-6"]
+    assert not module or torchrun_takes(words)
 
 
 def test_under_slurm_torchrun_gives_the_ranks_time_to_save(tmp_path):
     """Slurm's signal comes 300 s before the end; torchrun alone would kill the ranks after 30 s of them."""
-    path = stand_ins(tmp_path, {"scontrol": "echo node-4", "srun": 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"'})
-    environment = {**SCRIPTS["slurm.sh"][0], "PATH": path}
-    script = ["sh", str(ROOT / "launch" / "slurm.sh"), "my_run.yaml"]
-    seconds = [
-        subprocess.run(script, env={**environment, **more}, capture_output=True, text=True, check=True).stdout.strip()
-        for more in ({}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"})
-    ]
-    assert seconds == ["270", "60"]
+    programs = STAND_INS | {"srun": 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"'}
+    for given, seconds in ({}, "270"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}, "60"):
+        environment = SCRIPTS["slurm.sh"][0] | given
+        assert run(tmp_path, "launch/slurm.sh my_run.yaml", programs, **environment) == (0, [seconds], "")
 
 
 def commands():
@@ -155,33 +139,17 @@ def commands():
     return list(dict.fromkeys(lines))
 
 
-STAND_INS = {
-    "torchrun": 'printf "%s\\n" "$@"',
-    "srun": 'shift; exec "$@"',
-    "scontrol": "echo node-0",
-    "sbatch": "shift; SLURM_NNODES=$1 SLURM_JOB_NODELIST=node-0 SLURM_JOB_ID=7; shift; export SLURM_NNODES "
-    'SLURM_JOB_NODELIST SLURM_JOB_ID; exec "$@"',
-    "python": 'printf "%s\\n" "$@"',
-}
-
-
 @pytest.mark.parametrize("line", commands(), ids=lambda line: line.split(" --load-hf")[0])
 def test_a_command_of_the_documents_works_as_it_is_written(line, tmp_path, monkeypatch):
     """Through the shell, with stand-ins for what starts ranks; the flags of the run are then checked as ranks do."""
-    environment = {"PATH": stand_ins(tmp_path, STAND_INS)}
-    (tmp_path / "launch").symlink_to(ROOT / "launch")
-    done = subprocess.run(
-        ["sh", "-ec", line], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    code, words, errors = run(tmp_path, line)
+    assert (code, errors) == (0, "")
     if line.startswith("python"):
-        words = done.stdout.replace("my_run.yaml", "llama3_70b_64gpus").split()
-        mine, flags = torchrun_parser().parse_known_args(words[2:])
-        assert made(flags[1], ranks=machines_of(mine).world_sizes()[-1]).launch.world_size == 64
+        mine, flags = torchrun_parser().parse_known_args(words[3:])
+        ranks = machines_of(mine).world_sizes()[-1]
+        assert made("llama3_70b_64gpus", *flags[2:], ranks=ranks).launch.world_size == 64
         return
-    words = done.stdout.splitlines()
-    if "one_node.sh" not in line:
-        torchrun_takes(words)
+    assert "one_node.sh" in line or torchrun_takes(words)
     machines = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
     name, *flags = words[words.index("--config") + 1 :]
     monkeypatch.chdir(tmp_path)
@@ -204,20 +172,21 @@ def publish(name):
 
 
 def torchrun_takes(words):
+    """Whether torchrun understands the words behind its name."""
     from torch.distributed.run import parse_args
 
-    assert parse_args(words).training_script == "megatron_rc.launch.train_ppo"
+    return parse_args(words[words.index("torchrun") + 1 :]).training_script == "megatron_rc.launch.train_ppo"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_a_script_lacks_is_said(name, tmp_path):
     environment, _ = SCRIPTS[name]
-    code, words, errors = run_script(tmp_path, name, **environment)
+    code, words, errors = run(tmp_path, f"launch/{name}", **environment)
     assert (code != 0, words) == (True, [])
     assert "usage: " in errors
     for missing in set(environment) - {"GPUS"}:
         rest = {key: value for key, value in environment.items() if key != missing}
-        code, words, errors = run_script(tmp_path, name, "count_up", **rest)
+        code, words, errors = run(tmp_path, f"launch/{name} count_up", **rest)
         assert (code != 0, words) == (True, []), missing
         assert missing in errors
 

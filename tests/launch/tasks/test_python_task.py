@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.launch.tasks import make_task
 from megatron_rc.launch.tasks.text import CharacterText
 
 SPEC = "python:tests.support.user_rewards:Doubles"
@@ -34,10 +34,6 @@ def test_a_class_is_a_task():
     assert [one.prompt for one in task.problems(0, 1, held_out=True)] == ["8"]
     assert (task.text.size, task.max_response_length) == (13, 2)
     assert task.reward(prompt="4", response="8", label="8", record={}) == {"reward": 1.0, "ended": 1.0}
-    text = CharacterText("ab")
-    task = make_task(SPEC, 3, text, 100, 7)
-    assert (task.text, task.max_response_length) == (text, 7), "flags come before what the class says"
-    assert Problem("2 + 2 = ?").label is None
 
 
 @pytest.fixture
@@ -54,10 +50,10 @@ def own(tmp_path, monkeypatch):
     return make
 
 
-def test_what_a_class_may_lack(own):
-    assert own("class Task:", "class Task:").reward is None
-    assert own('    characters = "0123456789"\n', "", text=CharacterText("ab")).text.size == 5
-    assert own("    max_response_length = 2\n", "", max_response_length=4).max_response_length == 4
+def test_flags_come_before_what_the_class_says_or_lacks(own):
+    for line in ("class Task:", '    characters = "0123456789"\n', "    max_response_length = 2\n"):
+        task = own(line, line if "class" in line else "", text=CharacterText("ab"), max_response_length=4)
+        assert (task.text.size, task.max_response_length, task.reward) == (5, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +65,8 @@ def test_what_a_class_may_lack(own):
         ("    max_response_length = 2\n", "", "max_response_length None: .*--max-response-length"),
         ("    max_response_length = 2", "    max_response_length = 0", "max_response_length 0: "),
         ("    characters", "    reward = 3\n    characters", "reward .* not a method"),
-        (
-            *("    characters", "    @property\n    def reward(self): return {}[1]\n    characters"),
-            r"^Traceback(?s:.*)\n--task python:own:Task: reward raises KeyError: 1$",
-        ),
         ("self.seed = seed", "raise SystemExit(0)", r"\n--task python:own:Task: Task raises SystemExit: 0$"),
         ("(self, seed)", "(self)", r"^TypeError.*\n--task python:own:Task: Task raises TypeError: .*seed"),
-        ("self.seed = seed", "self.seed = 1 / 0", r"(?s)own\.py.*\n--task \S+: Task raises ZeroDivisionError: "),
     ],
 )
 def test_a_class_that_is_no_task_is_refused(own, line, other, message):
@@ -93,14 +84,13 @@ GIVES = "return [Problem(str(number), label=number) for number in range(start, s
         ("[Problem('1')]", r"problems\(0, 2, held_out=False\) must give a list of 2 \S+Problem, it gave 1 of them$"),
         ("iter([])", "it gave a list_iterator$"),
         ("['1', '2']", "it gave a list with a str$"),
-        ("[Problem(1), Problem('2')]", r"problem 0 \(held_out=False\) .* type int: "),
-        ("[Problem('1'), Problem('2', examples=(('1', 2),))]", r"problem 1 \(held_out=False\) .* type int: "),
-        ("[Problem('1', examples=None), Problem('2')]", r"problem 0 .* examples None: "),
-        ("[Problem('1', examples=['12']), Problem('2')]", r"problem 0 .* examples \['12'\]: "),
+        (
+            "[Problem('1'), Problem(1)]",
+            r"\n--task \S+: problem 1 \(held_out=False\) raises TypeError: .* str instance, int",
+        ),
+        ("[Problem('1', examples=None), Problem('2')]", r"problem 0 \S+ raises TypeError: .* iterable"),
         ("[Problem('1'), Problem('2 + a')]", "problem 1 .* has ' ', .*--tokenizer-model"),
-        ("[Problem('1', record=[3]), Problem('2')]", r"problem 0 .* list as its record: "),
-        ("[Problem('1', messages='ab'), Problem('2')]", r"problem 0 .* messages 'ab': "),
-        ("exit()", r"(?s)^Traceback.*\n--task \S+: problems raises SystemExit: None$"),
+        ("[Problem('1', record=[3]), Problem('2')]", r"problem 0 \S+ raises TypeError: "),
         ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) .* empty prompt"),
         ("raise_sentence()", r"^no problems held out$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.tasks.prompt_data.mixture import parse_mixture, place, shuffled
+from megatron_rc.launch.tasks.prompt_data.mixture import parse_mixture, place
 
 WEIGHTS = st.lists(st.fractions(Fraction(1, 1000), 1000), min_size=1, max_size=6)
 
@@ -48,20 +48,9 @@ def test_files_have_their_shares_all_along_and_by_their_lengths_end_their_epochs
         assert set(drawn) == expected
 
 
-def test_an_order_has_every_row_once_and_follows_from_the_seed():
-    assert sorted(shuffled(100, "1/0/0")) == list(range(100))
-    assert shuffled(100, "1/0/0") == shuffled(100, "1/0/0")
-    assert len({tuple(shuffled(100, seed)) for seed in ("1/0/0", "1/0/1", "1/1/0", "2/0/0")}) == 4
-
-
-def test_words_are_paths_with_weights_or_paths_alone(tmp_path):
+def test_words_are_paths_with_weights_or_paths_alone():
     assert parse_mixture("--prompt-data", ["0.7", "a", "3e-1", "b"]) == [("a", Fraction(7, 10)), ("b", Fraction(3, 10))]
     assert parse_mixture("--prompt-data", ["a", "b"]) == [("a", None), ("b", None)]
-    # A link and its file are one file.
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    words = [f"{tmp_path}/{name}" for name in ("file", "other", "link")]
-    with pytest.raises(ConfigurationError, match=r"names \S+/file twice \(again as \S+/link\)"):
-        parse_mixture("--eval-data", words)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +59,10 @@ def test_words_are_paths_with_weights_or_paths_alone(tmp_path):
         ("0.7 a b", "^--prompt-data 0.7 a b: expected a positive weight .* 'b'"),
         ("0.7 a 0.3", "positive weight .* '0.3'"),
         ("0 a 1 b", "positive weight .* '0'"),
-        ("-1 a", "positive weight .* '-1'"),
         ("inf a", "positive weight .* 'inf'"),
         ("1e-999999999 a", "positive weight .* '1e-999999999'"),
         ("0.5 0.5 a b", "positive weight .* 'a'"),
         ("a 0.5 b", r"expected a path, got '0\.5': .* \./0\.5"),
-        ("a b a", "names a twice"),
         ("0.1 b 0.2 a 0.3 ./b", r"names b twice \(again as \./b\)"),
     ],
 )

@@ -41,16 +41,11 @@ def digits(tmp_path):
     return write(tmp_path / "digits.jsonl", LETTERS[26:36])
 
 
-def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(letters):
-    data = source(letters)
-    epochs = [prompts(data, 26 * number, 26) for number in range(3)]
-    assert all(sorted(epoch) == sorted(LETTERS[:26]) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert epochs[0] != sorted(epochs[0])
-
-
-def test_a_prompt_follows_from_seed_and_number_alone(letters, digits):
+def test_every_epoch_has_every_prompt_once_in_an_order_that_follows_from_the_seed(letters, digits):
     """A run that is resumed, or a rank that draws its share, finds what it would have drawn."""
+    epochs = [prompts(source(letters), 26 * number, 26) for number in range(3)]
+    assert all(sorted(epoch) == sorted(LETTERS[:26]) != epoch for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
     words = ("0.7", letters, "0.3", digits)
     whole = prompts(source(*words), 0, 120)
     for start, count in ((97, 9), (25, 4), (0, 1)):
@@ -65,22 +60,13 @@ def test_files_have_their_weights(letters, digits):
     without = prompts(source(letters, digits), 0, 36)
     assert sorted(without) == sorted(LETTERS[:36])
     # The file that is read most counts the epochs.
-    assert source(letters).metrics(39)["data/epoch"] == 1.5
     assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
 
 
-def test_held_out_prompts_come_in_the_order_of_their_files(tmp_path, letters, digits):
+def test_held_out_prompts_come_in_the_order_of_their_files(letters, digits):
     data = source(letters, held_out=[digits])
     assert prompts(data, 2, 3, held_out=True) == ["2", "3", "4"]
     assert data.num_held_out == 10
-    with pytest.raises(ConfigurationError, match=r"--eval-data holds 10 prompts, 11 .*--eval-problems"):
-        data.problems(0, 11, held_out=True)
-    with pytest.raises(ConfigurationError, match="takes no weights"):
-        source(letters, held_out=["1", digits])
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "label": 1}\n{"prompt": "b"}\n')
-    with pytest.raises(ConfigurationError, match=r"--eval-data .*a.jsonl, line 2 has no 'label'"):
-        source(letters, held_out=[str(path)])
 
 
 @pytest.mark.parametrize(
@@ -111,10 +97,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     assert sorted(prompts(data, 0, 2)) == ["a" * 10, "ab"]
     assert caplog.messages == [f"--prompt-data {path}: 2 of 4 prompts have more than 10 tokens and are left out"]
     assert data.metrics(3) == {"data/epoch": 1.5, "data/overlong_prompts": 2}
-    # An error with --overlong-prompts error, or if no prompt fits.
-    message = r"--prompt-data .*a\.jsonl, line 2 .* 11 tokens, .*--seq-length 15 .*--max-response-length 5 .* 10: "
-    with pytest.raises(ConfigurationError, match=message + ".*--overlong-prompts drop"):
-        source(path, drops=False)
     with pytest.raises(ConfigurationError, match="every prompt is too long, the shortest has 11 tokens"):
         source(write(tmp_path / "b.jsonl", ["a" * 12, "a" * 11]))
 

@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_rc.launch.dry_run.command import examine
-from megatron_rc.records.rollout import save_rollouts
+from megatron_rc.launch.dry_run.findings import examine
 from tests.support.hybrid import HYBRID, needs_hybrid
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
@@ -19,7 +18,6 @@ from tests.support.recorded_training import (
     LLAMA,
     flags,
     make_trainer,
-    recorded_batch,
     run_config,
     save_initial,
     share,
@@ -116,10 +114,8 @@ def test_flags_that_mamba_layers_cannot_take(tmp_path, monkeypatch, line):
 @needs_hybrid
 def test_a_dry_run_cannot_run_the_kernels(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(KERNELS)
-    save_rollouts(recorded_batch(0), tmp_path / "step-0000001-replica-0000.safetensors")
-    words = [f"--load-rollouts={tmp_path}", "--train-iters=1", "--grpo-iterations=1"]
     with refused("--hybrid-layer-pattern | dry run"):
-        examine(flags(tmp_path, *words, model=MAMBA), 1)
+        examine(run_config(flags(tmp_path, model=MAMBA), engine=False), [], 1, None)
 
 
 @needs_hybrid
