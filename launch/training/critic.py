@@ -49,15 +49,15 @@ class Critic(TrainedModel):
     With ``--critic-offload`` its tensors are empty outside :meth:`here`.
     """
 
-    def __init__(self, config: RunConfig, groups: ParallelGroups, passes: ModelPasses) -> None:
-        self.config, self.groups = config, groups
+    def __init__(self, config: RunConfig, settings: CriticSection, groups: ParallelGroups, passes: ModelPasses) -> None:
+        self.config, self.settings, self.groups = config, settings, groups
         transformer = build_transformer_config(config)
         transformer.finalize_model_grads_func = finalize_model_grads
-        super().__init__(_as_of_the_critic(config), passes, build_chunks(config, transformer, is_critic=True))
+        super().__init__(_as_of_the_critic(config, settings), passes, build_chunks(config, transformer, is_critic=True))
         self.checks = StepChecks(config, "the critic's", "--critic-lr")
         self._sums = list[Tensor]()
         self._offloads: list[Offload] = []
-        if self.settings.critic_offload:
+        if settings.critic_offload:
             model, optimizer = self.model, self.optimizer
             self._offloads.append(Offload(lambda: tensors_of_model(model)))
             self._offloads.append(Offload(lambda: tensors_of_optimizer(optimizer, model)))
@@ -72,13 +72,6 @@ class Critic(TrainedModel):
             for offload in self._offloads if with_optimizer else self._offloads[:1]:
                 stack.enter_context(offload.here())
             yield
-
-    @property
-    def settings(self) -> CriticSection:
-        """The critic's flags."""
-        if self.config.critic is None:
-            raise ValueError("this run has no critic")
-        return self.config.critic
 
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
         """Load the layers from ``--critic-load-hf``, or copy the policy's; the head keeps its initial weight.
@@ -102,13 +95,13 @@ class Critic(TrainedModel):
         Position t has the value of the state before label t was sampled.
         """
 
-        def function(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
-            return _values(local, output)
+        def values(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return output.reshape(local.layout.shape)  # [b, s/cp, 1] before
 
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
         with self.here(with_optimizer=False), torch.no_grad():
             self.gather_weights()
-            outputs = self.passes.run(self.model, batch, cuts, function, forward_only=True)
+            outputs = self.passes.run(self.model, batch, cuts, values, forward_only=True)
         return torch.cat(outputs) if outputs else None
 
     def prepare(self, batch: LocalBatch, values: Tensor | None, returns: Tensor | None) -> PreparedValues:
@@ -181,7 +174,7 @@ class Critic(TrainedModel):
         if local.returns is None or local.mask is None or local.sequence_lengths is None:
             raise ValueError("the critic's loss needs returns, mask and lengths: call prepare() first")
         found = value_loss(
-            _values(local, output),
+            output.reshape(local.layout.shape),
             local.returns,
             local.mask,
             old_values=local.values,
@@ -216,11 +209,6 @@ class Critic(TrainedModel):
         self.checks.gradient(step, norm)
 
 
-def _values(local: LocalTokens, output: Tensor) -> Tensor:
-    """Values, like the tokens, from the model's output [b, s/cp, 1]."""
-    return output.reshape(local.layout.shape)
-
-
 def _without_head(chunk: torch.nn.Module) -> torch.nn.Module:
     """A module with a chunk's embeddings and layers; it shares their parameters."""
     body = torch.nn.Module()
@@ -230,11 +218,8 @@ def _without_head(chunk: torch.nn.Module) -> torch.nn.Module:
     return body
 
 
-def _as_of_the_critic(config: RunConfig) -> RunConfig:
+def _as_of_the_critic(config: RunConfig, critic: CriticSection) -> RunConfig:
     """Settings with the critic's learning-rate flags instead of the policy's."""
-    critic = config.critic
-    if critic is None:
-        raise ValueError("this run has no critic")
     given = {name: value for name, value in config.megatron.given.items() if not name.startswith("decoupled_")}
     return config.changed(
         optimizer={"lr": critic.critic_lr, "min_lr": critic.critic_min_lr},

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import failing_together
 from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
@@ -84,15 +84,13 @@ class HuggingFaceSaves:
             return
         self._written = step
         weights = export_model(self.trainer.chunks, self.config, self.trainer.groups)
-        error = None
-        if dist.get_rank() == 0:
+        with failing_together(self.config, (Exception,), str):
             try:
-                write_directory(hugging_face_folder(files.save_hf, step), self.config, self.text, weights)
-            except Exception as problem:  # all ranks raise it together below
-                error = str(problem)
-        for _ in weights:
-            pass
-        agree(self.config, error)
+                if dist.get_rank() == 0:
+                    write_directory(hugging_face_folder(files.save_hf, step), self.config, self.text, weights)
+            finally:
+                for _ in weights:  # every rank gathers all of them
+                    pass
 
 
 def _describe(folder: Path, config: RunConfig, text: Text) -> Any:

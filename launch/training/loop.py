@@ -24,6 +24,7 @@ from megatron_rc.launch.training.checks.guards import Guards
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.reporting.config_yaml import write_settings
 from megatron_rc.launch.training.reporting.machine_metrics import Machine, trim_heap
+from megatron_rc.launch.training.reporting.metrics_file import read_rows
 from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
@@ -97,7 +98,7 @@ class _Run:
         self.steps = BadSteps(config, trainer, self.collector)
         self.guards, self.machine = Guards(config), Machine(config)
         if self.reporter is not None:
-            self.guards.go_on(self.reporter.rows_backwards(), trainer.iteration)
+            self.guards.go_on(read_rows(self.reporter.metrics.path), trainer.iteration)
         self.log_probs = SavedLogProbs(config, groups, trainer, self.collector)
 
     @property
@@ -157,11 +158,10 @@ class _Run:
         common = summary.metrics | collector.reward_metrics
         common |= trainer.rewards.metrics() | self.weight_sync.metrics | data
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
-        nonzero: tuple[float, ...] = ()
+        nonzero: list[float] = []
         if prepared:
-            estimated = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
-            nonzero, common = estimated.nonzero, common | prepared.plan.metrics() | estimated.metrics
-            common |= trainer.routing_metrics
+            nonzero, metrics = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
+            common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)

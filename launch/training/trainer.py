@@ -62,18 +62,12 @@ class Trainer(TrainedModel):
     """The policy on this rank, with its optimizer, reference, critic and correction.
 
     Attributes:
-        iteration: number of optimizer steps, those before a loaded checkpoint included.
+        iteration: number of optimizer steps; it and ``left_out`` count those before a loaded checkpoint too.
         sampling_weights: weights of the rollouts that are being sampled, kept for checkpoints.
-        open_rollouts: responses of the rollouts that are being sampled, kept for checkpoints; None without
-            ``--rl-partial-rollouts``.
-        writer: writer of checkpoints.
-        batch_check: check that the engines sampled the newest rollout batch from the trainer's weights.
-        replay: the routing replay of ``--moe-enable-routing-replay``; else None.
+        open_rollouts: their responses so far, kept for checkpoints; None without ``--rl-partial-rollouts``.
         routing_metrics: k3 of the newest rollout batch with and without routing replay; empty unless it was measured.
-        critic: the critic of ``--advantage-estimator gae``; else None.
-        left_out: numbers of steps that were not made, those before a loaded checkpoint included.
-        keeps_log_probs: whether steps keep the log-probs of their losses.
-        kept_log_probs: log π_θ of each micro-batch of the last step, if kept; empty on stages before the last.
+        kept_log_probs: log π_θ of each micro-batch of the last step if ``keeps_log_probs`` is set; empty on stages
+            before the last.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -98,7 +92,7 @@ class Trainer(TrainedModel):
         if config.engine.rl_partial_rollouts:
             replica = group_rank(groups.dp) if groups.is_first_of_replica else None
             self.open_rollouts = OpenRollouts(config, replica)
-        self.critic = Critic(config, groups, self.passes) if config.critic else None
+        self.critic = Critic(config, config.critic, groups, self.passes) if config.critic else None
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         self.routing_metrics: dict[str, float] = {}
@@ -201,8 +195,8 @@ class Trainer(TrainedModel):
             scores = Scores(batch=batch, rewards=rewards, turn_scale=self.rewards.scale, cut=cut, **known)
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
-        plan = self._plan(batch, cut, old)
         local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
+        plan = self._plan(batch, dataclasses.replace(cut, local=local))
         cut = dataclasses.replace(cut, local=_corrected(local, plan))
         if scores is not None and wanted.needs_the_correction:
             accepted = cut.local.mask if wanted.advantage_scope == "accepted" else None
@@ -245,10 +239,10 @@ class Trainer(TrainedModel):
             scored = self.passes.score(self.model, batch)
             return None if scored is None else scored.log_probs
 
-    def _plan(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> Plan:
+    def _plan(self, batch: RolloutBatch, cut: LocalBatch) -> Plan:
         """Checked plan of the correction."""
         plan = self.correction.plan(
-            self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
+            self._plan_inputs(batch, cut) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
             num_groups=None if self.correction.corrects_in_loss else self.config.rollouts.grpo_prompts_per_step,
             current_version=self.version,
@@ -259,12 +253,10 @@ class Trainer(TrainedModel):
             plan.check()
         return plan
 
-    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
+    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch) -> LocalTokens:
         """The local tokens with all fields that the plan needs."""
         return dataclasses.replace(
             cut.local,
-            train_log_probs=old,
-            rewards=cut.sides(batch.rewards),
             group_ids=None if self.correction.corrects_in_loss else cut.sides(batch.group_ids),
             policy_versions=cut.local.policy_versions if self.config.rollouts.knows_versions else None,
             mini_batch_ids=cut.mini_batch_ids,

@@ -54,11 +54,8 @@ class CheckpointSaves:
             except AgreedError as second:
                 error.args = (f"{error}; {second}",)
                 return
-        error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that{self._older(step)}",)
-
-    def _older(self, step: int) -> str:
-        """Name the last checkpoint before the error, if there is one."""
-        return f", the one before it is {self.saved}" if 0 < self.saved < step else ""
+        older = f", the one before it is {self.saved}" if 0 < self.saved < step else ""
+        error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that{older}",)
 
     def on_the_way(self) -> None:
         """Begin a checkpoint that is due after this step, or go on with the one under way."""

@@ -147,7 +147,7 @@ def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new
     from megatron_rc.launch.training.models.passes import ModelPasses
 
     config, groups = run_config(words, torch.distributed.get_world_size(), engine=False), ParallelGroups.from_megatron()
-    critic, data = Critic(config, groups, ModelPasses(config, groups)), training_cases.make_data()
+    critic, data = Critic(config, config.critic, groups, ModelPasses(config, groups)), training_cases.make_data()
     training_cases.load(critic.chunks, old)
     batch, rows = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
     cut = cut_batch(batch, config, groups)

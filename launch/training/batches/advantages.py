@@ -173,18 +173,13 @@ class Advantages:
         return rows.index_add_(0, cut.rows.clamp(min=0), torch.where(cut.rows >= 0, sums, 0))
 
 
-@dataclass(frozen=True)
-class AdvantageSummary:
-    """Summary of a rollout batch's advantages, equal on all ranks."""
-
-    nonzero: tuple[float, ...]  # for each mini-batch, the share of its responses with an advantage other than 0
-    metrics: dict[str, float]  # metrics of the whole batch
-
-
 def summarize(
     scores: Scores | None, estimated: Estimated | None, mini_batches: int, groups: ParallelGroups
-) -> AdvantageSummary:
+) -> tuple[list[float], dict[str, float]]:
     """Summarize the advantages on the last stage (the others give None), and broadcast the result to all stages.
+
+    Returns, equal on all ranks, for each mini-batch the share of its responses with an advantage other than 0, and
+    metrics of the whole batch.
 
     Collectives: one SUM of 2 · mini_batches + 2 doubles over ``dp_cp``, one broadcast of them over ``pp``.
     """
@@ -193,9 +188,7 @@ def summarize(
         sums = all_reduce_sum(_counts(scores, estimated, mini_batches, groups), groups.dp_cp)
     sums = broadcast(sums.to(group_device(groups.pp)), group_size(groups.pp) - 1, groups.pp).cpu()
     decided, responses, (kl, tokens) = sums.split([mini_batches, mini_batches, 2])
-    nonzero: list[float] = (decided / responses.clamp(min=1)).tolist()
-    metrics = {"reward/kl": float(kl / tokens)} if tokens else {}
-    return AdvantageSummary(tuple(nonzero), metrics)
+    return (decided / responses.clamp(min=1)).tolist(), {"reward/kl": float(kl / tokens)} if tokens else {}
 
 
 def _counts(scores: Scores, estimated: Estimated, mini_batches: int, groups: ParallelGroups) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rc.launch.rollouts.routed_experts import NOT_NEEDED
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.batches.packing import Packing, pack
+from megatron_rc.launch.training.batches.packing import pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
@@ -170,16 +170,29 @@ def _local_tokens(
 
 
 def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
-    ranks, here = _token_counts(batch, config, groups), group_rank(groups.dp)
+    ranks, here, device = _token_counts(batch, config, groups), group_rank(groups.dp), batch.tokens.device
     packing = pack(ranks, here, config)
-    micro_batches = []
+    micro_batches = []  # each a list of (row, length) of its sequences
     for mini_batch, (bins, counts) in enumerate(zip(packing.bins, ranks[here], strict=True)):
         first = mini_batch * len(counts)
         for one in bins:
             held = [(first + row, counts[row]) for row in one]
             missing = packing.width - sum(counts[row] for row in one)
             micro_batches.append([*held, *_padding(missing, config.training.seq_length)])
-    return _lay_out(batch, micro_batches, packing, groups)
+    layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
+    layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
+    rows = torch.tensor([row for one in micro_batches for row, _ in one])
+    ids = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
+    sequences = torch.tensor([len(one) for one in micro_batches])
+    return LocalBatch(
+        local=_local_tokens(batch, layout, rows.to(device), _taker(batch, layout, rows)),
+        rows=rows.to(device),
+        mini_batch_ids=torch.tensor(ids).repeat_interleave(sequences).to(device),
+        cuts=_consecutive(layouts, packing.num_micro_batches),
+        total_tokens=tuple(number * packing.width_of_ranks for number in packing.num_micro_batches),
+        rows_of_model=1,
+        length_of_model=sum(layouts[0].full_lengths),
+    )
 
 
 def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
@@ -201,30 +214,6 @@ def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups
 def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
     """(-1, length) of padding sequences with so many tokens in all, none longer than ``longest``."""
     return [(-1, min(longest, tokens - start)) for start in range(0, tokens, longest)]
-
-
-def _lay_out(
-    batch: RolloutBatch,
-    micro_batches: Sequence[Sequence[tuple[int, int]]],
-    packing: Packing,
-    groups: ParallelGroups,
-) -> LocalBatch:
-    """Make the local batch of micro-batches, each a list of (row, length) of its sequences."""
-    device = batch.tokens.device
-    layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
-    layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
-    rows = torch.tensor([row for one in micro_batches for row, _ in one])
-    ids = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
-    counts = torch.tensor([len(one) for one in micro_batches])
-    return LocalBatch(
-        local=_local_tokens(batch, layout, rows.to(device), _taker(batch, layout, rows)),
-        rows=rows.to(device),
-        mini_batch_ids=torch.tensor(ids).repeat_interleave(counts).to(device),
-        cuts=_consecutive(layouts, packing.num_micro_batches),
-        total_tokens=tuple(number * packing.width_of_ranks for number in packing.num_micro_batches),
-        rows_of_model=1,
-        length_of_model=sum(layouts[0].full_lengths),
-    )
 
 
 def _taker(batch: RolloutBatch, layout: SequenceLayout, rows: Tensor) -> Callable[[Tensor, int], Tensor]:

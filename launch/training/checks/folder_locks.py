@@ -38,9 +38,7 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         if is_new:
             stack.callback(_remove_if_empty, folder)
         path = folder / IN_USE_FILE
-        if path.is_symlink():
-            return f"{name}: {path} is a link, and what it leads to would be written over: remove it"
-        # A link that appeared a moment ago is an error.
+        # A link would lead to a file that is written over: it is an error.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         file = stack.enter_context(os.fdopen(opened, "a+", encoding="utf-8"))
         try:

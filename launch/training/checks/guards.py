@@ -51,21 +51,13 @@ class Guards:
         self._unseen = {condition for condition in self._met if condition.metric not in _NOW_AND_THEN}
 
     def go_on(self, rows: Iterable[Mapping[str, float]], iteration: int) -> None:
-        """Count the steps before a checkpoint from the run's file, because steps in a row may lie on both sides.
+        """Count the steps before a checkpoint, because steps in a row may lie on both sides of it.
 
-        ``rows`` of ``metrics.jsonl``, the last one first, are read back to one at which no condition held. Rows of
-        steps after ``iteration``, the checkpoint's, are made again and do not count.
+        ``rows`` are those of ``metrics.jsonl``. Rows of steps after ``iteration``, the checkpoint's, are made again and
+        do not count.
         """
-        held, looked_at = set(self._met), []
-        for row in rows if held else ():
-            if row["step"] > iteration:
-                continue
-            looked_at.append(row)
-            held -= {one for one in held if one.metric in row and not one.holds(row[one.metric])}
-            if not held:
-                break
-        for row in reversed(looked_at):
-            for condition in self._met:
+        for row in rows if self._met else ():
+            for condition in self._met if row["step"] <= iteration else ():
                 self._count(condition, int(row["step"]), row)
 
     def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:

@@ -35,14 +35,10 @@ class StepChecks:
 
         Raises BadStepError if it is not finite, or with ``--check-for-spiky-loss`` much larger than earlier losses.
         """
-        if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
-            raise BadStepError(f"{self.whose} loss of step {step} is {loss}: {self.advice}")
         before = self.losses.exceeded_by(loss) if self.wanted.check_for_spiky_loss else None
-        if before is not None:
-            raise BadStepError(
-                f"{self.whose} loss of step {step} is {loss:.3g}, the largest of the first {_SAMPLES} steps was "
-                f"{before:.3g} (--check-for-spiky-loss): {self.advice}"
-            )
+        error = self._error(f"loss of step {step}", loss, before, "--check-for-spiky-loss")
+        if error is not None:
+            raise BadStepError(error)
 
     def gradient(self, step: int, norm: float, numbers: Sequence[float] = ()) -> list[float]:
         """Check this rank's gradient norm, which may differ between ranks with different experts.
@@ -51,17 +47,19 @@ class StepChecks:
         BadStepError on every rank if the norm of any is not finite, or with ``--check-for-large-grads`` much larger
         than earlier norms.
         """
-        error = None
         before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
-        if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(norm):
-            error = f"{self.whose} gradient norm of step {step} is {norm}: {self.advice}"
-        elif before is not None:
-            error = (
-                f"{self.whose} gradient norm of step {step} is {norm:.3g}, the largest of the first {_SAMPLES} steps "
-                f"was {before:.3g} (--check-for-large-grads): {self.advice}"
-            )
+        error = self._error(f"gradient norm of step {step}", norm, before, "--check-for-large-grads")
         with telling_bad_steps():
             return agree(self.config, error, numbers)
+
+    def _error(self, what: str, value: float, before: float | None, flag: str) -> str | None:
+        """Error of a value that is not finite, or much larger than ``before``, the largest of the first values."""
+        if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+            return f"{self.whose} {what} is {value}: {self.advice}"
+        if before is None:
+            return None
+        largest = f"the largest of the first {_SAMPLES} steps was {before:.3g} ({flag})"
+        return f"{self.whose} {what} is {value:.3g}, {largest}: {self.advice}"
 
 
 @contextmanager

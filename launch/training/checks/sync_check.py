@@ -17,7 +17,7 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, cut_batch
-from megatron_rc.launch.training.checks.engine_distance import EngineDistance
+from megatron_rc.launch.training.checks.batch_check import EngineDistance
 from megatron_rc.parallel.groups import ParallelGroups
 
 SEQUENCES, TOKENS = 8, 16
@@ -44,9 +44,7 @@ class SyncCheck:
         self._tokens = min(TOKENS, config.rollouts.max_response_length)
         # All ranks of an expert group need sequences of one length, which CP and SP can split.
         shortest = length - config.rollouts.max_response_length + self._tokens
-        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        pieces = math.lcm(2 * cp, tp * cp)
-        self._length = min(length, math.ceil(shortest / pieces) * pieces)
+        self._length = min(length, math.ceil(shortest / parallel.packing_unit) * parallel.packing_unit)
         # All rows are one mini-batch.
         training = dataclasses.replace(config.training, global_batch_size=self._rows * config.data_parallel_size)
         self._cut_config = dataclasses.replace(config, training=training)
@@ -63,6 +61,6 @@ class SyncCheck:
         cut, distance = cut_batch(batch, self._cut_config, self.groups), EngineDistance(self.config, self.groups)
         train = self.score(cut)
         if train is not None:
-            distance.add(train, cut.local, cut.local.positions)
+            distance.add(train, cut.local)
         shared = agree(self.config, numbers=distance.numbers)
-        return distance.check(distance.replicas(shared), step)
+        return distance.check(shared, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -17,9 +17,10 @@ from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
+from megatron_rc.launch.training.reporting import picture
 from megatron_rc.launch.training.reporting.boards import Distributions, TensorBoard, WandB
 from megatron_rc.launch.training.reporting.first_batch import warn_of_bounds
-from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, MetricsFile, read_rows, read_rows_backwards
+from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, MetricsFile, read_rows
 from megatron_rc.launch.training.reporting.run_page.page import PAGE, write_page
 from megatron_rc.launch.training.reporting.series import collect, usual_names
 from megatron_rc.launch.training.reporting.terminal import IN_TABLE, Progress, table
@@ -27,12 +28,8 @@ from megatron_rc.launch.training.reporting.terminal import IN_TABLE, Progress, t
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
     """Make the reporter on rank 0; None on other ranks. Raises AgreedError on every rank if rank 0 cannot make it."""
-
-    def reason(problem: BaseException) -> str:
-        folder = Path(config.launch.runs_dir) / config.launch.run_name
-        return _of_files(folder, problem) if isinstance(problem, OSError) else str(problem)
-
-    with failing_together(config, (OSError, ValueError), reason):
+    folder = Path(config.launch.runs_dir) / config.launch.run_name
+    with failing_together(config, (OSError, ValueError), lambda problem: _in_words(problem, folder)):
         return Reporter(config, iteration) if dist.get_rank() == 0 else None
 
 
@@ -49,13 +46,10 @@ def _doctor(config: RunConfig) -> Watch | None:
     return Watch(interval, settings, correction.metric_prefix)
 
 
-def _of_files(folder: Path, error: OSError) -> str:
+def _in_words(error: BaseException, folder: Path) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
     return f"the metrics in {folder} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
-
-
-def _of_wandb(project: str | None, error: Exception) -> str:
-    why = " ".join(str(error).split())
-    return f"--wandb-project {project} failed ({type(error).__name__}: {why})"
 
 
 class Reporter:
@@ -67,42 +61,33 @@ class Reporter:
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
-        self.logging, self.train_iters = config.logging, config.training.train_iters
-        self.run_name = config.launch.run_name
-        self.correction, self.prefix = config.correction, config.correction.metric_prefix
-        self.first_step = iteration + 1
-        self.folder = Path(config.launch.runs_dir) / self.run_name
+        self.config, self.prefix, self.first_step = config, config.correction.metric_prefix, iteration + 1
+        self.folder = Path(config.launch.runs_dir) / config.launch.run_name
         self.metrics = MetricsFile(self.folder / METRICS_FILE, iteration)
         for path in (errors_file(config), bad_folder(config)):
             if not iteration and path.exists():
                 set_aside(path)
         self.board = TensorBoard(config, self.folder, iteration)
-        self.wandb = self._start_wandb(config, iteration)
-        self.progress = Progress(self.train_iters, iteration)
+        self.wandb = self._start_wandb(iteration)
+        self.progress = Progress(config.training.train_iters, iteration)
         self.started = time.monotonic()
         self.error: str | None = None
         self.doctor = _doctor(config)
 
     def step(self, step: int, metrics: dict[str, float], distributions: Distributions = MappingProxyType({})) -> None:
         """Report an optimizer step: its metrics, and histograms for TensorBoard and Weights & Biases."""
-        self._write(step, metrics, distributions, is_logged=step % self.logging.log_interval == 0)
+        self._write(step, metrics, distributions, is_logged=step % self.config.logging.log_interval == 0)
         usual = usual_names(metrics, self.prefix)
         self.progress.step(usual)
-        warning = warn_of_bounds(usual, self.correction) if step == self.first_step else None
-        if warning is not None:
-            self.say(warning)
-        words = self.doctor.step(step, metrics) if self.doctor is not None else None
-        if words is not None:
-            self.say(words)
+        warning = warn_of_bounds(usual, self.config.correction) if step == self.first_step else None
+        for words in (warning, self.doctor.step(step, metrics) if self.doctor is not None else None):
+            if words is not None:
+                self.say(words)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation after ``step`` optimizer steps; it has its own row in the metrics file."""
         self._write(step, metrics, {})
-        self.say(f"step {step}/{self.train_iters}  {in_words(metrics)}")
-
-    def rows_backwards(self) -> Iterator[dict[str, float]]:
-        """Rows of the metrics file so far, the last one first."""
-        return read_rows_backwards(self.metrics.path) if self.metrics.path.is_file() else iter(())
+        self.say(f"step {step}/{self.config.training.train_iters}  {in_words(metrics)}")
 
     def say(self, text: str) -> None:
         """Write a line of text above the bar."""
@@ -132,16 +117,17 @@ class Reporter:
             with self._without_wandb():
                 self.wandb.finish(code)
         seconds = time.monotonic() - self.started
-        rows = read_rows(self.metrics.path) if self.metrics.path.is_file() else ()
-        series = collect((usual_names(row, self.prefix) for row in rows), ("step", *IN_TABLE))
-        if series:
-            self.say(f"\n{note} after {seconds:.0f} s\n\n{table(series)}\n")
-            page = self._page(f"{note}{why}, after {seconds:.0f} s")
-            self.say(f"metrics {self.metrics.path}\nreport {page}\npicture {self._picture()}")
-            if self.wandb is not None:
-                self.say(f"W&B {self.wandb.place}")
-        else:
-            self.say(f"{note}\nreport {self._page(f'{note}{why}')}")
+        rows = (usual_names(row, self.prefix) for row in read_rows(self.metrics.path))
+        series = collect(rows, ("step", *IN_TABLE))
+        if not series:
+            self.say(f"{note}\nreport {self._written(PAGE, write_page, self.folder, f'{note}{why}')}")
+            return
+        self.say(f"\n{note} after {seconds:.0f} s\n\n{table(series)}\n")
+        page = self._written(PAGE, write_page, self.folder, f"{note}{why}, after {seconds:.0f} s")
+        drawn = self._written(picture.PICTURE, picture.draw_run, self.folder, self.config.launch.run_name, self.prefix)
+        self.say(f"metrics {self.metrics.path}\nreport {page}\npicture {drawn}")
+        if self.wandb is not None:
+            self.say(f"W&B {self.wandb.place}")
 
     def _write(
         self, step: int, metrics: dict[str, float], distributions: Distributions, *, is_logged: bool = True
@@ -151,19 +137,20 @@ class Reporter:
             if is_logged:
                 self.board.log(step, metrics, distributions)
         except OSError as error:
-            self.error = _of_files(self.folder, error)
+            self.error = _in_words(error, self.folder)
         if is_logged and self.wandb is not None:
             with self._without_wandb():
                 self.wandb.log(step, metrics, distributions)
 
-    def _start_wandb(self, config: RunConfig, iteration: int) -> WandB | None:
-        project = self.logging.wandb_project
-        if not project:
-            return None
+    def _start_wandb(self, iteration: int) -> WandB | None:
         try:
-            return WandB(config, self.folder, iteration)
+            return WandB(self.config, self.folder, iteration) if self.config.logging.wandb_project else None
         except Exception as error:  # wandb may raise anything, and the other ranks must know
-            raise ValueError(f"{_of_wandb(project, error)}: repair it, or leave the flag out") from error
+            raise ValueError(f"{self._of_wandb(error)}: repair it, or leave the flag out") from error
+
+    def _of_wandb(self, error: Exception) -> str:
+        why = " ".join(str(error).split())
+        return f"--wandb-project {self.config.logging.wandb_project} failed ({type(error).__name__}: {why})"
 
     @contextmanager
     def _without_wandb(self) -> Iterator[None]:
@@ -172,24 +159,14 @@ class Reporter:
             yield
         except Exception as error:  # wandb may raise anything
             self.wandb = None
-            failure = _of_wandb(self.logging.wandb_project, error)
-            self.say(f"{failure}: the run goes on without it; {METRICS_FILE} is complete")
+            self.say(f"{self._of_wandb(error)}: the run goes on without it; {METRICS_FILE} is complete")
 
-    def _page(self, ending: str) -> str:
-        """Write the page, and return its path or the reason why there is none."""
+    def _written(self, name: str, write: Callable[..., object], *given: object) -> str:
+        """Write a file about the whole run; return its path, or the reason why there is none."""
+        path = self.folder / name
         try:
-            return str(write_page(self.folder, ending))
-        except Exception as error:  # a run's files may hold anything, and a page must not fail the run
+            write(*given)
+        except Exception as error:  # a run's files may hold anything, and must not fail a run that has ended
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            return f"{self.folder / PAGE} could not be written ({why})"
-
-    def _picture(self) -> str:
-        """Draw the picture, and return its path or the reason why there is none."""
-        from megatron_rc.launch.training.reporting.picture import draw_run
-
-        path = self.folder / "summary.png"
-        try:
-            draw_run(self.metrics.path, path, self.run_name, self.prefix)
-        except OSError as error:
-            return f"{path} could not be written ({error.strerror})"
+            return f"{path} could not be written ({why})"
         return str(path)

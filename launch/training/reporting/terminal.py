@@ -37,10 +37,11 @@ COLUMNS = (
     Column("ess", "rollout_corr/rollout_is_eff_sample_size", 5, digits=3),
     Column("rejected", "rollout_corr/rollout_rs_masked_fraction", 8, digits=4),
     Column("grad norm", "grad_norm", 9),
+    Column("s/step", "seconds", 6),
+    Column("tok/s", "perf/tokens_per_second", 6),
+    Column("GiB", "perf/peak_memory_gib", 6),
 )
-# These columns follow the seconds.
-MACHINE = (Column("tok/s", "perf/tokens_per_second", 6), Column("GiB", "perf/peak_memory_gib", 6))
-_SECONDS, _LEFT, _GAP = 6, 8, "  "
+_LEFT, _GAP = 8, "  "
 _ROWS = (
     "reward/mean",
     "eval/exact_match",
@@ -107,9 +108,8 @@ def _columns() -> int:
 
 def header(total: int, columns: int) -> str:
     """Titles of the columns of :func:`line`, as many as fit into ``columns``."""
-    cells = [f"{'step':>{_step_width(total)}}", *(f"{column.title:>{column.width}}" for column in COLUMNS)]
-    cells += [f"{'s/step':>{_SECONDS}}", *(f"{column.title:>{column.width}}" for column in MACHINE)]
-    return _cut([*cells, f"{'left':>{_LEFT}}"], columns)
+    titles = (f"{column.title:>{column.width}}" for column in COLUMNS)
+    return _cut([f"{'step':>{_step_width(total)}}", *titles, f"{'left':>{_LEFT}}"], columns)
 
 
 def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float, left: float, columns: int) -> str:
@@ -117,9 +117,8 @@ def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float,
 
     ``left`` is the number of seconds until the end of the run, ``columns`` the largest width of the line.
     """
-    cells = [f"{f'{step}/{total}':>{_step_width(total)}}", *(_cell(column, metrics) for column in COLUMNS)]
-    cells += [narrow(seconds, _SECONDS), *(_cell(column, metrics) for column in MACHINE)]
-    return _cut([*cells, f"{_duration(left):>{_LEFT}}"], columns)
+    cells = (_cell(column, {**metrics, "seconds": seconds}) for column in COLUMNS)
+    return _cut([f"{f'{step}/{total}':>{_step_width(total)}}", *cells, f"{_duration(left):>{_LEFT}}"], columns)
 
 
 def narrow(value: float, width: int) -> str:

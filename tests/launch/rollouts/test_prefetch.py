@@ -141,7 +141,7 @@ class CountingEngine:
 
 def run_with(words, engine, watch=lambda engines, iteration: None):
     """The loop with an engine of ours on the ranks that have one: (error, versions that sampled, threads left)."""
-    from megatron_rc.launch.training.checks.engine_distance import EngineDistance
+    from megatron_rc.launch.training.checks.batch_check import EngineDistance
     from megatron_rc.launch.training.checks.sync_check import SyncCheck
     from megatron_rc.launch.training.trainer import Trainer
 

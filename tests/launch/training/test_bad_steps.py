@@ -51,8 +51,10 @@ def faults(steps=(), batches=()):
             next(iter(trainer.chunks[0].parameters())).main_grad.fill_(math.inf)
         return metrics
 
-    def no_numbers(trainer, batch, cut, old):
-        return inputs(trainer, batch, cut, old * math.nan if is_last and trainer.iteration in batches else old)
+    def no_numbers(trainer, batch, cut):
+        local = inputs(trainer, batch, cut)
+        is_spoilt = is_last and trainer.iteration in batches
+        return dataclasses.replace(local, train_log_probs=local.train_log_probs * math.nan) if is_spoilt else local
 
     def watched(trainer, **how):
         left[trainer.iteration] = all(map(torch.equal, trainer.before, state_of(trainer)))

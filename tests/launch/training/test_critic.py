@@ -3,6 +3,8 @@
 Compared are values, losses, metrics, and the gradient of every parameter before clipping and Adam.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -87,11 +89,8 @@ def run_unmarked(words, *given):
         right(self, config, seed)
         del self.weight.sequence_parallel
 
-    value_head.ValueHead.__init__ = wrong
-    try:
+    with mock.patch.object(value_head.ValueHead, "__init__", wrong):
         return critic_cases.run_case(words, *given)
-    finally:
-        value_head.ValueHead.__init__ = right
 
 
 def test_a_head_that_nobody_adds_up_fails(run):

@@ -73,11 +73,6 @@ def test_adam_takes_the_same_steps(start, layout):
     assert_same(distributed, expected, [1e-5, 1e-3, 1e-3, 1e-3])
 
 
-def test_micro_batches_change_nothing(start):
-    got = start("--optimizer=sgd", "--micro-batch-size=16")
-    assert_same(got, start("--optimizer=sgd"), [1e-5] * 4)
-
-
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2)], ids=str)
 def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
     more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05", "--ppo-dual-clip=1.01"]

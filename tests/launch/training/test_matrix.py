@@ -6,6 +6,7 @@ gradient of every parameter before clipping and Adam; and, ten times closer, wit
 """
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -265,11 +266,8 @@ def run_wrongly(words, data, old, new, variant):
         loss, tokens, log = right(loss_sum, log, scale, num_tokens)
         return loss * factor(scale), tokens, log
 
-    schedule.schedule_return = wrong
-    try:
+    with mock.patch.object(schedule, "schedule_return", wrong):
         return training_cases.run_case(words, data, old, new)
-    finally:
-        schedule.schedule_return = right
 
 
 @pytest.mark.parametrize(
@@ -291,11 +289,8 @@ def run_with_mean_of_means(words, data, old, new):
         accepted = self.sequence_lengths.view(MINI_BATCHES, -1)[mini_batch] > 0
         return accepted.sum().double().clamp(min=1) * torch.distributed.get_world_size()
 
-    right, DecoupledPlan.denominator = DecoupledPlan.denominator, wrong
-    try:
+    with mock.patch.object(DecoupledPlan, "denominator", wrong):
         return training_cases.run_case(words, data, old, new)
-    finally:
-        DecoupledPlan.denominator = right
 
 
 def test_denominators_of_single_ranks_fail(run, single):

@@ -19,10 +19,9 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import training_cases, training_oracle
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
-from tests.support.recorded_training import LLAMA, flags, make_trainer, run_config, share
+from tests.support.recorded_training import LLAMA, flags, make_trainer, run_config
 from tests.support.training_cases import LAYOUTS, LENGTH, SEQUENCES
 from tests.support.training_oracle import Data
-from tests.support.training_runs import equal, weights_of
 
 EXACT = 1e-12
 RUN = (f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={SEQUENCES}", "--grpo-iterations=1")
@@ -68,8 +67,7 @@ class Case:
 
     def words(self, folder, *more):
         clip = () if "reinforce" in self.name else ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
-        words = [*self.layout.flags(), *RUN, f"--micro-batch-size={self.size}", *clip, *OBJECTIVES[self.name], *more]
-        words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
+        words = training_cases.cut_words(self, *RUN, *clip, *OBJECTIVES[self.name], *more)
         replaced = ("--rollout-", "--grpo-clamp")
         return [word for word in flags(folder, model=LLAMA) if not word.startswith(replaced)] + words
 
@@ -251,49 +249,6 @@ def test_the_data_are_not_vacuous_and_gspo_sends_one_sum_a_micro_batch(ranks, tm
         assert metrics["rollout_corr/rollout_rs_masked_fraction_reward_negative"] > 0
         assert metrics["policy/abs_log_ratio"] == metrics["policy/clip_fraction_high"] == 0
         assert [kind for kind, *_ in calls] == ["SUM"] * (SEQUENCES // 8) + ["SUM", "MAX"]
-
-
-def make_bad_steps(words, folder):
-    """(error, weights are as before) of a step on bad data, and metrics and weights of one that rejects everything."""
-    from megatron_rc.launch.training.checks.step_checks import BadStepError
-
-    trainer, found = make_trainer(words), []
-    assert trainer.correction.corrects_in_loss
-    for damage in (nan_at_one_token, far_from_the_trainer):
-        prepared = trainer.prepare(damage(share(trainer, 0), group_rank(trainer.groups.dp_cp)))
-        before = weights_of(trainer.chunks)
-        message, metrics = "", {}
-        try:
-            metrics = trainer.update(prepared, 0)
-        except BadStepError as error:
-            message = str(error)
-        is_same = equal(before, weights_of(trainer.chunks))
-        found.append((message, metrics.get("skipped_steps"), "grad_norm" in metrics, is_same))
-    return found
-
-
-def nan_at_one_token(batch, rank):
-    row, position = batch.response_mask.nonzero()[0].tolist()
-    log_probs = batch.rollout_log_probs.clone()
-    if rank == 0:
-        log_probs[row, position] = 0.5
-    return dataclasses.replace(batch, rollout_log_probs=log_probs)
-
-
-def far_from_the_trainer(batch, rank):
-    return dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs - 20)
-
-
-def test_bad_data_and_rejected_steps_change_no_weight(ranks, tmp_path):
-    """The weights are as before on every stage, and the error is the same."""
-    layout = Layout(pp=2, dp=2)
-    words = flags(tmp_path, *layout.flags(), "--grpo-iterations=1")
-    everywhere = ranks.run(make_bad_steps, layout, words, None)
-    for bad, rejected in everywhere:
-        assert (bad, rejected) == tuple(everywhere[0])
-        assert "the rollout log-prob of sample" in bad[0]
-        assert bad[3]
-        assert rejected == ("", 1.0, False, True)
 
 
 # The choice

@@ -67,8 +67,9 @@ def test_recorded_turns_train_alike_in_every_layout(ranks, tmp_path):
     for one, other in zip(*found, strict=True):
         assert 0 < one["rollout_corr/rollout_rs_turn_mean_k3_masked_fraction"] < 1
         for name in ("grad_norm", "rollout/turns", *(name for name in one if name.startswith("rollout_corr/"))):
-            # χ² is a mean less one, and float32 log-probs of a sequence are rounded by a few 1e-6.
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+            # χ² is a mean of squares near 1, minus 1: it has the error of that mean.
+            nearest = 1e-5 if "chi2" in name else 1e-6
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=nearest), name
 
 
 def test_a_reply_that_dies_costs_its_sample_on_all_ranks(ranks, tmp_path):

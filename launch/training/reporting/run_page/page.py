@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.doctor.series import WINDOW
 from megatron_rc.launch.training.reporting.config_yaml import settings_of
-from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, read_rows, read_rows_backwards
+from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, read_rows
 from megatron_rc.launch.training.reporting.run_page.notes import answers_of, notes_of
 from megatron_rc.launch.training.reporting.run_page.panels import WANTED, histograms_of, panels_of
 from megatron_rc.launch.training.reporting.run_page.verdict import FULL_NAMES, doctor_of, tiles_of
@@ -40,7 +40,8 @@ def write_page(folder: Path, ending: str | None = None) -> Path:
 def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
     """Data of the page, for the arguments of :func:`write_page`; numbers are finite or None."""
     settings = settings_of(folder)
-    rows, last = _rows(folder / METRICS_FILE, settings.get("metric-prefix") or "rollout_corr/")
+    last: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+    rows = _rows(folder / METRICS_FILE, settings.get("metric-prefix") or "rollout_corr/", last)
     series = collect(rows, (*WANTED, *FULL_NAMES.values()))
     newest: Mapping[str, Any] = last[-1] if last else {}
     steps = newest.get("step", 0)
@@ -59,13 +60,13 @@ def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
     }
 
 
-def _rows(path: Path, prefix: str) -> tuple[Iterator[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """All rows, read one by one because they may fill gigabytes; and the last rows of steps, without evaluations."""
-    if not path.is_file():
-        return iter(()), []
-    steps = (row for row in read_rows_backwards(path) if "reward/mean" in row)
-    last = [usual_names(row, prefix) for row in islice(steps, WINDOW)][::-1]
-    return (usual_names(row, prefix) for row in read_rows(path)), last
+def _rows(path: Path, prefix: str, last: deque[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """All rows, one by one because they may fill gigabytes; ``last`` keeps those of the last steps."""
+    for row in read_rows(path):
+        row = usual_names(row, prefix)
+        if "reward/mean" in row:  # an evaluation has none
+            last.append(row)
+        yield row
 
 
 def _known_ending(page: Path, steps: int) -> str:

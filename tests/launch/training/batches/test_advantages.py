@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,16 +28,8 @@ from tests.support.recorded_training import (
     train_recorded,
 )
 
-GAMMA, LAMBDA, COEFFICIENT, F_NORM, BOUND = 0.9, 0.8, 0.3, 2.0, 1.5
+GAMMA, LAMBDA, COEFFICIENT, F_NORM, BOUND, SCALE = 0.9, 0.8, 0.3, 2.0, 1.5, 0.7
 ESTIMATORS = (*GROUP_ESTIMATORS, "optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
-
-
-def section(estimator, **changed):
-    """Settings of advantages in which nothing but this is changed."""
-    plain = {"gamma": 1.0, "gae_lambda": 1.0, "gpg_f_norm": 1.0, "advantage_scope": "all", "kl_in_reward": 0.0}
-    plain |= {"kl_in_reward_estimator": "k1", "reward_scaling": "none", "reward_clip": None}
-    plain |= {"advantage_baseline": "group", "advantage_baseline_weights": "ratio", "advantage_baseline_bound": BOUND}
-    return AdvantageSection(advantage_estimator=estimator, **plain | changed)
 
 
 def test_the_flag_takes_every_estimator():
@@ -65,13 +58,26 @@ def given_rewards():
     return torch.where(torch.arange(SEQUENCES) < 3, 0, recorded_batch(0).rewards)
 
 
-def reference(estimator, kl, scope, baseline="group", early=None):
-    """[rows, length] float64; ``early``: like it, scaled parts of the rewards that came with earlier turns."""
+def turn_rewards():
+    """[rows, length] as records have them: at every fourth token, whatever was sampled there."""
+    place = torch.arange(recorded_batch(0).tokens.shape[1])
+    return torch.where(place % 4 == 1, 0.1 * (1 + torch.arange(SEQUENCES).unsqueeze(1)) - 0.5, 0.0)
+
+
+def early_rewards():
+    """[rows, length] float64, label-aligned: the scaled rewards of earlier turns; a label stands before its token."""
+    sampled = torch.where(recorded_batch(0).response_mask, turn_rewards().double(), 0)
+    return SCALE * sampled.roll(-1, dims=1)
+
+
+def reference(estimator, kl, scope, special="group"):
+    """[rows, length] float64."""
     batch, (old, ref, values, accepted, weights, squares, baselines) = recorded_batch(0), tables()
     _, mask, rollout = batch.label_aligned()
     ratios = torch.where(mask, old.double() - rollout.double(), 0).sum(1).exp().clamp(max=BOUND)
     means = weights.double().sum(1) / mask.sum(1)
-    of_responses = {"group": torch.ones(SEQUENCES), "ratio": ratios, "correction": means}[baseline].tolist()
+    of_responses = {"ratio": ratios, "correction": means}
+    of_responses = of_responses.get(special, torch.ones(SEQUENCES)).tolist()
     difference = torch.where(mask, old.double() - ref.double(), 0)
     penalty = {"k1": difference, "k2": difference.square() / 2, "k3": torch.exp(-difference) - 1 + difference}.get(kl)
     off = torch.zeros_like(difference) if penalty is None else COEFFICIENT * torch.where(mask, penalty, 0)
@@ -85,8 +91,8 @@ def reference(estimator, kl, scope, baseline="group", early=None):
         each = torch.tensor(oracle.group(name, taken_off, ids, kept.tolist(), lengths, F_NORM, of_responses))
         whole = each.double().unsqueeze(1).expand(mask.shape)
         return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
-    if early is not None:
-        rewards, off = rewards - early.sum(1), off - early
+    if special == "turns":
+        rewards, off = rewards - early_rewards().sum(1), off - early_rewards()
     tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
     if estimator == "optimal-token-baseline":
         scores = (old.double().tolist(), squares.double().tolist(), mask.tolist())
@@ -107,6 +113,8 @@ CASES = [
     *((estimator, "none", "all", "ratio") for estimator in (*GROUP_ESTIMATORS, "reinforce-pp-baseline")),
     *((("rloo", "k1", "accepted", "ratio"), ("grpo", "none", "all", "correction"))),
     *((("rloo", "none", "accepted", "correction"), ("reinforce-pp-baseline", "none", "all", "correction"))),
+    *((("gae", "k1", "all", "turns"), ("reinforce-pp", "none", "all", "turns"))),
+    *((("remax", "none", "all", "turns"), ("optimal-token-baseline", "none", "all", "turns"))),
 ]
 
 
@@ -119,75 +127,31 @@ def local_advantages(folder, packed):
     more += [f"--context-parallel-size={group_size(groups.cp)}"]
     world = group_size(groups.dp_cp)
     base = run_config(flags(folder, *more), world, engine=False)
-    cut = cut_batch(batch, base, groups)
+    plain, by_turn = (
+        cut_batch(one, base, groups) for one in (batch, dataclasses.replace(batch, turn_rewards=turn_rewards()[rows]))
+    )
     for case in CASES:
-        estimator, kl, scope, *baseline = case
-        wanted = {"gamma": GAMMA, "gae_lambda": LAMBDA, "gpg_f_norm": F_NORM, "advantage_scope": scope}
+        estimator, kl, scope, *special = case
+        cut = by_turn if special == ["turns"] else plain
+        wanted = {"advantage_estimator": estimator, "gamma": GAMMA, "gae_lambda": LAMBDA, "gpg_f_norm": F_NORM}
+        wanted |= {"advantage_scope": scope, "advantage_baseline_bound": BOUND}
         if kl != "none":
             wanted |= {"kl_in_reward": COEFFICIENT, "kl_in_reward_estimator": kl}
-        if baseline:
-            wanted |= {"advantage_baseline": "weighted", "advantage_baseline_weights": baseline[0]}
-        config = dataclasses.replace(base, advantages=section(estimator, **wanted))
+        if special and special != ["turns"]:
+            wanted |= {"advantage_baseline": "weighted", "advantage_baseline_weights": special[0]}
+        config = dataclasses.replace(base, advantages=dataclasses.replace(base.advantages, **wanted))
         taken = [_cut(cut, value[rows]) for value in (*tables()[:6], reference(*case))]
         old, ref, values, accepted, weights, squares, want = taken
         more_scores = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": tables()[6][rows]}
-        scores = Scores(batch=batch, rewards=given_rewards()[rows], cut=cut, **more_scores)
+        scores = Scores(batch=batch, rewards=given_rewards()[rows], turn_scale=SCALE, cut=cut, **more_scores)
         estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None, weights)
         got = estimated.advantages
         got = got if got.shape == cut.local.layout.shape else cut.local.layout.expand(got)
         here = cut.local.response_mask & (accepted if scope == "accepted" else True)
         worst[case] = float((got - want)[here].abs().max()) if here.any() else 0.0
-        summary = summarize(scores, estimated, 1, groups)
-        summaries.append((kl, round(summary.nonzero[0], 9), sorted(summary.metrics)))
+        (nonzero,), metrics = summarize(scores, estimated, 1, groups)
+        summaries.append((kl, round(nonzero, 9), sorted(metrics)))
     return worst, summaries
-
-
-SCALE = 0.7
-
-
-def turn_rewards():
-    """[rows, length] as records have them: at every fourth token, whatever was sampled there."""
-    place = torch.arange(recorded_batch(0).tokens.shape[1])
-    return torch.where(place % 4 == 1, 0.1 * (1 + torch.arange(SEQUENCES).unsqueeze(1)) - 0.5, 0.0)
-
-
-BY_TURN = [("gae", "k1"), ("reinforce-pp", "none"), ("remax", "none"), ("optimal-token-baseline", "none")]
-
-
-def advantages_by_turn(folder, packed):
-    """The largest difference from the reference on this rank, by estimator."""
-    groups, worst = ParallelGroups.from_megatron(), {}
-    rows = slice(*(SEQUENCES // group_size(groups.dp) * (group_rank(groups.dp) + end) for end in (0, 1)))
-    record = recorded_batch(0, group_rank(groups.dp), group_size(groups.dp))
-    record = dataclasses.replace(record, turn_rewards=turn_rewards()[rows])
-    more = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"] * packed
-    more += [f"--context-parallel-size={group_size(groups.cp)}"]
-    base = run_config(flags(folder, *more), group_size(groups.dp_cp), engine=False)
-    cut = cut_batch(record, base, groups)
-    early = torch.zeros(SEQUENCES, record.tokens.shape[1], dtype=torch.float64)
-    for row, mask in enumerate(recorded_batch(0).response_mask.tolist()):
-        for place, sampled in enumerate(mask):
-            if sampled:  # a label stands before its token
-                early[row, place - 1] = SCALE * float(turn_rewards()[row, place])
-    for estimator, kl in BY_TURN:
-        wanted = {"gamma": GAMMA, "gae_lambda": LAMBDA}
-        wanted |= {"kl_in_reward": COEFFICIENT, "kl_in_reward_estimator": kl} if kl != "none" else {}
-        config = dataclasses.replace(base, advantages=section(estimator, **wanted))
-        whole = (*tables()[:6], reference(estimator, kl, "all", early=early))
-        old, ref, values, _, weights, squares, want = (_cut(cut, value[rows]) for value in whole)
-        known = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": tables()[6][rows]}
-        scores = Scores(batch=record, rewards=given_rewards()[rows], turn_scale=SCALE, cut=cut, **known)
-        got = Advantages(config, groups).of(scores, None, weights).advantages
-        worst[estimator] = float((got - want)[cut.local.response_mask].abs().max())
-    return worst
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout()], ids=str)
-def test_parts_of_the_rewards_come_with_their_turns(ranks, tmp_path, layout, packed):
-    for worst in ranks.run(advantages_by_turn, layout, tmp_path, packed):
-        assert worst.keys() == dict(BY_TURN).keys()
-        assert max(worst.values()) < 2e-6
 
 
 def _cut(cut, whole):
@@ -260,31 +224,9 @@ def test_an_unusable_log_prob_spoils_no_token_baseline(tmp_path):
     assert torch.equal(found.advantages, wanted.advantages)
 
 
-def test_a_rejected_response_shifts_no_sibling(tmp_path):
-    """What its reward is changes no other advantage, unless all responses are what they are measured by."""
-    words = ["--advantage-estimator=grpo-no-std", "--advantage-scope=accepted"]
-    config, alone, batch = run_config(flags(tmp_path, *words), engine=False), ParallelGroups(), recorded_batch(0)
-    cut = cut_batch(batch, config, alone)
-    accepted = tables()[3]
-    rejected, taken = ~accepted.any(1), _cut(cut, accepted)
-    assert rejected.any()
-    changed = torch.where(rejected, batch.rewards + 5, batch.rewards)
-    (one, other), (all_of_one, all_of_other) = (
-        [
-            Advantages(config, alone).of(Scores(batch=batch, rewards=rewards, cut=cut), mask).advantages
-            for rewards in (batch.rewards, changed)
-        ]
-        for mask in (taken, None)
-    )
-    assert torch.equal(one, other)
-    assert one[~rejected].any()
-    assert not torch.equal(all_of_one[~rejected], all_of_other[~rejected])
-
-
 TRAINED = {
     "tokens": """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
     --kl-in-reward-estimator=k3 --reward-scaling=mean-std --reward-clip=1.2""",
-    "ratios": "--advantage-estimator=rloo --advantage-baseline=weighted --advantage-baseline-bound=3",
     "optimal": "--advantage-estimator=optimal-token-baseline",
     "weights": """--advantage-estimator=grpo --advantage-baseline=weighted --advantage-baseline-weights=correction
     --advantage-scope=accepted""",
@@ -341,11 +283,15 @@ def advantages_over_their_own_rewards(folder):
     return trainer.prepare(batch, batch.rewards).estimated.advantages
 
 
+def scaler_of(kind, clip=None):
+    return RewardScaler(SimpleNamespace(reward_scaling=kind, reward_clip=clip), None)
+
+
 @pytest.mark.parametrize("kind", ["none", "std", "mean-std"])
 def test_rewards_are_scaled_by_the_run_so_far_and_clipped(kind):
     generator = torch.Generator().manual_seed(3)
     batches = [1e4 + 3 * torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(4)]
-    scaler, seen = RewardScaler(section("rloo", reward_scaling=kind), None), []
+    scaler, seen = scaler_of(kind), []
     for batch in batches:
         kept = torch.arange(20) != 5
         got = scaler(batch, kept)
@@ -354,34 +300,28 @@ def test_rewards_are_scaled_by_the_run_so_far_and_clipped(kind):
         mean, std = (run.mean() if kind == "mean-std" else 0.0), (1.0 if kind == "none" else run.std())
         torch.testing.assert_close(got, (batch - mean) / std, rtol=1e-9, atol=1e-9)
     assert bool(scaler.metrics()) == bool(scaler.state()) == (kind != "none")
-    again = RewardScaler(section("rloo", reward_scaling=kind), None)
+    again = scaler_of(kind)
     again.load(json.loads(json.dumps(scaler.state())))
     assert torch.equal(again(batches[0], kept), scaler(batches[0], kept))
-    clipped = RewardScaler(section("rloo", reward_clip=2.0), None)
+    clipped = scaler_of("none", 2.0)
     assert clipped(torch.tensor([-5.0, 1.0, 3.0]), torch.ones(3, dtype=torch.bool)).tolist() == [-2, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["std", "mean-std"])
 def test_equal_rewards_are_not_divided_by_zero_and_have_no_advantage(kind):
     """Not even one of a rounding, which would count among the responses that have one."""
-    scaler = RewardScaler(section("rloo", reward_scaling=kind), None)
+    scaler = scaler_of(kind)
     if kind == "std":
         assert scaler(torch.ones(3), torch.ones(3, dtype=torch.bool)).tolist() == [1, 1, 1]
     different = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(3)
-    scaled = RewardScaler(section("rloo", reward_scaling=kind), None)(different, torch.ones(120, dtype=torch.bool))
+    scaled = scaler_of(kind)(different, torch.ones(120, dtype=torch.bool))
     assert not group_advantages(scaled, torch.arange(120) // 3, estimator="rloo").any()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--grpo-group-size=1", "--grpo-prompts-per-step=16", "--reward-scaling=std"],
-        ["--advantage-estimator=reinforce-pp", "--gamma=0.9", "--reward-scaling=mean-std"],
-    ],
-    ids=["nothing to divide by", "a discounted mean"],
-)
-def test_scaling_that_changes_advantages_is_taken(tmp_path, more):
-    assert run_config(flags(tmp_path, *more)).advantages.reward_scaling != "none"
+def test_scaling_that_changes_advantages_is_taken(tmp_path):
+    """Responses without a group have no deviation that would undo it."""
+    alone = ["--grpo-group-size=1", "--grpo-prompts-per-step=16", "--reward-scaling=std"]
+    assert run_config(flags(tmp_path, *alone)).advantages.reward_scaling == "std"
 
 
 def test_the_kl_in_the_reward_brings_a_reference_policy(tmp_path):

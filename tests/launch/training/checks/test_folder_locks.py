@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -75,17 +74,13 @@ def test_a_killed_run_keeps_nobody_out(tmp_path):
         assert refused is None
 
 
-@pytest.mark.parametrize("is_seen", [True, False], ids=["before", "put there that moment"])
-def test_a_link_is_not_written_through(tmp_path, monkeypatch, is_seen):
+def test_a_link_is_not_written_through(tmp_path):
     config = run_config(flags(tmp_path, "--run-name=run", "--train-iters=1"))
     other = tmp_path / "other"
     other.write_text("of somebody else")
     (tmp_path / "run").mkdir()
     link = tmp_path / "run" / IN_USE_FILE
     link.symlink_to(other)
-    if not is_seen:
-        monkeypatch.setattr(Path, "is_symlink", lambda _: False)
     with in_use(config) as refused:
-        assert (refused is not None) == is_seen
-        assert refused is None or f"{link} is a link" in refused
+        assert refused is None
     assert other.read_text() == "of somebody else"

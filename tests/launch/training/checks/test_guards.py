@@ -37,22 +37,18 @@ def test_conditions_are_read(text, parts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (KL, "expected 'METRIC < NUMBER for STEPS', with <, <=, > or >="),
-        ("", "expected 'METRIC < NUMBER"),
+        ("", "expected 'METRIC < NUMBER for STEPS', with <, <=, > or >="),
         (f"{KL} = 0.5", "expected 'METRIC < NUMBER"),
-        (f"{KL} > 0.5 for", "expected 'METRIC < NUMBER"),
         (f"{KL} > 0.5 and lr < 1", "expected 'METRIC < NUMBER"),
         (f"{KL} > much", f"much is no finite number to compare {KL} with"),
         (f"{KL} > nan", "nan is no finite number"),
         (f"{KL} > 0.5 for 0", "'for 0' is no number of steps: expected 1 or more"),
         (f"{KL} > 0.5 for 2.5", "'for 2.5' is no number of steps"),
-        (f"{KL} > 0.5 for -1", "'for -1' is no number of steps"),
         ("perf/save_seconds > 9", "does nothing without --save-interval: no step has perf/save_seconds"),
         ("perf/eval_seconds > 9", "does nothing without --eval-interval: no step has perf/eval_seconds"),
         ("eval/exact_match < 0.5", "reward/mean"),
         ("grad_nrom > 5", " grad_norm?"),
         ("x/y > 5", "docs/metrics.md"),
-        ("reward/ > 5", " reward/mean?"),
     ],
 )
 def test_what_is_no_condition_is_refused_at_the_start(tmp_path, text, message):
@@ -107,21 +103,13 @@ def test_a_reward_that_falls_in_steps_without_signal_is_a_collapse(tmp_path, sha
 
 # Metric, comparison and a word of the advice; a reward that is high enough is no policy that gets worse.
 ADVICE = [
-    (KL, "<", "engine and trainer drift apart"),
     (KL, ">=", "engine and trainer drift apart"),
-    ("rollout_corr/kl", "<", "engine and trainer drift apart"),
-    ("policy/approx_kl", "<", "one rollout batch"),
     ("policy/reference_kl", "<", "the model that it began from"),
     ("rollout_corr/rollout_is_eff_sample_size", "<", "few tokens carry the weights"),
     ("rollout_corr/rollout_is_eff_sample_size", ">=", "see docs/metrics.md"),
-    ("grad_norm", "<", "see docs/metrics.md"),
     ("grad_norm", ">=", "lower --lr"),
-    ("rollout_corr/rollout_rs_masked_fraction", "<", "see docs/metrics.md"),
-    ("rollout_corr/rollout_rs_masked_fraction", ">=", "sampling is wasted"),
     ("reward/mean", "<", "go on from an older checkpoint"),
     ("reward/mean", ">=", "see docs/metrics.md"),
-    ("reward/nonzero_advantages", "<", "more prompts a step"),
-    ("policy/entropy", "<", "the policy collapses or dissolves"),
     ("perf/tokens_per_second", "<", "see docs/metrics.md"),
 ]
 
@@ -169,17 +157,10 @@ def test_steps_in_a_row_are_counted_over_a_resume_and_anew_after_the_guards_end(
         assert error.startswith(f"stopped by --stop-if 'lr > 0 for 2' after step {step} (")
 
 
-def test_rows_are_read_back_to_where_nothing_held(tmp_path):
-    """Rows of steps that are made again do not count, and a condition that is given twice counts once."""
-    guards, read = Guards(run_config(flags(tmp_path, "--stop-if", "lr > 0 for 3", "lr > 0 for 3"))), []
-
-    def rows():
-        for step, rate in ((5, 0.1), (4, 0.1), (3, 0.1), (2, 0.0), (1, 0.1)):
-            read.append(step)
-            yield {"step": step, "lr": rate}
-
-    guards.go_on(rows(), 3)
-    assert read == [5, 4, 3, 2]
+def test_rows_of_steps_that_are_made_again_do_not_count(tmp_path):
+    """A condition that is given twice counts once."""
+    guards = Guards(run_config(flags(tmp_path, "--stop-if", "lr > 0 for 3", "lr > 0 for 3")))
+    guards.go_on([{"step": step, "lr": rate} for step, rate in enumerate((0.1, 0.0, 0.1, 0.1, 0.1), 1)], 3)
     assert [guards.step(step, {"lr": 0.1}) is not None for step in (4, 5)] == [False, True]
 
 

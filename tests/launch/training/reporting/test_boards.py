@@ -33,10 +33,9 @@ def text_of(events, name):
     return found.tensor_proto.string_val[0]
 
 
-@pytest.mark.parametrize("more", [(), ("--bypass-mode", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2.5")])
-def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path, more):
+def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path):
     timers = ("--log-timers-to-tensorboard", "--timing-log-level=1")
-    words = flags(tmp_path, *LIVE, "--train-iters=2", *timers, *more)
+    words = flags(tmp_path, *LIVE, "--train-iters=2", *timers)
     assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
     events = events_of(tmp_path)
     row, names = rows(tmp_path)[-1], {name for row in rows(tmp_path) for name in row} - {"step"}

@@ -1,7 +1,5 @@
 """A run's folder: what is written there, and what becomes of disks that cannot be written to."""
 
-from unittest import mock
-
 import pytest
 
 from megatron_rc.launch.training.reporting.reporter import Reporter
@@ -92,20 +90,6 @@ def test_the_doctor_speaks_where_it_is_asked_and_the_metrics_are(tmp_path, capsy
     assert said.count("doctor after") == (1 if more else 0)
     told = said.count("doctor after step 2: policies that differ by more than rounding (precision): ")
     assert told == (1 if more else 0)
-
-
-def what_a_run_says(words):
-    with mock.patch.object(Reporter, "say", autospec=True) as say:
-        assert run_training(words) is None
-    return [call.args[1] for call in say.call_args_list]
-
-
-def test_the_doctor_sees_the_rounding_of_a_real_engine(ranks, tmp_path):
-    """In a model whose weights are large enough for 8 bits to show."""
-    words = [*LIVE, "--rollout-dtype=fp8-e4m3", "--init-method-std=0.6", "--train-iters=2", "--doctor-interval=1"]
-    (said,) = ranks.run(what_a_run_says, Layout(), flags(tmp_path, *words))
-    (found,) = [words for words in said if words.startswith("doctor after")]
-    assert found.startswith("doctor after step 1: policies that differ by more than rounding (precision): ")
 
 
 def test_a_page_that_cannot_be_made_is_one_line(tmp_path, capsys):
