@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected_rows, measured
+from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected, measured
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
@@ -87,15 +87,13 @@ class CorrectedLoss:
         Raises:
             ValueError: a key is missing or has another shape; bad log-probs at trained tokens.
         """
-        if not hasattr(data, "get"):
-            raise ValueError(f"data is {type(data).__name__}: expected NeMo-RL's BatchedDataDict")
         current = pad(checked_tensor("next_token_logprobs", next_token_logprobs).detach(), (1, 0))
         shape = tuple(current.shape)
         old = current if self._on_policy else _entry(data, "prev_logprobs", shape)
         rollout = _entry(data, "generation_logprobs", shape)
         mask = _trained(data, shape)
         advantages = _entry(data, "advantages", shape)
-        _, weights, accepted = corrected_rows(
+        _, weights, accepted = corrected(
             old, rollout, mask, self.config, allow_zero_log_probs=self.allow_zero_log_probs
         )
         changed = {"advantages": advantages if weights is None else advantages * weights.to(advantages.dtype)}

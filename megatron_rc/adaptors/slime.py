@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, measured, refuse
+from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, corrected, measured, refuse
 from megatron_rc.adaptors.slime_chunks import Chunks
-from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
@@ -112,18 +111,11 @@ class SlimeCorrection:
     def _corrected(self, chunks: Chunks, old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
         """(weights or None, accepted tokens), each [t]."""
         assert self.config is not None
-        result = correct_rollouts(
-            chunks.spread(old),
-            chunks.spread(rollout),
-            chunks.spread(mask),
-            self.config,
-            chunks.layout,
-            ParallelGroups(cp=chunks.cp, dp_cp=chunks.cp),
-            sequence_ids=torch.arange(len(chunks.lengths), device=old.device),
-            allow_zero_log_probs=self.allow_zero_log_probs,
-        )
-        result.check()
-        return None if result.weights is None else chunks.local(result.weights), chunks.local(result.mask)
+        old, rollout, mask = (chunks.spread(one) for one in (old, rollout, mask))
+        more: dict[str, Any] = {"groups": ParallelGroups(cp=chunks.cp, dp_cp=chunks.cp)}
+        more |= {"allow_zero_log_probs": self.allow_zero_log_probs}
+        _, weights, accepted = corrected(old, rollout, mask, self.config, layout=chunks.layout, **more)
+        return None if weights is None else chunks.local(weights), chunks.local(accepted)
 
 
 def config_from_args(args: Any) -> RolloutCorrectionConfig:
@@ -138,8 +130,6 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
     Raises:
         ValueError: a wrong setting, one that a micro-batch cannot serve, or an unknown name with slime's prefixes.
     """
-    if not hasattr(args, "__dict__"):
-        raise ValueError(f"args is {type(args).__name__}: expected slime's arguments, a Namespace")
     known = {name: value for name, value in vars(args).items() if name in OF_EXAMPLES or name.startswith(_PREFIXES)}
     given = {name: value for name, value in known.items() if name not in BUILT_IN} or known
     given |= {name: getattr(args, name) for name in ("use_tis", "use_mis") if hasattr(args, name)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,6 @@ class Chunks:
 
     def __init__(self, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: Group | None) -> None:
         self.cp, size = cp, group_size(cp)
-        for name, lengths in (("total_lengths", total_lengths), ("response_lengths", response_lengths)):
-            if not hasattr(lengths, "__len__"):
-                raise ValueError(f"{name} is {type(lengths).__name__}: expected a list, one length for every response")
-        if len(total_lengths) != len(response_lengths):
-            raise ValueError(
-                f"total_lengths has {len(total_lengths)} entries and response_lengths {len(response_lengths)}: "
-                "expected one each for every response"
-            )
         for index, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
             if not 0 <= response < total:
                 raise ValueError(
@@ -65,10 +56,9 @@ class Chunks:
         out[self._held.to(values.device)] = values
         return out
 
-    def local(self, values: Any) -> Tensor:
+    def local(self, values: Tensor) -> Tensor:
         """The inverse of ``spread``."""
-        found: Tensor = values[self._held.to(values.device)]
-        return found
+        return values[self._held.to(values.device)]
 
     def whole_masks(self, masks: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
         """The masks of whole responses, 0 for tokens that the rank which holds them rejects."""
