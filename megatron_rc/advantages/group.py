@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_floats
+from megatron_rc.advantages.shards import check_floats, kept_sequences
 from megatron_rc.parallel.arguments import check_integer, check_kind, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
@@ -110,7 +110,10 @@ def group_advantages(
             ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
             every rank alike, an id of any of them is not in [0, num_groups).
     """
-    kept = _kept(rewards, group_ids, estimator, kept)
+    one_of("estimator", estimator, GROUP_ESTIMATORS)
+    check_tensors({}, rewards=rewards)
+    kept = kept_sequences(group_ids, kept, rewards.numel())
+    check_floats("rewards", rewards, group_ids.shape, "sequences")
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
     counts = _weights(rewards, estimator, lengths, weights)
     batch = ParallelGroups.given(groups)
@@ -145,21 +148,6 @@ def group_advantages(
     return torch.where(kept, found, 0)
 
 
-def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | None) -> Tensor:
-    """The responses that count, [n] bool, of arguments that are checked."""
-    one_of("estimator", estimator, GROUP_ESTIMATORS)
-    check_tensors({"kept": kept}, group_ids=group_ids)
-    if group_ids.dtype != torch.int64 or group_ids.dim() != 1:
-        raise ValueError(f"group_ids is {group_ids.dtype} {tuple(group_ids.shape)}: expected int64, one a sequence")
-    check_floats("rewards", rewards, (len(group_ids),), "sequences")
-    kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
-    if kept.dtype != torch.bool or kept.shape != rewards.shape:
-        raise ValueError(
-            f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
-        )
-    return kept
-
-
 def _check_together(estimator: str, num_groups: int | None, groups: ParallelGroups | None) -> None:
     """Refuse a call that gives the ranks without the prompts, or the reverse: its baselines would be a rank's own."""
     if num_groups is None and groups is not None and estimator != "gpg":
@@ -178,7 +166,6 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: T
     """How much each reward counts in the mean, [n] float64."""
     counts = torch.ones_like(rewards, dtype=torch.float64)
     if weights is not None:
-        check_tensors({}, weights=weights)
         check_floats("weights", weights, rewards.shape, "sequences")
         counts = torch.where(weights >= 0, weights.detach().double(), torch.nan)
     if estimator != "opo":
