@@ -50,22 +50,18 @@ def assert_unchanged(one, other):
         )
 
 
-class Watched:
-    """Calls functions, and looks that nothing which was given to any of them has changed."""
+def watched():
+    """A function that calls others, and looks that nothing which was given to any of them has changed."""
+    given = []
 
-    def __init__(self):
-        self.given = []
-
-    def call(self, function, *arguments):
-        self.given += [(value, copy.deepcopy(value)) for value in arguments]
+    def call(function, *arguments):
+        given.extend((value, copy.deepcopy(value)) for value in arguments if tensors_of(value))
         result = function(*arguments)
-        self.check()
+        for value, known in given:
+            assert_unchanged(value, known)
         return result
 
-    def check(self):
-        for value, known in self.given:
-            if tensors_of(value):
-                assert_unchanged(value, known)
+    return call
 
 
 def inputs_of(batch, layouts=None):
@@ -81,20 +77,20 @@ def inputs_of(batch, layouts=None):
 @pytest.mark.parametrize("name", CASES)
 def test_no_function_writes_into_what_it_is_given(name, form):
     batch, expected = clear_batch(name)
-    config, groups, watched = config_of(name), ParallelGroups(), Watched()
+    config, groups, call = config_of(name), ParallelGroups(), watched()
     inputs = inputs_of(batch, None if form == "whole" else [SequenceLayout.padded(4, WIDTH)] * 3)
-    shards = watched.call(collect_shards, inputs, AgreedCounts(**sizes(batch)), groups)
-    local = watched.call(sequence_sums, shards, config)
-    sequences = watched.call(reduce_sequences, local.pair, groups)
+    shards = call(collect_shards, inputs, AgreedCounts(**sizes(batch)), groups)
+    local = call(sequence_sums, shards, config)
+    sequences = call(reduce_sequences, local.pair, groups)
     prompts = None
     if config.needs_prompts:
-        prompts = watched.call(reduce_groups, watched.call(group_sums, local, sequences), groups)
-    found = watched.call(batch_sums, local, sequences, prompts)
-    pair = watched.call(reduce_batch, found.pair, groups)
-    first = watched.call(finish, found, pair)
+        prompts = call(reduce_groups, call(group_sums, local, sequences), groups)
+    found = call(batch_sums, local, sequences, prompts)
+    pair = call(reduce_batch, found.pair, groups)
+    first = call(finish, found, pair)
     kept = copy.deepcopy(first)
-    again = watched.call(finish, found, pair)
-    anew = finish(watched.call(batch_sums, local, sequences, prompts), pair)
+    again = call(finish, found, pair)
+    anew = finish(call(batch_sums, local, sequences, prompts), pair)
     for result in (first, again, anew):
         assert_unchanged(result, kept)
         assert torch.equal(numbers(result), numbers(kept))
