@@ -65,8 +65,6 @@ def measured(
 
 def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> None:
     """Raise ValueError for a setting that needs more than the tokens of one micro-batch; ``program`` is its caller."""
-    if not isinstance(config, RolloutCorrectionConfig):
-        raise wrong_config(config)
     call = f"{program} calls for one micro-batch at a time"
     refuse(
         config,
@@ -84,7 +82,12 @@ def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> N
 
 
 def refuse(config: RolloutCorrectionConfig, **reasons: str) -> None:
-    """Raise ValueError for the first of these settings that is on, with the reason why the program cannot serve it."""
+    """Raise ValueError for the first of these settings that is on, with the reason why the program cannot serve it.
+
+    So does ``config`` that is no configuration.
+    """
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     for name, reason in reasons.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)!r}: {reason}: drop it")

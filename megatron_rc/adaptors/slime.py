@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, corrected, measured, refuse
 from megatron_rc.adaptors.slime_chunks import Chunks
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
 
 Answer = tuple[Tensor, list[Tensor], dict[str, Tensor]]
@@ -145,8 +145,6 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that slime's call cannot serve."""
-    if not isinstance(config, RolloutCorrectionConfig):
-        raise wrong_config(config)
     own = "slime's own --use-rollout-logprobs is PPO against the engine's log-probs, without weights"
     refuse(config, bypass_mode=f"slime computes its loss's ratio itself; {own}")
     for criterion in config.criteria:

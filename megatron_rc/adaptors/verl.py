@@ -22,7 +22,7 @@ from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_number, one_of
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.records.formats.rows import numbered
-from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 class VerlCorrection:
@@ -137,8 +137,7 @@ class VerlCorrection:
         """(tokens with usable log-probs, accepted tokens, applied weights, metrics) of bypass mode."""
         more: dict[str, Any] = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
         result, weights, accepted = corrected(train, rollout, mask, own, **more)
-        if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
-            mask = mask & is_log_prob(rollout) & is_log_prob(train)
+        mask = mask & is_log_prob(rollout) & is_log_prob(train)  # bad log-probs must not reach a gradient
         return mask, accepted, weights if own.applies_weights else None, result.metrics()
 
     def _config(self, given: Any) -> RolloutCorrectionConfig:
@@ -157,8 +156,6 @@ class VerlCorrection:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that verl's calls cannot serve."""
-    if not isinstance(config, RolloutCorrectionConfig):
-        raise wrong_config(config)
     lacks = "verl's batch has no weight versions"
     refuse(config, proximal_interpolation=lacks, rollout_staleness_scale=lacks)
     if config.bypass_mode:

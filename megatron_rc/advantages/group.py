@@ -121,7 +121,7 @@ def group_advantages(
     if layout is not None and groups is None:
         raise ValueError("layout does nothing without groups, whose ranks share sequences: pass both, or drop layout")
     here = _counts_here(group_ids, layout, batch)
-    add = _Totals.of(group_ids, num_groups, batch, here)
+    add = _Totals(group_ids, num_groups, batch, here)
     group = add.group
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
     terms = (ones, counts, counts.square(), counts * rewards)
@@ -208,19 +208,16 @@ def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGrou
 class _Totals:
     """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
 
-    def __init__(self, group: Tensor, number: int, groups: ParallelGroups, here: Tensor) -> None:
-        self.group, self.number, self.groups, self.here = group, number, groups, here
-
-    @classmethod
-    def of(cls, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups, here: Tensor) -> _Totals:
+    def __init__(self, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups, here: Tensor) -> None:
         """Sums for ids that are any numbers on this rank, or with ``num_groups`` lie below it on all ranks."""
         if num_groups is None:
-            known, group = group_ids.unique(return_inverse=True)
-            return cls(group, len(known), ParallelGroups(), torch.ones_like(here))
+            known, self.group = group_ids.unique(return_inverse=True)
+            self.number, self.groups, self.here = len(known), ParallelGroups(), torch.ones_like(here)
+            return
         check_integer("num_groups", num_groups, least=0)
         # The last one is of ids that belong to none.
-        group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
-        return cls(group, num_groups + 1, groups, here)
+        self.group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
+        self.number, self.groups, self.here = num_groups + 1, groups, here
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         columns = torch.where(self.here.unsqueeze(1), torch.stack(values, dim=1), 0)

@@ -138,10 +138,11 @@ class Shard:
         }
 
 
-def golden_on_this_rank(form, split):
+def golden_on_ranks():
     """The golden cases on the shards of this rank; everything that is not counted is NaN."""
     groups = ParallelGroups.from_megatron()
-    for case in GOLDEN.values():
+    # The reference is compared on all cuts.
+    for case, (form, split) in itertools.product(GOLDEN.values(), CUTS[1:3]):
         arrays = arrays_of(case)
         mask, number = arrays["response_mask"], int(arrays["index"].max()) + 1 if "index" in arrays else None
         arrays["rewards"] = torch.where(mask, arrays["rewards"], 0)
@@ -153,11 +154,6 @@ def golden_on_this_rank(form, split):
         for name, got in (("advantages", advantages), ("returns", returns)):
             if got is not None and name in local:
                 torch.testing.assert_close(got[here], local[name][here], rtol=RTOL, atol=ATOL)
-
-
-def golden_on_ranks():
-    for form, split in CUTS[1:3]:  # the reference is compared on all of them
-        golden_on_this_rank(form, split)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
