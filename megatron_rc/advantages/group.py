@@ -20,16 +20,12 @@ ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by le
 _NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
 
 
-def _rloo(centred: Tensor, variance: Tensor, factor: Tensor) -> Tensor:
-    return centred * torch.where(factor == 0, 1, factor)
-
-
 # From the reward less the mean of its group, the group's variance, and the factor that leaves each response out of its
 # own mean: 0 if no other response counts. [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": lambda centred, variance, factor: centred / (variance.sqrt() + EPSILON),
     "grpo-no-std": lambda centred, variance, factor: centred,
-    "rloo": _rloo,
+    "rloo": lambda centred, variance, factor: centred * torch.where(factor == 0, 1, factor),
     "rloo-vectorized": lambda centred, variance, factor: torch.where(factor == 0, 0, centred * factor),
     "opo": lambda centred, variance, factor: centred,  # over another mean
     # Of the lead over the second best.

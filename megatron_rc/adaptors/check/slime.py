@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import ROWS, Batch, Comparison
 from megatron_rc.adaptors.check.shards import RANKS, joined, on_ranks
-from megatron_rc.adaptors.slime import SlimeCorrection
-from megatron_rc.adaptors.slime_chunks import Chunks
+from megatron_rc.adaptors.slime import Chunks, SlimeCorrection
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
