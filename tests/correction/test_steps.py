@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.step import timed_correction
 from megatron_rc import (
-    MicroBatch,
     PlanInputs,
     PolicyLossConfig,
     RolloutCorrection,
@@ -19,7 +18,7 @@ from megatron_rc import (
     masked_loss,
     wrap_finalize,
 )
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel import ParallelGroups
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
 
@@ -279,10 +278,7 @@ def test_scales_that_cannot_be_are_refused(training, arguments, message):
 def test_weights_that_are_not_applied_are_refused():
     training = Training("decoupled", CONFIG | {"rollout_is_apply": False})
     plan = training.planned()
-    layout, rows = SequenceLayout.padded(2, WIDTH), slice(0, 2)
-    found = {"mask": plan.mask[rows], "sequence_lengths": plan.sequence_lengths[rows]}
-    tensors = [value[rows] for value in (training.old, training.rollout, training.mask)]
-    micro_batch = MicroBatch(*tensors, layout, training.advantages[rows], **found)
+    micro_batch = training.micro_batch(plan, range(2))
     masked_loss(training.correction, micro_batch, training.model(range(2)), None, training.scale(plan, 0))
     weighted = dataclasses.replace(micro_batch, weights=torch.ones(2, WIDTH))
     with pytest.raises(ValueError, match=r"rollout_is_apply=False: no weights are applied.* leave MicroBatch"):

@@ -27,27 +27,22 @@ from tests.support.correction_comparison import assert_same as compare_with_orac
 from tests.support.correction_comparison import config_of, numbers
 
 
-def tensors_of(value, name=""):
-    """(name, tensor) of all tensors in records, lists and dicts."""
+def tensors_of(value):
+    """All tensors in records, lists and dicts."""
     if isinstance(value, torch.Tensor):
-        return [(name, value)]
+        return [value]
     if dataclasses.is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        return []
-    return [found for key, each in value.items() for found in tensors_of(each, f"{name}.{key}")]
+        value = [getattr(value, one.name) for one in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [found for each in value for found in tensors_of(each)] if isinstance(value, (list, tuple)) else []
 
 
 def assert_unchanged(one, other):
     """Every bit but those of NaN."""
-    pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
-    assert pairs
-    for (name, value), (_, known) in pairs:
-        torch.testing.assert_close(
-            value, known, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: name + text
-        )
+    assert tensors_of(one)
+    for value, known in zip(tensors_of(one), tensors_of(other), strict=True):
+        torch.testing.assert_close(value, known, rtol=0, atol=0, equal_nan=True)
 
 
 def watched():
