@@ -91,13 +91,6 @@ def weights_of(found, counted):
     return weights[counted].tolist(), [row[valid].mean().item() for row, valid in rows if valid.any()]
 
 
-def has_distribution_of_tokens(config):
-    """Weights of sequences have one, and single ratios without bounds by staleness."""
-    return config.rollout_is in ("sequence", "geometric") or (
-        config.rollout_is == "token" and config.staleness_scale is None
-    )
-
-
 @pytest.mark.parametrize(("bounds", "mode"), [("0.5_2", "mask"), ("0.5_2", "clamp"), (2.0, "truncate")])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_quantiles_of_many_weights_are_those_of_the_sorted_ones(bounds, mode, level):
@@ -154,7 +147,9 @@ def test_distributions_count_what_the_oracle_has(name):
     if config.rollout_is is not None:
         weights, per_sequence = weights_of(found, usable(batch))
         assert_counts_of(got.pop(f"{prefix}rollout_is_seq"), per_sequence, weight_widened)
-        if has_distribution_of_tokens(config):
+        # Weights of sequences have one of tokens, and those of tokens without bounds by staleness.
+        of_sequences = config.rollout_is in ("sequence", "geometric")
+        if of_sequences or (config.rollout_is == "token" and config.staleness_scale is None):
             assert_counts_of(got.pop(f"{prefix}rollout_is"), weights, weight_widened)
     assert not got
 

@@ -134,18 +134,14 @@ def test_a_table_in_words_in_files_and_as_a_flag(tmp_path):
     assert RolloutCorrectionConfig.from_dict(config.to_dict()) == config
 
 
-def validated(folder, *words):
-    return run_config(flags(folder, *words))
-
-
 def test_the_launcher_asks_for_rollouts_of_that_age(tmp_path):
     scale = "--rollout-staleness-scale=2:1.5,4:2"
-    assert validated(tmp_path, scale, "--rollout-staleness=4").correction.staleness_scale.steps == (2, 4)
+    assert run_config(flags(tmp_path, scale, "--rollout-staleness=4")).correction.staleness_scale.steps == (2, 4)
     for limit in ([], ["--rollout-staleness=2"]):
         with pytest.raises(ConfigurationError, match=r"a staleness of 4, .*--rollout-staleness allows [02]:"):
-            validated(tmp_path, scale, *limit)
+            run_config(flags(tmp_path, scale, *limit))
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
     recorded = [f"--load-rollouts={tmp_path}", "--train-iters=2"]
     with pytest.raises(ConfigurationError, match="needs rollouts whose versions are steps of this run"):
-        validated(tmp_path, scale, *recorded)
-    validated(tmp_path, scale, *recorded, "--rollout-staleness=4")
+        run_config(flags(tmp_path, scale, *recorded))
+    run_config(flags(tmp_path, scale, *recorded, "--rollout-staleness=4"))
