@@ -4,9 +4,8 @@
 """
 
 from megatron_rc.advantages.group import group_advantages
-from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax
+from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax, whiten
 from megatron_rc.advantages.token_baseline import optimal_token_baseline
-from megatron_rc.advantages.whitening import whiten
 from megatron_rc.batch.chain import (
     batch_sums,
     correct_rollouts,

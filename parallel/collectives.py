@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -96,22 +95,17 @@ def unpack(record: R, pair: Pair) -> R:
 
 
 def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:
+    """The numbers of one kind in the shapes of its tensors, as views."""
     pieces = flat.split([value.numel() for value in kind])
-    return [piece.view(value.shape) if value.dim() else piece[0] for piece, value in zip(pieces, kind, strict=True)]
+    return [piece.view(value.shape) for piece, value in zip(pieces, kind, strict=True)]
 
 
 def on_host(record: object) -> Any:
     """The record with Python floats, or lists of them, instead of tensors. Host synchronisations: one."""
     kinds = flatten(record)
-    numbers = iter(torch.cat([value.reshape(-1).double() for kind in kinds for value in kind]).tolist())
-    return rebuild(record, [[_listed(numbers, tuple(value.shape)) for value in kind] for kind in kinds])
-
-
-def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
-    """The next numbers as nested lists of this shape."""
-    if len(shape) > 1:
-        return [_listed(numbers, shape[1:]) for _ in range(shape[0])]
-    return list(islice(numbers, shape[0])) if shape else next(numbers)
+    every = [value for kind in kinds for value in kind]
+    found = iter(_cut(torch.cat([value.reshape(-1).double() for value in every]).cpu(), every))
+    return rebuild(record, [[next(found).tolist() for _ in kind] for kind in kinds])
 
 
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:

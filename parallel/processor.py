@@ -81,11 +81,12 @@ def log_prob_processor(
     }
     options |= {"sum_squares": sum_squares, "entropy_over_support": entropy_over_support}
     options |= {"support_ids": support_ids, "support_offsets": support_offsets}
-    return partial(_from_hidden_states if fused else _from_logits, tp_group, options)
+    return partial(_processed, tp_group, fused, options)
 
 
-def _from_hidden_states(
+def _processed(
     tp_group: Group | None,
+    fused: bool,
     options: dict[str, Any],
     *,
     hidden_states: Tensor,
@@ -98,47 +99,42 @@ def _from_hidden_states(
     **others: Any,
 ) -> tuple[Tensor, ...]:
     labels, mask = _checked(tp_group, output_layer, labels, loss_mask)
+    if not fused:
+        logits = _logits(output_layer, hidden_states, output_weight)
+        logits = logits if scale_logits is None else scale_logits(logits)
+        return vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
     ids, offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
-    temperature = options["temperature"] / factor_of(scale_logits)
-
-    def forward(hidden: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
-        weight = getattr(output_layer, "weight", None) if weight is None else weight
-        if weight is None:
-            raise ValueError(f"output_layer is a {type(output_layer).__name__} without a weight: pass fused=False")
-        accumulates = torch.is_grad_enabled() and weight.requires_grad
-        return linear_log_probs_and_entropy(
-            hidden,
-            weight,
-            labels.t(),
-            tp_group,
-            bias=getattr(output_layer, "bias", None),
-            sequence_parallel=getattr(output_layer, "sequence_parallel", False),
-            gradient_accumulation=accumulates and getattr(config, "gradient_accumulation_fusion", False),
-            mask=None if mask is None else mask.t(),
-            **options | {"temperature": temperature, "support_ids": ids, "support_offsets": offsets},
-        )
-
+    options = options | {"temperature": options["temperature"] / factor_of(scale_logits)}
+    options |= {"support_ids": ids, "support_offsets": offsets, "mask": None if mask is None else mask.t()}
+    accumulates = getattr(config, "gradient_accumulation_fusion", False)
     # In the layer's forward, so that hooks that gather its weight run first: DDP's with overlap_param_gather.
-    with forward_of(output_layer, forward):
+    with forward_of(output_layer, partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options)):
         return tuple(values.t() for values in output_layer(hidden_states, weight=output_weight))
 
 
-def _from_logits(
+def _multiplied(
+    layer: nn.Module,
+    labels: Tensor,
     tp_group: Group | None,
+    accumulates: bool,
     options: dict[str, Any],
-    *,
-    hidden_states: Tensor,
-    output_layer: nn.Module,
-    output_weight: Tensor | None = None,
-    labels: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-    scale_logits: Callable[[Tensor], Tensor] | None = None,
-    **others: Any,
+    hidden: Tensor,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    labels, mask = _checked(tp_group, output_layer, labels, loss_mask)
-    logits = _logits(output_layer, hidden_states, output_weight)
-    logits = logits if scale_logits is None else scale_logits(logits)
-    return vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
+    """The results from hidden states and the layer's weight, as the layer's forward."""
+    weight = getattr(layer, "weight", None) if weight is None else weight
+    if weight is None:
+        raise ValueError(f"output_layer is a {type(layer).__name__} without a weight: pass fused=False")
+    return linear_log_probs_and_entropy(
+        hidden,
+        weight,
+        labels,
+        tp_group,
+        bias=getattr(layer, "bias", None),
+        sequence_parallel=getattr(layer, "sequence_parallel", False),
+        gradient_accumulation=accumulates and torch.is_grad_enabled() and weight.requires_grad,
+        **options,
+    )
 
 
 def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:

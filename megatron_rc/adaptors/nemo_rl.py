@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected_rows, measured
+from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected, measured
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
@@ -53,6 +53,7 @@ class CorrectedLoss:
                 "remaining tokens: use a criterion of sequences, or token_level_loss=True"
             )
         self.loss_fn = loss_fn
+        self.on_policy = bool(getattr(loss_fn, "force_on_policy_ratio", False))  # it takes log π_θ for log π_old
         self.config = config
         self.allow_zero_log_probs = allow_zero_log_probs
 
@@ -87,15 +88,13 @@ class CorrectedLoss:
         Raises:
             ValueError: a key is missing or has another shape; bad log-probs at trained tokens.
         """
-        if not hasattr(data, "get"):
-            raise ValueError(f"data is {type(data).__name__}: expected NeMo-RL's BatchedDataDict")
         current = pad(checked_tensor("next_token_logprobs", next_token_logprobs).detach(), (1, 0))
         shape = tuple(current.shape)
-        old = current if self._on_policy else _entry(data, "prev_logprobs", shape)
+        old = current if self.on_policy else _entry(data, "prev_logprobs", shape)
         rollout = _entry(data, "generation_logprobs", shape)
         mask = _trained(data, shape)
         advantages = _entry(data, "advantages", shape)
-        _, weights, accepted = corrected_rows(
+        _, weights, accepted = corrected(
             old, rollout, mask, self.config, allow_zero_log_probs=self.allow_zero_log_probs
         )
         changed = {"advantages": advantages if weights is None else advantages * weights.to(advantages.dtype)}
@@ -109,16 +108,11 @@ class CorrectedLoss:
         )
         return loss, {**metrics, **self._measured(old - rollout, mask, accepted, weights, global_valid_toks)}
 
-    @property
-    def _on_policy(self) -> bool:
-        """True if NeMo-RL takes log π_θ for log π_old."""
-        return bool(getattr(self.loss_fn, "force_on_policy_ratio", False))
-
     def _usable(self, data: Mapping[str, Any], kept: Tensor, current: Tensor) -> dict[str, Tensor]:
         """The log-probs, with log π_θ at rejected tokens if these may be NaN: NaN times 0 is NaN."""
         if self.config.bad_log_probs == "error":
             return {}
-        known = {name: data[name] for name in ("generation_logprobs", "prev_logprobs")[: 2 - self._on_policy]}
+        known = {name: data[name] for name in ("generation_logprobs", "prev_logprobs")[: 2 - self.on_policy]}
         return {name: torch.where(kept, value, current.to(value.dtype)) for name, value in known.items()}
 
     def _rejected(self, data: Mapping[str, Any], mask: Tensor, accepted: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rc.batch.chain import correct_rollouts
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.numerics import k3
+from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.criterion import Criterion
@@ -33,12 +34,17 @@ def checked_tensor(name: str, value: object, shape: tuple[int, ...] | None = Non
     return value
 
 
-def corrected_rows(
-    train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig, **more: Any
+def corrected(
+    train: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    config: RolloutCorrectionConfig,
+    layout: SequenceLayout | None = None,
+    **more: Any,
 ) -> tuple[CorrectionResult, Tensor | None, Tensor]:
-    """(result, weights or None, accepted tokens) of the correction of [n, s], with its data checked."""
-    ids = torch.arange(len(mask), device=mask.device)
-    result = correct_rollouts(train, rollout, mask, config, sequence_ids=ids, **more)
+    """(result, weights or None, accepted tokens) of the correction of n sequences, with its data checked."""
+    ids = torch.arange(len(mask) if layout is None else layout.num_sequences, device=mask.device)
+    result = correct_rollouts(train, rollout, mask, config, layout, sequence_ids=ids, **more)
     result.check()
     assert isinstance(result.mask, Tensor)
     assert result.weights is None or isinstance(result.weights, Tensor)
@@ -59,8 +65,6 @@ def measured(
 
 def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> None:
     """Raise ValueError for a setting that needs more than the tokens of one micro-batch; ``program`` is its caller."""
-    if not isinstance(config, RolloutCorrectionConfig):
-        raise wrong_config(config)
     call = f"{program} calls for one micro-batch at a time"
     refuse(
         config,
@@ -78,7 +82,12 @@ def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> N
 
 
 def refuse(config: RolloutCorrectionConfig, **reasons: str) -> None:
-    """Raise ValueError for the first of these settings that is on, with the reason why the program cannot serve it."""
+    """Raise ValueError for the first of these settings that is on, with the reason why the program cannot serve it.
+
+    So does ``config`` that is no configuration.
+    """
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise wrong_config(config)
     for name, reason in reasons.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)!r}: {reason}: drop it")

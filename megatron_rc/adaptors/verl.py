@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.shared import checked_tensor, corrected_rows, refuse, refuse_criteria
+from megatron_rc.adaptors.shared import checked_tensor, corrected, refuse, refuse_criteria
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
 from megatron_rc.loss.metrics import SUMS, LossStatistics
 from megatron_rc.loss.objective import Objective
@@ -22,7 +22,7 @@ from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_number, one_of
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.records.formats.rows import numbered
-from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 class VerlCorrection:
@@ -73,15 +73,13 @@ class VerlCorrection:
         config = self._config(rollout_corr_config)
         if config.corrects_in_loss:
             raise ValueError("bypass_mode=True corrects in the loss: register policy_loss as 'bypass_mode' instead")
-        tensors = getattr(batch, "batch", None)
-        if tensors is None:
-            raise ValueError(f"batch is {type(batch).__name__} without tensors: expected a DataProto")
+        tensors = batch.batch
         mask = _field(tensors, "response_mask", None)
         old = _field(tensors, "old_log_probs", mask.shape)
         rollout = _field(tensors, "rollout_log_probs", mask.shape)
         groups = _prompts(batch, len(mask)).to(mask.device) if config.needs_prompts else None
-        prompts = {} if groups is None else {"group_ids": groups, "num_groups": len(mask)}
-        result, weights, accepted = corrected_rows(
+        prompts: dict[str, Any] = {} if groups is None else {"group_ids": groups, "num_groups": len(mask)}
+        result, weights, accepted = corrected(
             old, rollout, mask != 0, config, allow_zero_log_probs=self.allow_zero_log_probs, **prompts
         )
         tensors["response_mask"] = torch.where(accepted, mask, torch.zeros_like(mask))
@@ -119,8 +117,11 @@ class VerlCorrection:
             ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
         """
         like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
-        _check_call(config, log_prob, {**like, "rollout_is_weights": rollout_is_weights})
-        mask, own = response_mask != 0, self._config(_of_the_loss(config))
+        like |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
+        for name, value in like.items():
+            checked_tensor(name, value, tuple(log_prob.shape))
+        of_driver = (config.get("policy_loss", None) or {}).get("rollout_correction", None)  # there in bypass mode
+        mask, own = response_mask != 0, self._config(of_driver)
         algorithm = own.loss_type if own.bypass_mode else self.algorithm
         accepted, weights, metrics = mask, rollout_is_weights, dict[str, float]()
         if own.bypass_mode:
@@ -134,10 +135,9 @@ class VerlCorrection:
         self, own: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
         """(tokens with usable log-probs, accepted tokens, applied weights, metrics) of bypass mode."""
-        more = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
-        result, weights, accepted = corrected_rows(train, rollout, mask, own, **more)
-        if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
-            mask = mask & is_log_prob(rollout) & is_log_prob(train)
+        more: dict[str, Any] = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
+        result, weights, accepted = corrected(train, rollout, mask, own, **more)
+        mask = mask & is_log_prob(rollout) & is_log_prob(train)  # bad log-probs must not reach a gradient
         return mask, accepted, weights if own.applies_weights else None, result.metrics()
 
     def _config(self, given: Any) -> RolloutCorrectionConfig:
@@ -156,14 +156,12 @@ class VerlCorrection:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that verl's calls cannot serve."""
-    if not isinstance(config, RolloutCorrectionConfig):
-        raise wrong_config(config)
-    reasons = dict.fromkeys(
-        ("proximal_interpolation", "rollout_staleness_scale"), "verl's batch has no weight versions"
-    )
-    mean = "the mean of the weights needs the global batch, and verl's bypass mode sees one micro-batch at a time"
-    refuse(config, **reasons, **({"rollout_is_batch_normalize": mean} if config.bypass_mode else {}))
-    if config.rejection_denominator != "accepted" and not config.bypass_mode:
+    lacks = "verl's batch has no weight versions"
+    refuse(config, proximal_interpolation=lacks, rollout_staleness_scale=lacks)
+    if config.bypass_mode:
+        mean = "the mean of the weights needs the global batch, and verl's bypass mode sees one micro-batch at a time"
+        refuse(config, rollout_is_batch_normalize=mean)
+    elif config.rejection_denominator != "accepted":
         raise ValueError(
             f"rejection_denominator={config.rejection_denominator!r}: verl counts its losses' denominators itself: "
             "leave it out"
@@ -190,22 +188,6 @@ def _prompts(batch: Any, rows: int) -> Tensor:
     if uids is None or len(uids) != rows:
         raise ValueError(f"uid of the batch has {0 if uids is None else len(uids)} entries: expected {rows}, one each")
     return torch.tensor(numbered(uids), dtype=torch.int64)
-
-
-def _of_the_loss(config: Any) -> Any:
-    """``policy_loss.rollout_correction``, which holds the driver's settings in bypass mode."""
-    inner = config.get("policy_loss", None)
-    return None if inner is None else inner.get("rollout_correction", None)
-
-
-def _check_call(config: Any, log_prob: object, like: Mapping[str, object]) -> None:
-    """Raise ValueError unless there is a configuration, and all tensors have the shape of ``log_prob``."""
-    if not hasattr(config, "get"):
-        raise ValueError(f"config is {type(config).__name__}: verl passes the actor's configuration")
-    shape = tuple(checked_tensor("log_prob", log_prob).shape)
-    for name, value in like.items():
-        if name != "rollout_is_weights" or value is not None:
-            checked_tensor(name, value, shape)
 
 
 def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
@@ -260,9 +242,6 @@ def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, A
 def _actor_metrics(statistics: LossStatistics) -> dict[str, float]:
     """The three metrics of verl's own losses, as means over the micro-batch."""
     sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
-    tokens = max(sums["tokens"], 1)
-    return {
-        "actor/pg_clipfrac": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
-        "actor/ppo_kl": -sums["log_ratio"] / tokens,
-        "actor/pg_clipfrac_lower": sums["dual_clipped"] / tokens,
-    }
+    clipped = sums["clipped_low"] + sums["clipped_high"]
+    found = {"pg_clipfrac": clipped, "ppo_kl": -sums["log_ratio"], "pg_clipfrac_lower": sums["dual_clipped"]}
+    return {f"actor/{name}": value / max(sums["tokens"], 1) for name, value in found.items()}

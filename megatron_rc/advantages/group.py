@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_floats
+from megatron_rc.advantages.shards import check_floats, kept_sequences
 from megatron_rc.parallel.arguments import check_integer, check_kind, check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
@@ -20,16 +20,12 @@ ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by le
 _NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
 
 
-def _rloo(centred: Tensor, variance: Tensor, factor: Tensor) -> Tensor:
-    return centred * torch.where(factor == 0, 1, factor)
-
-
 # From the reward less the mean of its group, the group's variance, and the factor that leaves each response out of its
 # own mean: 0 if no other response counts. [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": lambda centred, variance, factor: centred / (variance.sqrt() + EPSILON),
     "grpo-no-std": lambda centred, variance, factor: centred,
-    "rloo": _rloo,
+    "rloo": lambda centred, variance, factor: centred * torch.where(factor == 0, 1, factor),
     "rloo-vectorized": lambda centred, variance, factor: torch.where(factor == 0, 0, centred * factor),
     "opo": lambda centred, variance, factor: centred,  # over another mean
     # Of the lead over the second best.
@@ -110,7 +106,10 @@ def group_advantages(
             ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
             every rank alike, an id of any of them is not in [0, num_groups).
     """
-    kept = _kept(rewards, group_ids, estimator, kept)
+    one_of("estimator", estimator, GROUP_ESTIMATORS)
+    check_tensors({}, rewards=rewards)
+    kept = kept_sequences(group_ids, kept, rewards.numel())
+    check_floats("rewards", rewards, group_ids.shape, "sequences")
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
     counts = _weights(rewards, estimator, lengths, weights)
     batch = ParallelGroups.given(groups)
@@ -118,7 +117,7 @@ def group_advantages(
     if layout is not None and groups is None:
         raise ValueError("layout does nothing without groups, whose ranks share sequences: pass both, or drop layout")
     here = _counts_here(group_ids, layout, batch)
-    add = _Totals.of(group_ids, num_groups, batch, here)
+    add = _Totals(group_ids, num_groups, batch, here)
     group = add.group
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
     terms = (ones, counts, counts.square(), counts * rewards)
@@ -145,21 +144,6 @@ def group_advantages(
     return torch.where(kept, found, 0)
 
 
-def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | None) -> Tensor:
-    """The responses that count, [n] bool, of arguments that are checked."""
-    one_of("estimator", estimator, GROUP_ESTIMATORS)
-    check_tensors({"kept": kept}, group_ids=group_ids)
-    if group_ids.dtype != torch.int64 or group_ids.dim() != 1:
-        raise ValueError(f"group_ids is {group_ids.dtype} {tuple(group_ids.shape)}: expected int64, one a sequence")
-    check_floats("rewards", rewards, (len(group_ids),), "sequences")
-    kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
-    if kept.dtype != torch.bool or kept.shape != rewards.shape:
-        raise ValueError(
-            f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
-        )
-    return kept
-
-
 def _check_together(estimator: str, num_groups: int | None, groups: ParallelGroups | None) -> None:
     """Refuse a call that gives the ranks without the prompts, or the reverse: its baselines would be a rank's own."""
     if num_groups is None and groups is not None and estimator != "gpg":
@@ -178,7 +162,6 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: T
     """How much each reward counts in the mean, [n] float64."""
     counts = torch.ones_like(rewards, dtype=torch.float64)
     if weights is not None:
-        check_tensors({}, weights=weights)
         check_floats("weights", weights, rewards.shape, "sequences")
         counts = torch.where(weights >= 0, weights.detach().double(), torch.nan)
     if estimator != "opo":
@@ -221,19 +204,16 @@ def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGrou
 class _Totals:
     """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
 
-    def __init__(self, group: Tensor, number: int, groups: ParallelGroups, here: Tensor) -> None:
-        self.group, self.number, self.groups, self.here = group, number, groups, here
-
-    @classmethod
-    def of(cls, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups, here: Tensor) -> _Totals:
+    def __init__(self, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups, here: Tensor) -> None:
         """Sums for ids that are any numbers on this rank, or with ``num_groups`` lie below it on all ranks."""
         if num_groups is None:
-            known, group = group_ids.unique(return_inverse=True)
-            return cls(group, len(known), ParallelGroups(), torch.ones_like(here))
+            known, self.group = group_ids.unique(return_inverse=True)
+            self.number, self.groups, self.here = len(known), ParallelGroups(), torch.ones_like(here)
+            return
         check_integer("num_groups", num_groups, least=0)
         # The last one is of ids that belong to none.
-        group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
-        return cls(group, num_groups + 1, groups, here)
+        self.group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
+        self.number, self.groups, self.here = num_groups + 1, groups, here
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         columns = torch.where(self.here.unsqueeze(1), torch.stack(values, dim=1), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
@@ -21,6 +22,18 @@ def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroup
     check_tensors({}, response_mask=mask)
     check_mask("response_mask", mask)
     return SequenceLayout.given(layout, "response_mask", mask, ParallelGroups.given(groups))
+
+
+def kept_sequences(group_ids: Tensor, kept: Tensor | None, number: int) -> Tensor:
+    """``kept``, or all sequences, [n] bool; ValueError unless it and ``group_ids`` have one value for each of them."""
+    check_tensors({"kept": kept}, group_ids=group_ids)
+    kept = torch.ones_like(group_ids, dtype=torch.bool) if kept is None else kept
+    for name, tensor, dtype in (("group_ids", group_ids, torch.int64), ("kept", kept, torch.bool)):
+        if tensor.dtype != dtype or tensor.shape != (number,):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} ({number},), one a sequence"
+            )
+    return kept
 
 
 def check_floats(name: str, values: Tensor, shape: Sequence[int], each: str) -> None:

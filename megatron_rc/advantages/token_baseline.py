@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megatron_rc.advantages.group import ROUNDING
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns
-from megatron_rc.advantages.shards import check_floats, layout_of
-from megatron_rc.parallel.arguments import check_tensors
+from megatron_rc.advantages.shards import check_floats, kept_sequences, layout_of
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -61,7 +60,7 @@ def optimal_token_baseline(
     values = {"rewards": rewards, "log_probs": log_probs, "sum_pi_squared": sum_pi_squared}
     for name, tensor in (values if weights is None else {**values, "weights": weights}).items():
         check_floats(name, tensor, response_mask.shape, "tokens")
-    counted = response_mask & layout.expand(_kept(group_ids, kept, layout))
+    counted = response_mask & layout.expand(kept_sequences(group_ids, kept, layout.num_sequences))
     returns = discounted_returns(rewards.double(), response_mask, layout=layout, groups=groups)
     energy = 1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()
     if weights is not None:
@@ -73,19 +72,6 @@ def optimal_token_baseline(
     counted &= (advantages.abs() <= ROUNDING * returns.abs()).logical_not()
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     return TokenAdvantages(torch.where(counted, advantages, 0).to(dtype), returns.to(dtype))
-
-
-def _kept(group_ids: Tensor, kept: Tensor | None, layout: SequenceLayout) -> Tensor:
-    """The responses that count, [n] bool, of arguments that are checked."""
-    check_tensors({"kept": kept}, group_ids=group_ids)
-    shape = (layout.num_sequences,)
-    kept = torch.ones_like(group_ids, dtype=torch.bool) if kept is None else kept
-    for name, tensor, dtype in (("group_ids", group_ids, torch.int64), ("kept", kept, torch.bool)):
-        if tensor.dtype != dtype or tensor.shape != shape:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shape}, one a sequence"
-            )
-    return kept
 
 
 def _sums_so_far(

@@ -1,7 +1,4 @@
-"""How per-token losses become one number: a sum inside, one global denominator outside.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""How per-token losses become one number: a sum inside, one global denominator outside."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The form of a policy objective: the terms that its loss gets, the loss of a token, and its properties.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""The form of a policy objective: the terms that its loss gets, the loss of a token, and its properties."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 To add one, define it at the end. Everything else asks the object: the flags and their errors, the config, the loss, the
 metrics and the words.
-
-``docs/design.md`` begins with the words and symbols that are used here.
 """
 
 from __future__ import annotations
@@ -122,21 +120,15 @@ def _gmpo(terms: TokenTerms) -> TokenLoss:
     return TokenLoss(-terms.advantages * mean.clamp(-EXP_LIMIT, EXP_LIMIT).exp(), low, high)
 
 
-# Name, words, loss; weighed_in_bypass, by_sequence, clips, takes_dual_clip.
+# Name, words, loss; weighed_in_bypass, by_sequence, clips, takes_dual_clip, default_dual_clip.
 define(
     Objective("ppo_clip", "PPO clips ρ itself", _ppo_clip, False, False, True, True),
     Objective("reinforce", "REINFORCE, without clipping", _reinforce, True, False, False, False),
     Objective("gspo", "GSPO clips the geometric mean of a sequence's ρ", _ppo_clip, False, True, True, True),
     Objective("cispo", "CISPO weighs each token by its clipped ρ", _cispo, False, False, True, False),
+    Objective("dppo_tv", "DPPO bounds π_θ - π_rollout of each token", _dppo_tv, False, False, True, True, DPPO_LIMIT),
     Objective(
-        *("dppo_tv", "DPPO bounds π_θ - π_rollout of each token", _dppo_tv),
-        *(False, False, True, True),
-        default_dual_clip=DPPO_LIMIT,
-    ),
-    Objective(
-        *("dppo_kl", "DPPO bounds the KL of each token's two events", _dppo_kl),
-        *(False, False, True, True),
-        default_dual_clip=DPPO_LIMIT,
+        "dppo_kl", "DPPO bounds the KL of each token's two events", _dppo_kl, False, False, True, True, DPPO_LIMIT
     ),
     Objective(
         *("cppo", "CPPO bounds |π_θ - π_rollout| of each token and of the tokens before", _cppo),

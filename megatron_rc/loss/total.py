@@ -44,7 +44,10 @@ def token_loss(
     place: dict[str, Any] = {"layout": layout, "groups": groups, "sequence_log_ratio": sequence_log_ratio}
     policy = policy_loss(log_probs, old_log_probs, advantages, response_mask, weights=weights, **settings, **place)
     per_token, sums = policy.per_token, {}
-    bonus, penalty = _bonus(objective, entropy), _penalty(objective, log_probs, ref_log_probs, response_mask)
+    if entropy is None and objective.entropy_coef:
+        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
+    bonus = None if entropy is None else entropy.to(arithmetic(entropy.dtype))
+    penalty = _penalty(objective, log_probs, ref_log_probs, response_mask)
     for name, factor, values in (
         ("entropy", -objective.entropy_coef, bonus),
         ("reference_kl", objective.kl_coef, penalty),
@@ -53,12 +56,6 @@ def token_loss(
             sums[name] = torch.where(response_mask, values.detach(), 0).double().sum()
             per_token = per_token + factor * values
     return PolicyLoss(per_token, policy.statistics.plus(**sums))
-
-
-def _bonus(objective: PolicyLossConfig, entropy: Tensor | None) -> Tensor | None:
-    if entropy is None and objective.entropy_coef:
-        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
-    return None if entropy is None else entropy.to(arithmetic(entropy.dtype))
 
 
 def _penalty(objective: PolicyLossConfig, log_probs: Tensor, ref: Tensor | None, mask: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ from megatron_rc.adaptors.check import megatron_lm, nemo_rl, slime
 from megatron_rc.adaptors.check.__main__ import HOSTS, UNUSABLE, main
 from megatron_rc.adaptors.check.comparison import Batch, Comparison, report
 from tests.adaptors.pages import blocks
+from tests.adaptors.test_nemo_rl import ClippedLoss
 from tests.support.paths import ROOT
 from tests.support.ranks import server_context
 
@@ -30,79 +31,33 @@ def module(monkeypatch, name, **members):
     vars(sys.modules[name]).update(members)
 
 
-def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others):
-    """slime's built-in function, by its formula."""
-    ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
-    return pg_loss * ratio.clamp(args.tis_clip_low, args.tis_clip), loss_masks, {}
+def by_formula(weights):
+    """A function of slime that multiplies the loss by weights of the ratio and the two bounds."""
+
+    def correct(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others):
+        ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
+        return pg_loss * weights(ratio, args.tis_clip_low, args.tis_clip), loss_masks, {}
+
+    return correct
 
 
-def icepop(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **others):
-    """slime's IcePop, by its formula."""
-    ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
-    return pg_loss * torch.where((ratio < args.tis_clip_low) | (ratio > args.tis_clip), 0, ratio), loss_masks, {}
-
-
-def with_slime(monkeypatch, icepop=icepop):
-    module(monkeypatch, slime.NEEDS, vanilla_tis_function=truncated, icepop_function=icepop)
+def with_slime(monkeypatch):
+    icepop = by_formula(lambda ratio, low, high: torch.where((ratio < low) | (ratio > high), 0, ratio))
+    module(monkeypatch, slime.NEEDS, vanilla_tis_function=by_formula(torch.clamp), icepop_function=icepop)
     sys.modules["slime.backends.megatron_utils"].loss = sys.modules[slime.NEEDS]
 
 
-class ClippedLoss:
-    """NeMo-RL's clipped loss by its formulas, with weights and without, and its data as a plain dictionary."""
-
-    def __init__(self, config):
-        vars(self).update(config)
-        self.loss_type = types.SimpleNamespace(value="token_level")
-
-    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        old, rollout, mask, advantages = (
-            data[name][:, 1:] for name in ("prev_logprobs", "generation_logprobs", "token_mask", "advantages")
-        )
-        mask = mask * data["sample_mask"].unsqueeze(1)
-        ratio = (next_token_logprobs - old).exp()
-        low, high = 1 - self.ratio_clip_min, 1 + self.ratio_clip_max
-        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-        loss = torch.where(advantages < 0, torch.minimum(loss, -self.ratio_clip_c * advantages), loss)
-        return (loss * self.weights(old - rollout, mask) * mask).sum() / global_valid_toks, {}
-
-    def weights(self, log_ratio, mask):
-        if not getattr(self, "use_importance_sampling_correction", False):
-            return 1.0
-        kind, high, low = (
-            getattr(self, f"truncated_importance_sampling_{name}", None) for name in ("type", "ratio", "ratio_min")
-        )
-        ratio = log_ratio.exp()
-        if kind == "tis":
-            return ratio.clamp(0 if low is None else low, high)
-        if kind == "icepop":
-            return ratio * ((ratio >= low) & (ratio <= high))
-        if kind is None:
-            return ratio
-        mean = ((log_ratio * mask).sum(1) / mask.sum(1)).exp()
-        return ratio * ((mean >= low) & (mean <= high)).unsqueeze(1)
-
-
 def with_nemo_rl(monkeypatch, loss=ClippedLoss):
-    module(monkeypatch, nemo_rl.NEEDS, ClippedPGLossConfig=dict, ClippedPGLossFn=loss)
+    module(monkeypatch, nemo_rl.NEEDS, ClippedPGLossConfig=dict, ClippedPGLossFn=lambda config: loss(**config))
     module(monkeypatch, "nemo_rl.distributed.batched_data_dict", BatchedDataDict=dict)
 
 
-def grpo_loss(
-    current_logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    clamp_eps_lower,
-    clamp_eps_upper,
-    kl_beta,
-    entropy_weight,
-    inference_logprobs,
-    is_truncation_coef,
-):
+def grpo_loss(**given):
     """Megatron-LM's loss, by its formula."""
-    ratio, gain = (current_logprobs - old_logprobs).exp(), advantages.unsqueeze(1)
-    weights = (old_logprobs - inference_logprobs).exp().clamp(max=is_truncation_coef)
-    clipped = ratio.clamp(1 - clamp_eps_lower, 1 + clamp_eps_upper)
+    of = types.SimpleNamespace(**given)
+    ratio, gain = (of.current_logprobs - of.old_logprobs).exp(), of.advantages.unsqueeze(1)
+    weights = (of.old_logprobs - of.inference_logprobs).exp().clamp(max=of.is_truncation_coef)
+    clipped = ratio.clamp(1 - of.clamp_eps_lower, 1 + of.clamp_eps_upper)
     return -weights * torch.minimum(ratio * gain, clipped * gain), None
 
 
@@ -139,10 +94,10 @@ def test_a_host_that_differs_is_named_with_the_size(monkeypatch, capsys):
     """An IcePop that keeps ratios below its lower bound."""
 
     class OneSided(ClippedLoss):
-        def __init__(self, config):
+        def __init__(self, **config):
             below = {"truncated_importance_sampling_ratio_min": 0.0}
             masks = config.get("truncated_importance_sampling_type") == "icepop"
-            super().__init__(config | below if masks else config)
+            super().__init__(**config | below if masks else config)
 
     with_nemo_rl(monkeypatch, OneSided)
     assert main(["nemo_rl"]) == 1

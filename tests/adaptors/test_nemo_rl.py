@@ -20,10 +20,13 @@ class LossType(enum.Enum):
 
 
 class ClippedLoss:
-    """The parts of ClippedPGLossFn that a correction uses: its columns, masks and denominators."""
+    """ClippedPGLossFn by its formulas, with weights of its own and without."""
 
     input_type = "logprob"
     metric_normalizations = {"loss": "tokens", "probs_ratio": "tokens"}  # noqa: RUF012
+    ratio_clip_min = ratio_clip_max = 0.2
+    ratio_clip_c = 3.0
+    use_importance_sampling_correction = False
 
     def __init__(self, loss_type=LossType.TOKEN_LEVEL, **settings):
         self.loss_type = loss_type
@@ -33,14 +36,29 @@ class ClippedLoss:
         tokens, samples = data["token_mask"][:, 1:], data["sample_mask"]
         advantages, old = data["advantages"][:, 1:], data["prev_logprobs"][:, 1:]
         ratio = (next_token_logprobs - old).exp()
-        loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-        loss = torch.where(advantages < 0, torch.min(loss, -3 * advantages), loss)
+        bounded = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
+        loss = torch.max(-advantages * ratio, -advantages * bounded)
+        loss = torch.where(advantages < 0, torch.min(loss, -self.ratio_clip_c * advantages), loss)
+        if self.use_importance_sampling_correction:
+            loss = loss * self.weights(old - data["generation_logprobs"][:, 1:], tokens * samples.unsqueeze(1))
         if self.loss_type is LossType.TOKEN_LEVEL:
             total = (loss * tokens * samples.unsqueeze(1)).sum() / global_valid_toks
         else:
             means = (loss * tokens).sum(1) / (tokens.sum(1) + 1e-8)
             total = (means * samples).sum() / global_valid_seqs
         return total, {"loss": total.item()}
+
+    def weights(self, log_ratio, mask):
+        kind, high, low = (
+            getattr(self, f"truncated_importance_sampling_{name}", None) for name in ("type", "ratio", "ratio_min")
+        )
+        ratio = log_ratio.exp()
+        if kind == "seq-mask-tis":
+            mean = ((log_ratio * mask).sum(1) / mask.sum(1)).exp()
+            return ratio * ((mean >= low) & (mean <= high)).unsqueeze(1)
+        if kind == "icepop":
+            return ratio * ((ratio >= low) & (ratio <= high))
+        return ratio if kind is None else ratio.clamp(max=high)
 
 
 def data_of(batch, dtype=torch.float32, **changes):
@@ -119,6 +137,7 @@ def test_the_loss_is_the_oracles(name, loss_type):
 
 
 TOKEN = RolloutCorrectionConfig.decoupled_token_is()
+K1 = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
 
 
 def test_what_nemo_rl_reads_is_that_of_its_loss():
@@ -157,14 +176,10 @@ def test_on_policy_the_current_policy_is_the_old_one():
         (ClippedLoss(use_importance_sampling_correction=True), {}, "use_importance_sampling_correction=True"),
         (ClippedLoss(), {"bypass_mode": True}, "bypass_mode=True: NeMo-RL"),
         (ClippedLoss(), {"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True"),
-        (
-            ClippedLoss(),
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
-            "set rejection_denominator='original'",
-        ),
+        (ClippedLoss(), K1, "set rejection_denominator='original'"),
         (
             ClippedLoss(LossType.SEQUENCE_LEVEL),
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2", "rejection_denominator": "original"},
+            K1 | {"rejection_denominator": "original"},
             "token_k1 .*token_level_loss=False",
         ),
     ],
@@ -179,11 +194,9 @@ def test_losses_that_cannot_be(made, fields, message):
     ("changes", "message"),
     [
         ({"generation_logprobs": None}, "generation_logprobs is missing in the data"),
-        ({"prev_logprobs": None}, "prev_logprobs is missing in the data"),
         ({"token_mask": torch.ones(12, 16)}, r"token_mask has shape \(12, 16\): expected \(12, 17\)"),
         ({"sample_mask": torch.ones(3)}, r"sample_mask has shape \(3,\): expected \(12,\)"),
         ({"generation_logprobs": torch.full((12, 17), torch.nan)}, "is NaN"),
-        ({"token_mask": [[1] * 17] * 12}, r"token_mask is list: expected a tensor of shape \(12, 17\)"),
     ],
     ids=lambda value: value[:28] if isinstance(value, str) else "",
 )
@@ -197,8 +210,6 @@ def test_calls_that_cannot_be():
     loss, (batch, _) = CorrectedLoss(ClippedLoss(), TOKEN), clear_batch("nothing")
     with pytest.raises(ValueError, match="loss_fn is a object without loss_type: pass NeMo-RL's ClippedPGLossFn"):
         CorrectedLoss(object(), TOKEN)
-    with pytest.raises(ValueError, match="data is NoneType: expected NeMo-RL's BatchedDataDict"):
-        loss(torch.zeros(12, 16), None, SEQUENCES, TOKENS)
     with pytest.raises(ValueError, match=r"next_token_logprobs has shape \(16,\): expected \[rows, tokens\]"):
         loss(torch.zeros(16), data_of(batch), SEQUENCES, TOKENS)
 

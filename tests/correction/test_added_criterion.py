@@ -9,16 +9,13 @@ import torch
 
 from examples.custom_criterion import SEQ_MIN
 from megatron_rc import (
-    PlanInputs,
-    PolicyLossConfig,
-    RolloutCorrection,
     RolloutCorrectionConfig,
     add_rollout_correction_args,
     correct_rollouts,
     rollout_correction_config_from_args,
 )
 from megatron_rc.numerics import k2
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel import SequenceLayout
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
@@ -28,16 +25,9 @@ from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
+MEAN = {"needs": (Need("sum", DISTANCE),), "statistic": lambda values: values.sum(DISTANCE) / values.num_tokens}
 # With a divergence of its own, on tokens, sequences and prompts.
-TOKEN_DISTANCE = Criterion(
-    "token_distance",
-    "token",
-    "tokens whose |log ρ|",
-    UPPER,
-    needs=(Need("sum", DISTANCE),),
-    statistic=lambda values: values.sum(DISTANCE) / values.num_tokens,
-    tested=DISTANCE,
-)
+TOKEN_DISTANCE = Criterion("token_distance", "token", "tokens whose |log ρ|", UPPER, **MEAN, tested=DISTANCE)
 SEQ_SPREAD = Criterion(
     "seq_spread",
     "sequence",
@@ -46,14 +36,7 @@ SEQ_SPREAD = Criterion(
     needs=(Need("max", K1), Need("min", K1)),
     statistic=lambda values: values.max(K1) - values.min(K1),
 )
-GROUP_DISTANCE = Criterion(
-    "group_distance",
-    "prompt",
-    "all responses of a prompt whose mean |log ρ|",
-    UPPER,
-    needs=(Need("sum", DISTANCE),),
-    statistic=lambda values: values.sum(DISTANCE) / values.num_tokens,
-)
+GROUP_DISTANCE = Criterion("group_distance", "prompt", "responses of a prompt whose mean |log ρ|", UPPER, **MEAN)
 FIELDS = {"rollout_is": "token", "rollout_rs": "seq_min_k1", "rollout_rs_threshold": f"{LOWER}_{HIGHER}"}
 
 
@@ -122,11 +105,6 @@ def test_flags_words_and_presets_know_it(tmp_path):
         rollout_correction_config_from_args(parser.parse_args(words))
     with pytest.raises(ValueError, match=r"use .*seq_min_k1"):
         RolloutCorrectionConfig(rollout_rs="seq_minimum", rollout_rs_threshold=1)
-
-
-def test_verls_names_stay_verls():
-    with pytest.raises(ValueError, match="rollout_rs='seq_min_k1' is unknown to verl"):
-        RolloutCorrectionConfig.from_dict({"rollout_rs": "seq_min_k1", "rollout_rs_threshold": 2.0}, "verl")
 
 
 CASES = {
@@ -198,27 +176,10 @@ def test_shards_give_the_same(name, split):
     assert metrics == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)
 
 
-def test_it_works_in_the_loss():
-    train, rollout, mask = draw()
-    config = RolloutCorrectionConfig(**FIELDS, bypass_mode=True, loss_type="reinforce")
-    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-    correction.plan(PlanInputs(None, rollout, mask))
-    found = correction.in_loss(train.requires_grad_(), rollout, mask)
-    want = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(**FIELDS))
-    assert torch.equal(found.mask, want.mask)
-    correction.finish_step()
-    name = "rollout_corr/rollout_rs_seq_min_k1_masked_fraction"
-    assert correction.step.metrics()[name] == want.metrics()[name]
-
-
+BOTH = Divergence("gap", "|p - q|", of=None, least=0.0, of_both=lambda p, q: (p.exp() - q.exp()).abs())
+SUM_OF_BOTH = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
 REQUIRED = ("name", "unit", "words", "bounds", "needs", "statistic")
 SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name": "another"}
-
-
-@pytest.mark.parametrize("missing", SOUND)
-def test_an_incomplete_one_cannot_be_defined(missing):
-    with pytest.raises(TypeError, match=missing):
-        Criterion(**{name: value for name, value in SOUND.items() if name != missing})
 
 
 @pytest.mark.parametrize(
@@ -227,8 +188,6 @@ def test_an_incomplete_one_cannot_be_defined(missing):
         ({"name": "Another one"}, "letters, digits and underscores"),
         ({"unit": "batch"}, "must be token, turn, sequence or prompt"),
         ({"words": ""}, "must all be given"),
-        ({"bounds": "upper"}, "must all be given"),
-        ({"statistic": None}, "must all be given"),
         ({"unit": "token"}, "tested, .* token alone"),
         ({"tested": K3}, "tested, .* token alone"),
         ({"unit": "token", "tested": K3, "only_negative": True}, "only_negative is for the unit sequence"),
@@ -236,14 +195,12 @@ def test_an_incomplete_one_cannot_be_defined(missing):
         ({"bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
         ({"needs": ()}, "use exactly needs"),
         ({"needs": (Need("max", K3),)}, "use exactly needs .*: max of k3"),
-        ({"needs": (Need("sum", K3), Need("min", K1))}, "use exactly needs"),
         ({"needs": "sum k3"}, "must be a tuple of Need"),
-        ({"needs": (("sum", K3),)}, "must be a tuple of Need"),
         ({"needs": (Need("mean", K3),)}, "a need is a sum, max or min"),
         ({"statistic": lambda values: values.sum(K3) * 0}, "differ between sequences that differ"),
         ({"statistic": lambda values: values.sum(K3) / 0}, "must be finite"),
         ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
-        ({"statistic": lambda values: values.sum(K3).float()}, "one float64 number for each sequence"),
+        ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
         ({"follows_others": True}, r"use exactly needs .*\(follows_others\)"),
     ],
 )
@@ -264,16 +221,12 @@ def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
         ({"of": torch.exp}, "0 where log ρ is 0"),
         ({"of": lambda x: x / 0}, "must be finite"),
         ({"of": lambda x: x.abs().sum()}, "one float64 number for each"),
-        ({"of": lambda x: x.abs().float()}, "one float64 number for each"),
         ({"of": None}, "least must be -inf"),
     ],
 )
 def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
         dataclasses.replace(DISTANCE, **changed)
-
-
-BOTH = Divergence("gap", "|p - q|", of=None, least=0.0, of_both=lambda p, q: (p.exp() - q.exp()).abs())
 
 
 @pytest.mark.parametrize(
@@ -285,7 +238,6 @@ BOTH = Divergence("gap", "|p - q|", of=None, least=0.0, of_both=lambda p, q: (p.
         ({"of_both": lambda p, q: p.exp() + q.exp()}, "of_both must be finite, and 0 where log ρ is 0"),
         ({"of_both": lambda p, q: ((p.exp() - q.exp()) / torch.expm1(q)).abs()}, "of_both must be finite"),
         ({"of_both": lambda p, q: (p - q).sum()}, "of_both must give one float64 number for each pair of log-probs"),
-        ({"of_both": lambda p, q: (p - q).abs().float()}, "of_both must give one float64 number"),
     ],
 )
 def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
@@ -293,19 +245,11 @@ def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defin
         dataclasses.replace(BOTH, **changed)
 
 
-def test_a_criterion_of_both_log_probs_bounds_no_ratio():
-    mean = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
-    assert Criterion(**SOUND | mean).needs[0].name == "sum_gap"
-    with pytest.raises(ValueError, match="bounds on a ratio fit log ρ alone"):
-        Criterion(**SOUND | mean | {"bounds": RATIO})
-
-
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
 def test_every_unit_has_both_log_probs(unit, monkeypatch):
     """The mean of |p - q| over each unit, in loops; a turn is a run of trained tokens."""
     tested = {"tested": BOTH} if unit == "token" else {}
-    needs = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
-    criterion = Criterion(**SOUND | needs | tested | {"name": f"{unit}_gap", "unit": unit})
+    criterion = Criterion(**SOUND | SUM_OF_BOTH | tested | {"name": f"{unit}_gap", "unit": unit})
     monkeypatch.setitem(CRITERIA, criterion.name, criterion)
     train, rollout, mask = draw()
     want = torch.zeros_like(mask)

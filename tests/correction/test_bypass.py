@@ -77,8 +77,10 @@ def no_megatron(monkeypatch, request):
         monkeypatch.setattr(ParallelGroups, "from_megatron", classmethod(lambda cls: ALONE))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [*((name, "token-mean") for name in NAMES), *(("token", other) for other in list(AGGREGATIONS)[1:])],
+)
 def test_micro_batches_and_factor_match_the_oracle(name, aggregation):
     batch, expected = clear_batch(name)
     scale, config = AGGREGATIONS[aggregation], bypass(name)
@@ -254,19 +256,6 @@ def test_ids_out_of_range_are_reported_by_the_first_step():
         correction.step.check()
 
 
-def test_ppo_clip_measures_weights_and_hands_out_none():
-    config = bypass("sequence", loss_type="ppo_clip", rollout_is_batch_normalize=False)
-    correction = RolloutCorrection(config, ALONE, loss=PolicyLossConfig())
-    batch, expected = clear_batch("sequence")
-    correction.plan(PlanInputs(None, batch.train, batch.mask))
-    weights, mask, _ = correction.in_loss(batch.train, batch.rollout, batch.mask)
-    assert weights is None
-    assert torch.equal(mask, torch.tensor(expected.mask))
-    correction.finish_step()
-    got = correction.step.metrics()["rollout_corr/rollout_is_mean"]
-    assert got == pytest.approx(expected.metrics["rollout_is_mean"], rel=1e-9)
-
-
 def test_versions_come_with_the_plan():
     correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
     part = clear_batch("token")[0]
@@ -288,28 +277,17 @@ def test_versions_come_with_the_plan():
 
 def test_calls_out_of_order_are_errors():
     decoupled = RolloutCorrection(RolloutCorrectionConfig(), ALONE, loss=PolicyLossConfig())
-    with pytest.raises(RuntimeError, match=r"loss_metrics\(\) before finish_step"):
-        decoupled.loss_metrics()
     with pytest.raises(RuntimeError, match="in_loss belongs to bypass_mode"):
         decoupled.in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool))
     correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
     with pytest.raises(RuntimeError, match="after plan"):
         correction.in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool))
-    with pytest.raises(RuntimeError, match="without a micro-batch"):
-        correction.finish_step()
-    with pytest.raises(ValueError, match="train_log_probs are missing"):
-        decoupled.plan(PlanInputs(None, torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize(
     ("fields", "loss", "auxiliary", "message"),
     [
-        (
-            {"rollout_is_batch_normalize": True},
-            {"entropy_coef": 0.1},
-            False,
-            "must not scale the terms of entropy_coef=0.1",
-        ),
+        ({"rollout_is_batch_normalize": True}, {"entropy_coef": 0.1}, False, "must not scale .* entropy_coef=0.1"),
         ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "kl_coef=0.1"),
         ({"rollout_is_batch_normalize": True}, {}, True, "auxiliary losses"),
         ({"rollout_token_veto_threshold": 0.1}, {}, True, "auxiliary losses"),

@@ -179,13 +179,20 @@ def of_slime(case, config, metrics_of, name):
         choose = {"mean": torch.mean, "min": torch.min, "max": torch.max}[name.split("_")[2]]
         rows = zip(correct_rollouts(*inputs, config).weights, inputs[2], strict=True)
         return float(torch.stack([choose(weights[valid]) for weights, valid in rows if valid.any()]).mean())
-    key = OF_SLIME.get(name, name)
+    key, alone = OF_SLIME.get(name, name), replace(config, rollout_is_batch_normalize=False)
     if name.startswith(("rs_mask_fraction", "tis_mask_fraction")):
         side = "above" if name.endswith("high") else "below"
         key = f"rollout_rs_{config.criteria[-1].name}_rho_fraction_{side}"
-    alone = replace(config, rollout_is_batch_normalize=False)
+    rows = metrics_of_rows(case["id"], alone)
+    return sum(metrics[prefix + key] for metrics in rows) / len(rows)
+
+
+@functools.cache
+def metrics_of_rows(identity, config):
+    """The metrics of each sequence of a case of slime, as a batch of its own."""
+    (inputs,) = [inputs_of(case) for case, *_ in golden("slime") if case["id"] == identity]
     rows = [[tensor[row : row + 1] for tensor in inputs] for row, valid in enumerate(inputs[2]) if valid.any()]
-    return sum(correct_rollouts(*row, alone).metrics()[prefix + key] for row in rows) / len(rows)
+    return [correct_rollouts(*row, config).metrics() for row in rows]
 
 
 @pytest.mark.parametrize("generation", NUMBERS)

@@ -24,6 +24,7 @@ from tests.support.correction_comparison import config_of, numbers
 INTS = torch.zeros(12, dtype=torch.int64)
 OF_TOKENS = (torch.arange(12 * 16) == 3 * 16).view(12, 16).long()
 NAMES = ("train_log_probs", "rollout_log_probs", "response_mask")
+KINDS = dict(zip(NAMES, (torch.float32, torch.float32, torch.bool), strict=True))
 
 
 def arguments(name="token"):
@@ -35,13 +36,10 @@ def arguments(name="token"):
     ("change", "message"),
     [
         ({"rollout_log_probs": torch.zeros(12, 15)}, r"rollout_log_probs has shape \(12, 15\)"),
-        ({"response_mask": torch.ones(12, 16)}, r"response_mask is torch.float32: expected bool.*pass"),
         ({"response_mask": torch.ones(12, 16, dtype=torch.int64)}, r"response_mask is torch.int64: expected"),
         ({"rollout_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)}, r"rollout_log_probs is torch.bfloat16"),
-        ({"rollout_log_probs": torch.zeros(12, 16, dtype=torch.float16)}, "rollout_log_probs is torch.float16, which"),
         ({"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)}, "train_log_probs is torch.int64: expected a"),
         ({"train_log_probs": None}, "train_log_probs are missing"),
-        ({"rollout_log_probs": None}, "rollout_log_probs are missing"),
         ({"train_log_probs": [torch.zeros(12, 16)]}, "train_log_probs is a list: give tensors for everything"),
         ({"mini_batch_ids": INTS[:7]}, r"mini_batch_ids is torch.int64 \(7,\): expected int64, one for each of 12"),
         ({"sequence_ids": torch.zeros(12)}, "sequence_ids is torch.float32"),
@@ -52,17 +50,12 @@ def arguments(name="token"):
         ({"num_mini_batches": 2}, "num_mini_batches=2 needs mini_batch_ids, one a sequence"),
         ({"num_groups": 0, "group_ids": INTS}, "num_groups=0 must be at least 1"),
         ({"group_ids": INTS}, "group_ids and num_groups come together"),
-        ({"num_groups": 3}, "group_ids and num_groups come together"),
         ({"policy_versions": INTS}, "policy_versions and current_version come together"),
-        ({"current_version": 3}, "policy_versions and current_version come together"),
         ({"max_staleness": 2}, "max_staleness=2 does nothing"),
         ({"policy_versions": INTS, "current_version": 1, "max_staleness": -1}, "max_staleness=-1 must be 0 or more"),
         ({"layout": SequenceLayout.padded(12, 8)}, "the layout's local shape is"),
         ({"layout": SequenceLayout.padded(12, 16, cp_size=2)}, r"rank 0 of 2 .* rank 0 of 1 in groups\.cp"),
-        (
-            {name: torch.zeros(5) for name in NAMES[:2]} | {"response_mask": torch.zeros(5).bool()},
-            r"it must be \[b, s\]",
-        ),
+        ({name: torch.zeros(5, dtype=kind) for name, kind in KINDS.items()}, r"it must be \[b, s\]"),
         ({name: [] for name in NAMES}, "an empty list"),
     ],
 )
@@ -122,14 +115,11 @@ def test_criteria_name_the_input_that_they_lack(name, message):
     ("change", "message"),
     [
         ({"mini_batch_ids": INTS + 2, "num_mini_batches": 2}, "mini_batch_ids: 11 values"),
-        ({"mini_batch_ids": INTS - 1}, "mini_batch_ids: 11 values"),
         ({"group_ids": torch.arange(12), "num_groups": 11}, r"group_ids: 1 values .* lie in \[0, num_groups"),
-        ({"sequence_ids": torch.arange(12) - 1}, "sequence_ids: 1 values"),
         ({"sequence_ids": torch.arange(12) + 2**21 - 11}, "sequence_ids: 1 values"),
         ({"policy_versions": torch.arange(12), "current_version": 9}, "policy_versions: 2 values .* at most"),
         ({"policy_versions": OF_TOKENS, "current_version": 0}, "policy_versions: 1 values"),
         ({"rewards": torch.full((12,), math.nan)}, "rewards: 11 values .* finite"),
-        ({"advantages": torch.full((12,), math.inf)}, "advantages: 11 values .* finite"),
         ({"advantages": torch.full((12, 16), math.nan)}, "advantages: [0-9]+ values .* finite"),
     ],
 )
@@ -179,16 +169,6 @@ def test_the_default_dtype_of_tensors_changes_nothing(dtype):
     assert torch.equal(got.weights, want.weights)
     with pytest.raises(ValueError, match="sample 1000007, position 3"):
         bad.check()
-
-
-@pytest.mark.parametrize("policy", ["training", "rollout"])
-def test_a_bad_token_far_from_the_start_is_named_exactly(policy):
-    """At odd positions above 2²³, whose keys float32 could not tell apart."""
-    train, rollout = torch.full((1, 2**24), -1.0), torch.full((1, 2**24), -1.0)
-    (train if policy == "training" else rollout)[0, 2**24 - 3 :] = math.nan
-    result = correct_rollouts(train, rollout, torch.ones(1, 2**24, dtype=torch.bool), config_of("token"))
-    with pytest.raises(ValueError, match=rf"the {policy} log-prob of sample 0 .*, position {2**24 - 3} is NaN"):
-        result.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -272,9 +252,7 @@ def test_log_probs_that_cancel_are_not_called_zeros():
     ("rollout", "message"),
     [
         (torch.zeros(12, 16, dtype=torch.bfloat16), "rollout_log_probs is torch.bfloat16, which shifts the ratios"),
-        (torch.zeros(12, 16, dtype=torch.float16), "rollout_log_probs is torch.float16, which shifts the ratios"),
         (torch.zeros(12, 16, dtype=torch.int64), "rollout_log_probs is torch.int64: expected a float"),
-        (torch.zeros(12, 15), r"rollout_log_probs has shape \(12, 15\)"),
         (None, "rollout_log_probs are missing"),
     ],
 )

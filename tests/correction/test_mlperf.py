@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, aggregate_loss, correct_rollouts, policy_loss
-from tests.correction.test_properties import correct_split
 
 PRESET = RolloutCorrectionConfig.seq_mask_tis()
 LOW, HIGH = 0.999, 1.002
@@ -71,18 +70,3 @@ def test_loss_and_gradient_are_those_of_the_reference():
     assert other.item() == pytest.approx(want * mask.sum().item() / result.mask.sum().item(), rel=1e-12)
     assert result.denominators[0, :3].tolist() == [mask.sum(), 7, result.mask.sum()]
     assert result.sequence_lengths.tolist() == mask.sum(1).tolist()
-
-
-@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
-def test_shards_have_the_same_weights_and_denominators(split):
-    train, rollout, mask, _ = draw()
-    want = correct_rollouts(train, rollout, mask, PRESET)
-    batch = {"train_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask}
-    cp_size = 3 if split == "contiguous" else 2
-    weights, kept, metrics, denominators = correct_split(
-        batch, PRESET, {}, [[0, 3, 7], [1, 2, 4, 5, 6]], cp_size, split
-    )
-    assert torch.equal(kept, want.mask)
-    torch.testing.assert_close(weights, want.weights, rtol=1e-12, atol=0)
-    assert torch.equal(denominators, want.denominators)
-    assert metrics == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)

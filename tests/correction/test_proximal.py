@@ -17,7 +17,7 @@ from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients, wh
 from tests.support import correction_oracle as oracle
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch
+from tests.support.recorded_training import flags
 from tests.support.training_cases import LENGTH, NEAREST, PER_MINI_BATCH, SEQUENCES
 from tests.support.training_oracle import Data, Objective
 
@@ -172,22 +172,6 @@ def test_the_data_are_not_vacuous(name):
     assert min(want.policy[1]["low"], want.policy[1]["high"]) > 0.05
     assert 0.1 < want.metrics[1]["rollout_rs_masked_fraction"] < 0.9
     assert want.metrics[1]["rollout_is_ratio_fraction_high"] > 0.1
-
-
-def first_update(words):
-    """Metrics of the first update, after which the decoupled trainer's π_old is another."""
-    trainer = make_trainer(words)
-    return trainer.update(trainer.prepare(recorded_batch(0)), 0)
-
-
-def test_the_first_update_is_that_of_the_forward_only_pass(ranks, tmp_path):
-    words = flags(tmp_path, "--rollout-staleness=2", "--micro-batch-size=8")
-    (decoupled,), (found,) = (
-        ranks.run(first_update, Layout(), [*words, *more]) for more in ([], ["--proximal-interpolation"])
-    )
-    assert found["policy/abs_log_ratio"] == 0
-    assert found["grad_norm"] == pytest.approx(decoupled["grad_norm"], rel=1e-6)
-    assert found["loss/total"] == pytest.approx(decoupled["loss/total"], rel=1e-6, abs=1e-9)
 
 
 # What it cannot do

@@ -16,7 +16,6 @@ from tests.support.correction_comparison import assert_metrics, config_of
 from tests.support.on_rank import cp_place, outcome, recorded
 from tests.support.ranks import Layout
 
-LAYOUTS = [Layout(cp=2), Layout(cp=4), Layout(dp=2), Layout(dp=4), Layout(cp=2, dp=2)]
 # Rows of each replica: uneven, and with replicas that hold none.
 SPLITS = {1: [[12]], 2: [[7, 5], [0, 12]], 4: [[4, 1, 5, 2], [0, 6, 0, 6]]}
 
@@ -33,9 +32,9 @@ def row_lengths(batch, form):
     return [8 * math.ceil((int(row.nonzero().max()) + 1) / 8) if row.any() else 0 for row in batch.mask]
 
 
-def my_layout(lengths, form):
+def my_layout(lengths, form, where=None):
     """How this rank's slice of some rows is cut."""
-    where = cp_place()
+    where = where or cp_place()
     if form == "packed":
         local = [length // where["cp_size"] for length in lengths]
         return SequenceLayout.packed([sum(local[:index]) for index in range(len(local) + 1)], **where)
@@ -197,7 +196,7 @@ def budget(name, layout):
     return [call for call in [*calls, ("SUM", world), ("MAX", world)] if call[1] > 1]
 
 
-@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), Layout(dp=4), Layout(cp=2, dp=2)], ids=str)
 def test_the_collectives_are_those_of_the_budget(ranks, layout):
     names = list(CASES)
     short, long = (ranks.run(count_collectives, layout, names, length) for length in (WIDTH, 8 * WIDTH))
@@ -224,13 +223,11 @@ def check_bad_token(policy, value, with_ids):
     return outcome(result.check)
 
 
-@pytest.mark.parametrize("policy", ["training", "rollout"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
-def test_a_bad_token_on_one_rank_is_the_same_error_on_all(ranks, policy, value):
+@pytest.mark.parametrize(("policy", "value", "kind"), [("training", math.nan, "NaN"), ("rollout", 0.5, "positive")])
+def test_a_bad_token_on_one_rank_is_the_same_error_on_all(ranks, policy, value, kind):
     """Rank 3 is CP rank 1 of replica 1: its sixth local token is position 9 of the sequence with id 10."""
     messages = ranks.run(check_bad_token, Layout(cp=2, dp=2), policy, value, True)
     assert set(messages) == {messages[0]}
-    kind = "NaN" if math.isnan(value) else "infinite" if math.isinf(value) else "positive"
     assert messages[0].startswith(f"the {policy} log-prob of sample 10, position 9 is {kind} (tokens of the batch with")
     assert "positive log-probs: 1)" in messages[0]
 
@@ -295,16 +292,26 @@ def test_inputs_that_the_last_stage_refuses_are_the_same_error_on_all(ranks, cha
     assert first[1] == [[8, 2, 8, 2]]
 
 
-def a_bad_token_under_pipelining():
-    groups = ParallelGroups.from_megatron()
-    train = torch.full((2, 4), -1.0)
-    train[1, 2] = math.nan
-    inputs = PlanInputs(train, torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool))
-    plan = RolloutCorrection(config_of("token"), groups, loss=LOSS).plan(inputs if groups.is_last_stage else None)
-    return outcome(plan.check)
+def messages(thresholds, kind):
+    """What each rank says, in the order of its calls."""
+    groups, threshold = ParallelGroups.from_megatron(), thresholds[dist.get_rank()]
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold)
+    layout = SequenceLayout.padded(2, 8, **cp_place())
+    tokens = torch.full(layout.shape, -1.0), torch.full(layout.shape, -1.1), torch.ones(layout.shape, dtype=torch.bool)
+    if kind == "correct_rollouts":
+        return [outcome(correct_rollouts(*tokens, config, layout, groups).check)]
+    correction = RolloutCorrection(config, groups, loss=PolicyLossConfig())
+    plan = correction.plan(PlanInputs(*tokens, layout) if groups.is_last_stage else None)
+    checked, scale = outcome(plan.check), outcome(plan.loss_scale, num_microbatches=1)
+    return [checked, scale if isinstance(scale, str) else None]
 
 
-def test_every_pipeline_stage_raises_alike(ranks):
-    first, last = ranks.run(a_bad_token_under_pipelining, Layout(pp=2))
-    assert first == last
-    assert first.startswith("the training log-prob of sample 1 of data-parallel rank 0")
+@pytest.mark.parametrize("kind", ["correct_rollouts", "plan"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2)], ids=str)
+def test_configurations_that_differ_between_ranks_are_the_same_error_on_all(ranks, layout, kind):
+    first, second = ranks.run(messages, layout, [2.0, 3.0], kind)
+    assert first == second
+    assert first[0].startswith("config: the RolloutCorrectionConfig differs between ranks")
+    if kind == "plan":
+        assert first[1].startswith("plan.loss_scale() before plan.check()")
+    assert ranks.run(messages, layout, [3.0, 3.0], kind) == [[None] * len(first)] * 2

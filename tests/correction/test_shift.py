@@ -25,7 +25,7 @@ def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
 
 
 @pytest.mark.parametrize("parts", [1, 5])
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 4000, 16384, 16385, 33000, 50001, 400000])
+@pytest.mark.parametrize("num_tokens", [1, 64, 16384, 16385, 50001, 400000])
 def test_few_pairs_are_some_of_all_and_none_of_them_twice(num_tokens, parts):
     """And all of them where they are few, or where responses are what a window holds."""
     stretch = max(64, -(-num_tokens * parts // 256))
@@ -47,22 +47,17 @@ def test_every_pair_of_a_batch_that_is_not_large_is_compared():
 
 
 @pytest.mark.parametrize("lag", [1, -1])
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
-def test_a_shift_is_refused_and_named(lag, noise):
-    train, rollout, mask = make_batch(noise=noise)
+@pytest.mark.parametrize(
+    ("shape", "noise"), [((32, 64), 0.0), ((32, 64), 0.2), ((16, 64), 0.05), ((128, 8), 0.05), ((1, 1024), 0.05)]
+)
+def test_a_shift_is_refused_and_named(shape, noise, lag):
+    """A thousand tokens are enough."""
+    train, rollout, mask = make_batch(shape=shape, noise=noise)
     result = correct_rollouts(train, rollout.roll(lag, dims=1), mask, CONFIG)
     with pytest.raises(ValueError, match=rf"shifted by \{lag:+d} position against the training log-probs: align both"):
         result.check()
     result.metrics()
     correct_rollouts(train, rollout, mask, CONFIG).check()
-
-
-def test_long_prompts_do_not_hide_a_shift():
-    """Runs that all began at the same columns would see prompts alone."""
-    train, rollout, mask = make_batch(shape=(8, 2**15), holes=0)
-    mask[:, : 2**13] = False
-    with pytest.raises(ValueError, match=r"shifted by \+1 position"):
-        correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
 
 
 def cells_of(crosswise, lag=1, cells=200, pairs=4.0, more=()):
@@ -98,21 +93,6 @@ def test_the_same_few_answers_are_no_shift(lag, noise):
     # In 64 micro-batches, as on 64 ranks.
     parts = [list(tensor.chunk(64)) for tensor in (train, late, mask)]
     correct_rollouts(*parts, CONFIG).check()
-
-
-@pytest.mark.parametrize("lag", [1, -1])
-@pytest.mark.parametrize("shape", [(16, 64), (128, 8), (1, 1024)], ids=str)
-def test_a_thousand_tokens_are_enough(shape, lag):
-    train, rollout, mask = make_batch(shape=shape)
-    with pytest.raises(ValueError, match=rf"shifted by \{lag:+d} position"):
-        correct_rollouts(train, rollout.roll(lag, dims=1), mask, CONFIG).check()
-    correct_rollouts(train, rollout, mask, CONFIG).check()
-
-
-def test_few_pairs_prove_nothing():
-    train, rollout, mask = make_batch(shape=(8, 64), holes=0)
-    assert MIN_PAIRS > 8 * 63
-    correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])

@@ -89,42 +89,27 @@ BASE = {"rollout_is": "token"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("scale", "fields", "message"),
     [
-        (BASE | {"rollout_staleness_scale": 2.0}, "must be a comma list of staleness:factor"),
-        (
-            BASE | {"rollout_is": "prefix", "rollout_staleness_scale": TABLE},
-            "use the levels token, sequence or geometric",
-        ),
-        (
-            BASE | {"rollout_is": "turn", "rollout_staleness_scale": TABLE},
-            "use the levels token, sequence or geometric",
-        ),
-        (
-            BASE | {"rollout_rs": "turn_sum_k2", "rollout_rs_threshold": 1, "rollout_staleness_scale": TABLE},
-            "turn_sum_k2 tests turns",
-        ),
-        (BASE | {"rollout_staleness_scale": ""}, "must be a comma list of staleness:factor"),
-        (BASE | {"rollout_staleness_scale": "1.5"}, "'1.5' is not staleness:factor"),
-        (BASE | {"rollout_staleness_scale": "1:2,"}, "'' is not staleness:factor"),
-        (BASE | {"rollout_staleness_scale": "1:2:3"}, "'1:2:3' is not staleness:factor"),
-        (BASE | {"rollout_staleness_scale": "0:2"}, "'0:2' must begin with a staleness of 1 or more"),
-        (BASE | {"rollout_staleness_scale": "1_0:2"}, "'1_0:2' must begin"),
-        (BASE | {"rollout_staleness_scale": "1:0"}, "the factor of '1:0' must be a finite positive number"),
-        (BASE | {"rollout_staleness_scale": "1:nan"}, "the factor of '1:nan' must be"),
-        (BASE | {"rollout_staleness_scale": "1:inf"}, "the factor of '1:inf' must be"),
-        (BASE | {"rollout_staleness_scale": "4:2,1:1.5"}, "each staleness once, in ascending order"),
-        (BASE | {"rollout_staleness_scale": "1:2,1:3"}, "each staleness once, in ascending order"),
-        ({"rollout_is": None, "rollout_staleness_scale": "1:2"}, "does nothing without bounds"),
-        (
-            BASE | {"rollout_staleness_scale": "1:2", "rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2},
-            "'1:2': group_mean_k1",
-        ),
+        (2.0, {}, "must be a comma list of staleness:factor"),
+        ("", {}, "must be a comma list of staleness:factor"),
+        (TABLE, {"rollout_is": "prefix"}, "use the levels token, sequence or geometric"),
+        (TABLE, {"rollout_is": "turn"}, "use the levels token, sequence or geometric"),
+        (TABLE, {"rollout_rs": "turn_sum_k2", "rollout_rs_threshold": 1}, "turn_sum_k2 tests turns"),
+        ("1:2,", {}, "'' is not staleness:factor"),
+        ("1:2:3", {}, "'1:2:3' is not staleness:factor"),
+        ("0:2", {}, "'0:2' must begin with a staleness of 1 or more"),
+        ("1_0:2", {}, "'1_0:2' must begin"),
+        ("1:0", {}, "the factor of '1:0' must be a finite positive number"),
+        ("1:nan", {}, "the factor of '1:nan' must be"),
+        ("4:2,1:1.5", {}, "each staleness once, in ascending order"),
+        ("1:2", {"rollout_is": None}, "does nothing without bounds"),
+        ("1:2", {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2}, "'1:2': group_mean_k1"),
     ],
 )
-def test_tables_that_cannot_work_are_refused(fields, message):
+def test_tables_that_cannot_work_are_refused(scale, fields, message):
     with pytest.raises(ValueError, match=message) as caught:
-        RolloutCorrectionConfig(**fields)
+        RolloutCorrectionConfig(**BASE | fields, rollout_staleness_scale=scale)
     assert str(caught.value).startswith("rollout_staleness_scale=")
 
 
@@ -148,18 +133,14 @@ def test_a_table_in_words_in_files_and_as_a_flag(tmp_path):
     assert RolloutCorrectionConfig.from_dict(config.to_dict()) == config
 
 
-def validated(folder, *words):
-    return run_config(flags(folder, *words))
-
-
 def test_the_launcher_asks_for_rollouts_of_that_age(tmp_path):
     scale = "--rollout-staleness-scale=2:1.5,4:2"
-    assert validated(tmp_path, scale, "--rollout-staleness=4").correction.staleness_scale.steps == (2, 4)
+    assert run_config(flags(tmp_path, scale, "--rollout-staleness=4")).correction.staleness_scale.steps == (2, 4)
     for limit in ([], ["--rollout-staleness=2"]):
         with pytest.raises(ConfigurationError, match=r"a staleness of 4, .*--rollout-staleness allows [02]:"):
-            validated(tmp_path, scale, *limit)
+            run_config(flags(tmp_path, scale, *limit))
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
     recorded = [f"--load-rollouts={tmp_path}", "--train-iters=2"]
     with pytest.raises(ConfigurationError, match="needs rollouts whose versions are steps of this run"):
-        validated(tmp_path, scale, *recorded)
-    validated(tmp_path, scale, *recorded, "--rollout-staleness=4")
+        run_config(flags(tmp_path, scale, *recorded))
+    run_config(flags(tmp_path, scale, *recorded, "--rollout-staleness=4"))

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.step import timed_correction
 from megatron_rc import (
-    MicroBatch,
     PlanInputs,
     PolicyLossConfig,
     RolloutCorrection,
@@ -19,7 +18,7 @@ from megatron_rc import (
     masked_loss,
     wrap_finalize,
 )
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel import ParallelGroups
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
 
@@ -256,6 +255,9 @@ def test_weights_that_the_config_applies_must_be_given():
         masked_loss(training.correction, without, training.model(range(2)), None, scale)
 
 
+BY_TOKENS = {"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -264,14 +266,8 @@ def test_weights_that_the_config_applies_must_be_given():
         ({"mini_batch": -1, "num_microbatches": 2}, "mini_batch=-1 is not in"),
         ({"mini_batch": 0, "num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
         ({"mini_batch": 0, "num_microbatches": 2.0}, "num_microbatches=2.0 must be a whole number"),
-        ({"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}, "local_tokens=0, total_tokens=0"),
-        (
-            {
-                **{"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True},
-                **{"local_tokens": 4, "total_tokens": 2**31},
-            },
-            "total_tokens=2147483648",
-        ),
+        (BY_TOKENS, "local_tokens=0, total_tokens=0"),
+        (BY_TOKENS | {"local_tokens": 4, "total_tokens": 2**31}, "total_tokens=2147483648"),
     ],
 )
 def test_scales_that_cannot_be_are_refused(training, arguments, message):
@@ -279,25 +275,10 @@ def test_scales_that_cannot_be_are_refused(training, arguments, message):
         training.planned().loss_scale(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("mini_batch", "message"),
-    [(None, "the plan has 2 mini-batches: say which"), (-1, "mini_batch=-1 is not in"), (2, "mini_batch=2 is not in")],
-)
-def test_a_plan_is_asked_of_a_mini_batch_that_it_has(training, mini_batch, message):
-    plan = training.planned()
-    assert not plan.skips(0)
-    assert not plan.skips(1)
-    with pytest.raises(ValueError, match=message):
-        plan.skips(mini_batch)
-
-
 def test_weights_that_are_not_applied_are_refused():
     training = Training("decoupled", CONFIG | {"rollout_is_apply": False})
     plan = training.planned()
-    layout, rows = SequenceLayout.padded(2, WIDTH), slice(0, 2)
-    found = {"mask": plan.mask[rows], "sequence_lengths": plan.sequence_lengths[rows]}
-    tensors = [value[rows] for value in (training.old, training.rollout, training.mask)]
-    micro_batch = MicroBatch(*tensors, layout, training.advantages[rows], **found)
+    micro_batch = training.micro_batch(plan, range(2))
     masked_loss(training.correction, micro_batch, training.model(range(2)), None, training.scale(plan, 0))
     weighted = dataclasses.replace(micro_batch, weights=torch.ones(2, WIDTH))
     with pytest.raises(ValueError, match=r"rollout_is_apply=False: no weights are applied.* leave MicroBatch"):
@@ -384,10 +365,9 @@ def test_what_is_no_scale_no_group_and_no_tensor_is_named():
     with pytest.raises(ValueError, match=r"loss is a dict: pass a PolicyLossConfig"):
         RolloutCorrection(training.correction.config, ParallelGroups(), loss={})
     for mode in MODES:
-        with pytest.raises(ValueError, match=r"inputs is a dict: pass PlanInputs"):
-            Training(mode).correction.plan({})
-    for mode in MODES:
         training = Training(mode)
+        with pytest.raises(ValueError, match=r"inputs is a dict: pass PlanInputs"):
+            training.correction.plan({})
         for name in ("rollout_log_probs", "response_mask", "layout", "advantages", "mini_batch_ids"):
             inputs = listed(training)
             wrong = dataclasses.replace(inputs, **{name: [[0], *inputs.response_mask[1:]]})

@@ -27,45 +27,36 @@ from tests.support.correction_comparison import assert_same as compare_with_orac
 from tests.support.correction_comparison import config_of, numbers
 
 
-def tensors_of(value, name=""):
-    """(name, tensor) of all tensors in records, lists and dicts."""
+def tensors_of(value):
+    """All tensors in records, lists and dicts."""
     if isinstance(value, torch.Tensor):
-        return [(name, value)]
+        return [value]
     if dataclasses.is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        return []
-    return [found for key, each in value.items() for found in tensors_of(each, f"{name}.{key}")]
+        value = [getattr(value, one.name) for one in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [found for each in value for found in tensors_of(each)] if isinstance(value, (list, tuple)) else []
 
 
 def assert_unchanged(one, other):
     """Every bit but those of NaN."""
-    pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
-    assert pairs
-    for (name, value), (_, known) in pairs:
-        torch.testing.assert_close(
-            value, known, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: name + text
-        )
+    assert tensors_of(one)
+    for value, known in zip(tensors_of(one), tensors_of(other), strict=True):
+        torch.testing.assert_close(value, known, rtol=0, atol=0, equal_nan=True)
 
 
-class Watched:
-    """Calls functions, and looks that nothing which was given to any of them has changed."""
+def watched():
+    """A function that calls others, and looks that nothing which was given to any of them has changed."""
+    given = []
 
-    def __init__(self):
-        self.given = []
-
-    def call(self, function, *arguments):
-        self.given += [(value, copy.deepcopy(value)) for value in arguments]
+    def call(function, *arguments):
+        given.extend((value, copy.deepcopy(value)) for value in arguments if tensors_of(value))
         result = function(*arguments)
-        self.check()
+        for value, known in given:
+            assert_unchanged(value, known)
         return result
 
-    def check(self):
-        for value, known in self.given:
-            if tensors_of(value):
-                assert_unchanged(value, known)
+    return call
 
 
 def inputs_of(batch, layouts=None):
@@ -81,20 +72,20 @@ def inputs_of(batch, layouts=None):
 @pytest.mark.parametrize("name", CASES)
 def test_no_function_writes_into_what_it_is_given(name, form):
     batch, expected = clear_batch(name)
-    config, groups, watched = config_of(name), ParallelGroups(), Watched()
+    config, groups, call = config_of(name), ParallelGroups(), watched()
     inputs = inputs_of(batch, None if form == "whole" else [SequenceLayout.padded(4, WIDTH)] * 3)
-    shards = watched.call(collect_shards, inputs, AgreedCounts(**sizes(batch)), groups)
-    local = watched.call(sequence_sums, shards, config)
-    sequences = watched.call(reduce_sequences, local.pair, groups)
+    shards = call(collect_shards, inputs, AgreedCounts(**sizes(batch)), groups)
+    local = call(sequence_sums, shards, config)
+    sequences = call(reduce_sequences, local.pair, groups)
     prompts = None
     if config.needs_prompts:
-        prompts = watched.call(reduce_groups, watched.call(group_sums, local, sequences), groups)
-    found = watched.call(batch_sums, local, sequences, prompts)
-    pair = watched.call(reduce_batch, found.pair, groups)
-    first = watched.call(finish, found, pair)
+        prompts = call(reduce_groups, call(group_sums, local, sequences), groups)
+    found = call(batch_sums, local, sequences, prompts)
+    pair = call(reduce_batch, found.pair, groups)
+    first = call(finish, found, pair)
     kept = copy.deepcopy(first)
-    again = watched.call(finish, found, pair)
-    anew = finish(watched.call(batch_sums, local, sequences, prompts), pair)
+    again = call(finish, found, pair)
+    anew = finish(call(batch_sums, local, sequences, prompts), pair)
     for result in (first, again, anew):
         assert_unchanged(result, kept)
         assert torch.equal(numbers(result), numbers(kept))

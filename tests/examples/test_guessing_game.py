@@ -37,13 +37,8 @@ def test_other_words_than_guesses_end_the_game():
 
 def test_the_launch_file_trains(ranks, tmp_path):
     words = [f"--config={ROOT}/examples/guessing_game.yaml", "--cpu", f"--runs-dir={tmp_path}", "--run-name=run"]
-    words += [
-        "--grpo-iterations=1",
-        "--train-iters=2",
-        "--grpo-prompts-per-step=4",
-        "--global-batch-size=64",
-        "--micro-batch-size=32",
-    ]
+    words += ["--grpo-iterations=1", "--train-iters=2", "--grpo-prompts-per-step=4"]
+    words += ["--global-batch-size=64", "--micro-batch-size=32"]
     assert agreed(ranks.run(run_training, Layout(dp=2), words)) is None
     found = rows(tmp_path)
     assert len(found) == 2

@@ -27,21 +27,13 @@ FOLDER = ROOT / "examples" / "launch"
 
 @dataclass(frozen=True)
 class Original:
-    """The settings of another program's script.
-
-    Attributes:
-        dialect: the program's dialect.
-        settings: the correction's settings, in the original's spelling.
-        shape: the model's shape, from its ``config.json``.
-        layout: our TP, CP and DP.
-        batch: prompts and responses to each, and sequences of an optimizer step.
-    """
+    """The settings of another program's script."""
 
     dialect: str
-    settings: dict[str, Any]
-    batch: list[int]
-    shape: str = "qwen2.5-7b"
-    layout: Sequence[int] = (4, 1, 2)
+    settings: dict[str, Any]  # of the correction, in the original's spelling
+    batch: list[int]  # prompts and responses to each, and sequences of an optimizer step
+    shape: str = "qwen2.5-7b"  # of the model, from its config.json
+    layout: Sequence[int] = (4, 1, 2)  # our TP, CP and DP
     environment: dict[str, str] = field(default_factory=dict)
 
 

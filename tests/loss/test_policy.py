@@ -33,19 +33,6 @@ def derived(statistics):
     return derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "value", "gradient"),
-    [("k1", -0.7, 1.0), ("k2", 0.245, -0.7), ("k3", math.exp(0.7) - 1 - 0.7, 1 - math.exp(0.7))],
-)
-def test_kl_penalty_by_hand_moves_the_policy_alone(estimator, value, gradient):
-    log_probs, ref_log_probs = float64([-1.7]).requires_grad_(), float64([-1.0]).requires_grad_()
-    penalty = kl_penalty(log_probs, ref_log_probs, estimator)
-    penalty.sum().backward()
-    assert penalty.item() == pytest.approx(value)
-    assert log_probs.grad.item() == pytest.approx(gradient)
-    assert ref_log_probs.grad is None
-
-
 def kl_by_hand(estimator, difference):
     """(value, derivative by log π_θ) of one token, in floats."""
     clamped = max(difference, -20.0)
@@ -62,6 +49,7 @@ def test_kl_estimators_follow_loops(estimator):
     log_probs = ref + torch.randn(200, generator=generator, dtype=torch.float64)
     log_probs[:6] = ref[:6] + float64([-1000.0, -20.5, -19.5, 0.0, 20.5, 1000.0])
     log_probs.requires_grad_()
+    ref.requires_grad_()
     coefficients = torch.randn(200, generator=generator, dtype=torch.float64)
     penalty = kl_penalty(log_probs, ref, estimator)
     (penalty * coefficients).sum().backward()
@@ -69,63 +57,7 @@ def test_kl_estimators_follow_loops(estimator):
     values, slopes = (float64(each) for each in zip(*wanted, strict=True))
     torch.testing.assert_close(penalty, values, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(log_probs.grad, slopes * coefficients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_k3_is_never_negative_never_falls_with_the_distance_and_never_pulls_away(dtype):
-    """The reference is at 0: a step of descent must not raise what is above it, nor lower what is below."""
-    distances = torch.cat([torch.logspace(-2, 3, 2000, dtype=dtype), torch.tensor([19.99, 20.0, 20.01], dtype=dtype)])
-    for log_probs in (distances.sort().values, -distances.sort().values):
-        theta = log_probs.clone().requires_grad_()
-        penalty = kl_penalty(theta, torch.zeros_like(theta), "k3")
-        penalty.sum().backward()
-        assert (penalty >= 0).all()
-        assert (penalty.diff() >= 0).all()
-        assert (theta.grad * log_probs.sign() >= 0).all()
-    assert penalty[-1].item() == pytest.approx(math.exp(20) - 21)
-    assert (theta.grad[log_probs < -20] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("log_ratio", "advantage", "dual_clip", "value", "gradient"),
-    [
-        (0.0, 1.0, None, -1.0, -1.0),
-        (math.log(1.5), 1.0, None, -1.2, 0.0),  # clipped above
-        (math.log(0.5), 1.0, None, -0.5, -0.5),
-        (math.log(0.5), -1.0, None, 0.8, 0.0),  # clipped below
-        (math.log(1.5), -1.0, None, 1.5, 1.5),
-        (math.log(5.0), -1.0, 3.0, 3.0, 0.0),  # dual clip
-        (25.0, -1.0, None, math.exp(20), 0.0),  # the ratio's argument is clamped
-    ],
-)
-def test_ppo_clip_by_hand(log_ratio, advantage, dual_clip, value, gradient):
-    log_probs, old = float64([[log_ratio]]).requires_grad_(), float64([[0.0]]).requires_grad_()
-    loss = policy_loss(log_probs, old, torch.tensor([advantage]), torch.tensor([[True]]), dual_clip=dual_clip)
-    loss.per_token.sum().backward()
-    assert old.grad is None
-    assert loss.per_token.item() == pytest.approx(value)
-    assert log_probs.grad.item() == pytest.approx(gradient)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "clip_low", "clipped", "sides"),
-    [
-        (1.1, 2.0, 0.2, 1.1, [0, 0]),
-        (1.5, 2.0, 0.2, 1.2, [0, 1]),  # clipped where PPO clips
-        (1.5, -2.0, 0.2, 1.2, [0, 1]),  # and where it does not
-        (0.5, 2.0, 0.2, 0.8, [1, 0]),
-        (0.01, -2.0, 1.0, 0.01, [0, 0]),  # nothing lies below 1 - 1
-    ],
-)
-def test_cispo_by_hand(ratio, advantage, clip_low, clipped, sides):
-    log_probs = float64([[-0.7]]).requires_grad_()
-    old, weights = float64([[-0.7 - math.log(ratio)]]), float64([[0.5]])
-    settings = {"algorithm": "cispo", "clip_low": clip_low, "weights": weights}
-    loss = policy_loss(log_probs, old, float64([advantage]), log_probs < 0, **settings)
-    loss.per_token.sum().backward()
-    assert loss.per_token.item() == pytest.approx(0.5 * -advantage * clipped * -0.7)
-    assert log_probs.grad.item() == pytest.approx(0.5 * -advantage * clipped)
-    assert sums_of(loss.statistics, "clipped_low", "clipped_high", "dual_clipped") == [*sides, 0]
+    assert ref.grad is None
 
 
 def test_reinforce_by_hand():
@@ -139,37 +71,6 @@ def test_reinforce_by_hand():
     assert old.grad is None
     assert sums_of(loss.statistics, "tokens", "log_ratio", "abs_log_ratio", "clipped_low") == [2, 0.5, 1.5, 0]
     assert loss.statistics.maxima.tolist() == [1, 0.5]
-
-
-UP, DOWN = math.exp(0.2), math.exp(-0.3)
-
-
-@pytest.mark.parametrize(
-    ("advantages", "settings", "losses", "gradients", "counts"),
-    [
-        ([1, -2], {"clip_low": 0.3, "clip_high": 0.3}, [-UP, -UP, *[2 * DOWN] * 3], "free", [0, 0, 0]),
-        ([1, -2], {"clip_low": 0.1, "clip_high": 0.1}, [-1.1, -1.1, 1.8, 1.8, 1.8], [0] * 5, [3, 2, 0]),
-        ([-1, 2], {"clip_low": 0.1, "clip_high": 0.1}, [UP, UP, *[-2 * DOWN] * 3], "free", [0, 0, 0]),
-        # A varies inside the first sequence: each token has the clip of its own A.
-        ([[1, -2, 9], [1, 1, 1]], {}, [-1.2, 2 * UP, *[-DOWN] * 3], [0, 2 * UP, *[-DOWN] * 3], [0, 1, 0]),
-        ([-1, -1], {"clip_low": 0.5, "dual_clip": 1.1}, [1.1, 1.1, *[DOWN] * 3], [0, 0, *[DOWN] * 3], [0, 0, 2]),
-    ],
-)
-def test_gspo_by_hand(advantages, settings, losses, gradients, counts):
-    """The mean of log r is 0.2 over the two tokens of the first sequence, and -0.3 over the three of the second."""
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    log_ratio = float64([[0.4, 0.0, 7.0], [-0.3, -0.1, -0.5]])
-    log_probs = (log_ratio - 1).requires_grad_()
-    old = torch.full_like(log_ratio, -1)
-    loss = policy_loss(log_probs, old, float64(advantages), mask, algorithm="gspo", **settings)
-    loss.per_token.sum().backward()
-    assert loss.per_token[mask].tolist() == pytest.approx(losses)
-    # As if ds/dlog π_θ were s for every token: not s/n.
-    assert log_probs.grad[mask].tolist() == pytest.approx(losses if gradients == "free" else gradients)
-    assert sums_of(loss.statistics, "clipped_low", "clipped_high", "dual_clipped") == counts
-    # What is measured is the ratio of each token.
-    assert sums_of(loss.statistics, "tokens", "log_ratio") == pytest.approx([5, -0.5])
-    assert loss.statistics.maxima.tolist() == pytest.approx([0.4, 0.5])
 
 
 def test_gspo_takes_the_mean_that_is_known():
@@ -203,21 +104,15 @@ def test_masked_positions_change_no_bit(algorithm):
     [
         ({"algorithm": "ppo"}, "algorithm='ppo' is unknown: use one of ppo_clip, reinforce, gspo, cispo, dppo_tv"),
         ({"clip_low": 1.1}, "clip_low=1.1"),
-        ({"clip_low": -0.1}, "clip_low=-0.1"),
         ({"clip_high": -0.1}, "clip_high=-0.1"),
-        ({"clip_high": math.inf}, "clip_high=inf"),
         ({"dual_clip": 1.0}, "dual_clip=1.0"),
         ({"dual_clip": 3.0, "algorithm": "reinforce"}, "dual_clip=3.0 does nothing with algorithm='reinforce'"),
-        ({"dual_clip": 3.0, "algorithm": "cispo"}, "dual_clip=3.0 does nothing with algorithm='cispo'"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
         ({"entropy_coef": math.inf}, "entropy_coef=inf"),
         ({"aggregation": "mean"}, "aggregation='mean'"),
         ({"aggregation": "token-sum"}, "loss_scale_factor=None"),
-        ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0"),
         ({"algorithm": ["gspo"]}, r"^algorithm=\['gspo'\] is unknown"),
-        ({"aggregation": None}, "^aggregation=None is unknown"),
-        ({"kl_estimator": 3}, "^kl_estimator=3 is unknown"),
         *(({name: None}, f"^{name}=None must ") for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef")),
     ],
 )
@@ -231,7 +126,7 @@ def test_objectives_that_cannot_work_are_refused_and_those_at_the_edge_are_not(f
 NUMBERS = ("clip_low", "clip_high", "dual_clip", "loss_scale_factor", "kl_coef", "entropy_coef")
 
 
-@pytest.mark.parametrize("value", ["0.2", True, math.nan, -math.inf, [2.0], -1], ids=str)
+@pytest.mark.parametrize("value", ["0.2", True, math.nan, -1], ids=str)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_what_is_no_number_is_named(name, value):
     aggregation = "token-sum" if name == "loss_scale_factor" else "token-mean"
@@ -246,9 +141,6 @@ def test_what_is_no_number_is_named(name, value):
 
 def test_calls_that_cannot_be_are_refused():
     some, tokens, layout = torch.zeros(1, 1), torch.zeros(2, 3), SequenceLayout.padded(2, 1)
-    for algorithm in ("reinforce", "cispo", "cppo", "sapo", "gmpo"):
-        with pytest.raises(ValueError, match=f"dual_clip=3.0 does nothing with algorithm='{algorithm}'"):
-            policy_loss(some, some, some, some.bool(), algorithm=algorithm, dual_clip=3.0)
     with pytest.raises(ValueError, match="algorithm='gpg'"):
         policy_loss(some, some, some, some.bool(), algorithm="gpg")
     with pytest.raises(ValueError, match=r"log_probs has shape \(2, 3\): the layout's local shape is \(2, 1\)"):
@@ -297,9 +189,6 @@ def test_advantages_of_either_shape_are_those_of_sequences():
     assert found.per_token.tolist() == [-3.0, -3.0]
 
 
-NARROW = {"ppo_clip": {"clip_high": 1e9}}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("algorithm", OBJECTIVES)
 def test_narrow_log_probs_are_reckoned_with_in_float32(algorithm, dtype):
@@ -309,12 +198,10 @@ def test_narrow_log_probs_are_reckoned_with_in_float32(algorithm, dtype):
     given[0, 0, 0], given[1, 0, 0] = 0.0, -30.0
     mask, advantages = torch.rand(3, 50, generator=generator) > 0.2, torch.tensor([1.0, -1.0, 0.5])
     mask[0, 0] = True
-    losses, gradients = [], []
+    losses, gradients, bounds = [], [], {"clip_high": 1e9} if algorithm == "ppo_clip" else {}
     for theta, old in (given, given.double()):
         theta = theta.clone().requires_grad_()
-        found = policy_loss(
-            theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **NARROW.get(algorithm, {})
-        )
+        found = policy_loss(theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **bounds)
         loss = found.per_token + 0.1 * torch.where(mask, kl_penalty(theta, old, "k3"), 0)
         loss.sum().backward()
         losses.append(loss.detach())
@@ -434,10 +321,8 @@ def test_aggregation_does_not_see_masked_positions(mode, filler):
     [
         ({"mode": "mean"}, "aggregation='mean' is unknown: use one of token-mean"),
         ({"mode": "token-sum"}, "loss_scale_factor=None with aggregation='token-sum'"),
-        ({"mode": "seq-mean-token-sum-norm"}, "loss_scale_factor=None"),
         ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0 with aggregation='token-mean'"),
         ({"mode": "token-sum", "loss_scale_factor": 0.0}, "loss_scale_factor=0.0 must be positive"),
-        ({"mode": "token-sum", "loss_scale_factor": math.inf}, "loss_scale_factor=inf must be positive"),
         ({"mask": MASK[:2]}, r"^mask has shape \(2, 3\): expected \(3, 3\)"),
         ({"denominator_mask": MASK[:, :2]}, r"^denominator_mask has shape \(3, 2\): expected \(3, 3\)"),
         ({"per_token": torch.zeros(3), "mask": MASK[0]}, r"per_token has shape \(3,\): without a layout"),
@@ -486,28 +371,13 @@ def test_on_a_gpu_the_host_does_not_wait_for_the_loss():
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_schedule_factors_cancel_megatrons(per_token):
-    """What Megatron does with the three values (its division, DDP's mean or sum, the scaling) must leave Σℓ/G."""
-    scale = LossScale(
-        denominator=torch.tensor(7.0, dtype=torch.float64),
-        num_microbatches=3,
-        dp_cp_size=4,
-        calculate_per_token_loss=per_token,
-        local_tokens=10,
-        total_tokens=120,
-    )
-    sums = torch.arange(12.0).view(4, 3)
-    gradients = torch.zeros(4)
-    counts = 0
-    for rank in range(4):
-        for micro_batch in range(3):
-            loss, count, log = schedule_return(sums[rank, micro_batch].clone(), {"x": sums[0, 0]}, scale, 10)
-            assert (count.dtype, count.dim()) == (torch.int32, 0)
-            assert log["x"].data_ptr() != sums.data_ptr()
-            counts += int(count)
-            gradients[rank] += loss if per_token else loss / count / 3
-    total = gradients.sum() / counts if per_token else gradients.mean()
-    assert float(total) == pytest.approx(float(sums.sum()) / 7)
+def test_the_schedule_gets_a_count_of_its_own_dtype_and_a_log_of_its_own(per_token):
+    """Megatron divides what it gets, in place."""
+    scale = LossScale(torch.tensor(7.0, dtype=torch.float64), 3, 4, per_token, local_tokens=10, total_tokens=120)
+    shown = torch.ones(())
+    _, count, log = schedule_return(torch.ones(()), {"x": shown}, scale, 10)
+    assert (count.dtype, count.dim()) == (torch.int32, 0)
+    assert log["x"].data_ptr() != shown.data_ptr()
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int64)], ids=["float", "int"])

@@ -25,7 +25,7 @@ from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.correction.test_bypass import bypass
-from tests.correction.test_shards import assert_as_expected, my_part, my_places, row_lengths
+from tests.correction.test_shards import assert_as_expected, my_layout, my_part, my_places, row_lengths
 from tests.support import advantages_oracle
 from tests.support.correction_cases import ROWS, WIDTH, clear_batch, sizes
 from tests.support.correction_comparison import assert_metrics, config_of
@@ -64,13 +64,6 @@ def form_of(number):
     return ("padded", "packed")[number % 2]
 
 
-def my_layout(lengths, form, group, size):
-    if form == "padded":
-        return SequenceLayout.padded(len(lengths), WIDTH // size, cp_group=group)
-    local = [length // size for length in lengths]
-    return SequenceLayout.packed([sum(local[:end]) for end in range(len(local) + 1)], cp_group=group)
-
-
 def my_micro_batches(batch, by_size, dealt=DEALT):
     """{its number in the step: (rows, layout, tensors, sides)} of this rank, in an order that a plan may be given.
 
@@ -80,7 +73,7 @@ def my_micro_batches(batch, by_size, dealt=DEALT):
     for number, (rows, members) in sorted(enumerate(dealt), key=lambda one: sign * len(one[1][1])):
         if dist.get_rank() in members:
             part, size, form = batch.rows(torch.tensor(rows)), len(members), form_of(number)
-            layout = my_layout(row_lengths(part, form), form, by_size[size], size)
+            layout = my_layout(row_lengths(part, form), form, {"cp_group": by_size[size], "cp_size": size})
             found[number] = (torch.tensor(rows), *my_part(part, form, layout))
     return found
 
@@ -307,7 +300,7 @@ def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
 
 
 def wrong_uses(step):
-    """{use: the message of its error, or None} on this rank."""
+    """{words: the message of the error that should have them} on this rank."""
     groups, by_size = own_groups()
     pair, four = by_size[2], by_size[4]
     others, rank = dist.new_group([0, 1]), dist.get_rank()
@@ -316,70 +309,58 @@ def wrong_uses(step):
         tokens = torch.full(layout.shape, -1.0)
         correct_rollouts(tokens, tokens, tokens < 0, config_of("token"), layout, groups)
 
+    def advantages(number, **more):
+        group_advantages(torch.ones(number), torch.zeros(number).long(), **more)
+
+    padded, among = SequenceLayout.padded, {"num_groups": 1, "groups": groups}
+    others_rank, mine = 1 + (rank == 1), [0, 1] if rank < 2 else [2, 3]
     uses = {
-        "outside": lambda: SequenceLayout.padded(2, 4, cp_group=others) and None,
-        "rank": lambda: SequenceLayout.padded(2, 4, cp_rank=3 - rank, cp_group=four) and None,
-        "size": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
-        "ranks": lambda: SequenceLayout.padded(2, 4, cp_group=[0, 1]),
-        "dp_cp": lambda: correct(SequenceLayout.padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)),
-        "alone": lambda: correct(SequenceLayout.padded(2, 4, cp_group=pair), ParallelGroups()),
-        "no group": lambda: correct(SequenceLayout.padded(2, 4, cp_rank=rank % 2, cp_size=2)),
-        "responses": lambda: group_advantages(
-            torch.ones(3), torch.zeros(3).long(), num_groups=1, groups=groups, layout=SequenceLayout.padded(2, 4)
+        f"cp_rank={others_rank}: this process has {rank} in cp_group": lambda: padded(
+            2, 4, cp_rank=others_rank, cp_group=four
         ),
-        "slices": lambda: group_advantages(
-            torch.ones(2),
-            torch.zeros(2).long(),
-            num_groups=1,
-            groups=groups,
-            layout=SequenceLayout.padded(2, 4, cp_size=2),
+        "cp_size=2: this process has 4 in cp_group": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
+        "cp_group is a list": lambda: padded(2, 4, cp_group=[0, 1]),
+        f"cp_group has the ranks [0, 1, 2, 3], groups.dp_cp {mine}": lambda: correct(
+            padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)
         ),
-        "layout alone": lambda: group_advantages(
-            torch.ones(2), torch.zeros(2).long(), layout=SequenceLayout.padded(2, 4)
+        f"cp_group has the ranks {mine}, groups.dp_cp []": lambda: correct(
+            padded(2, 4, cp_group=pair), ParallelGroups()
         ),
-        "micro-batches": lambda: train_dealt(*step, 3),
+        f"rank {rank % 2} of 2 context-parallel ranks; this process is rank 0 of 1": lambda: correct(
+            padded(2, 4, cp_rank=rank % 2, cp_size=2)
+        ),
+        "layout has 2 sequences: expected one for each of 3 group_ids": lambda: advantages(
+            3, layout=padded(2, 4), **among
+        ),
+        "rank 0 of 2 context-parallel ranks": lambda: advantages(2, layout=padded(2, 4, cp_size=2), **among),
+        "layout does nothing without groups": lambda: advantages(2, layout=padded(2, 4)),
+        "local_microbatches": lambda: train_dealt(*step, 3),
     }
-    return {name: outcome(use) for name, use in uses.items()}
+    if rank >= 2:
+        uses["cp_group is a int: pass the process group of this rank"] = lambda: padded(2, 4, cp_group=others)
+    return {message: outcome(use) for message, use in uses.items()}
 
 
 def test_wrong_groups_are_refused(ranks):
-    for rank, found in enumerate(ranks.run(wrong_uses, RANKS, arguments_of(STEPS[1]))):
-        assert rank < 2 or "cp_group is a int: pass the process group of this rank" in found["outside"]
-        assert rank >= 2 or found["outside"] is None
-        assert rank == 3 or f"cp_rank={3 - rank}: this process has {rank} in cp_group" in found["rank"]
-        assert "cp_size=2: this process has 4 in cp_group" in found["size"]
-        assert "cp_group is a list" in found["ranks"]
-        pair = [0, 1] if rank < 2 else [2, 3]
-        assert f"cp_group has the ranks [0, 1, 2, 3], groups.dp_cp {pair}" in found["dp_cp"]
-        assert f"cp_group has the ranks {pair}, groups.dp_cp []" in found["alone"]
-        assert f"rank {rank % 2} of 2 context-parallel ranks; this process is rank 0 of 1" in found["no group"]
-        assert "cp_group=" in found["no group"]
-        assert "layout has 2 sequences: expected one for each of 3 group_ids" in found["responses"]
-        assert "rank 0 of 2 context-parallel ranks; this process is rank 0 of 1" in found["slices"]
-        assert "layout does nothing without groups" in found["layout alone"]
-        assert "local_microbatches" in found["micro-batches"]
+    for found in ranks.run(wrong_uses, RANKS, arguments_of(STEPS[1])):
+        for message, said in found.items():
+            assert message in said
 
 
-def bad_data(batch, named):
+def bad_data(batch):
     """The error of the batch."""
     groups, by_size = own_groups()
-    _, layouts, tensors, sides = columns_of(my_micro_batches(batch, by_size))
-    sides = {"sequence_ids": sides["sequence_ids"]} if named else {}
-    return outcome(correct_rollouts(*tensors, config_of("token"), layouts, groups, **sides).check)
+    _, layouts, tensors, _ = columns_of(my_micro_batches(batch, by_size))
+    return outcome(correct_rollouts(*tensors, config_of("token"), layouts, groups).check)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_bad_data_are_the_same_error_on_all_ranks(ranks, named):
+def test_bad_data_are_the_same_error_on_all_ranks(ranks):
     """Ranks 2 and 3 hold a half of row 8 each. Without ids it is the sample's place in a rank's lists."""
     batch, _ = clear_batch("token")
     position, rollout = int(batch.mask[8].nonzero()[0]), batch.rollout.clone()
     rollout[8, position] = torch.nan
-    (message,) = set(ranks.run(bad_data, RANKS, dataclasses.replace(batch, rollout=rollout), named))
-    assert f"position {position} is NaN" in message
-    if named:
-        assert f"sample {int(batch.sides['sequence_ids'][8])}," in message
-    else:
-        assert "sample 3 of data-parallel rank 2" in message
+    (message,) = set(ranks.run(bad_data, RANKS, dataclasses.replace(batch, rollout=rollout)))
+    assert f"sample 3 of data-parallel rank 2 (no sequence_ids given), position {position} is NaN" in message
 
 
 def advantages_dealt(batch, rewards, values):

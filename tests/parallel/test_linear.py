@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+from megatron_rc.parallel import linear_log_probs_and_entropy
 from tests.parallel.test_vocab_memory import allocated
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
@@ -101,28 +101,6 @@ def test_a_missing_reduction_would_be_seen(ranks):
         assert_equal([(got, wrong), *others], plain(), False, 1e-12)
 
 
-def unfused_and_fused(**more):
-    """(results, gradients) through logits and without them, in float32."""
-    hidden, weight, bias, labels, coefficients = make(torch.float32)
-    found = []
-    for fused in (False, True):
-        leaves = [value.clone().requires_grad_() for value in (hidden, weight, bias)]
-        if fused:
-            results = linear_log_probs_and_entropy(leaves[0], leaves[1], labels, bias=leaves[2], **more)
-        else:
-            logits = leaves[0] @ leaves[1].t() + leaves[2]
-            results = vocab_parallel_log_probs_and_entropy(logits, labels, **more)
-        sum((c * r).sum() for c, r in zip(coefficients, results, strict=False)).backward()
-        found.append([*results, *(leaf.grad for leaf in leaves)])
-    return found
-
-
-@pytest.mark.parametrize("more", [{}, {"vocab_size": VOCABULARY, "chunk_size": 7}, {"temperature": 2.0}])
-def test_it_is_equal_to_the_unfused_path(more):
-    for one, other in zip(*unfused_and_fused(**more), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
 def test_autocast_changes_no_bit(dtype, backward_inside):
@@ -142,24 +120,6 @@ def test_autocast_changes_no_bit(dtype, backward_inside):
     for one, other in zip(*found, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
-
-
-def test_gradients_go_to_main_grad():
-    """Gradients are added as in Megatron's fused accumulation; autograd gets zeros for Megatron's hook."""
-    hidden, weight, _, labels, _ = make(torch.bfloat16)
-    found = []
-    for accumulates in (False, True):
-        leaf = weight.clone().requires_grad_()
-        leaf.main_grad, leaf.grad_added_to_main_grad = torch.ones(PADDED, HIDDEN), False
-        results = linear_log_probs_and_entropy(
-            hidden, leaf, labels, gradient_accumulation=accumulates, vocab_size=VOCABULARY, chunk_size=4
-        )
-        results[0].sum().backward()
-        assert leaf.grad_added_to_main_grad == accumulates
-        assert bool((leaf.grad == 0).all()) == accumulates
-        found.append(leaf.main_grad - 1 if accumulates else leaf.grad.float())
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-    assert found[1].abs().max() > 0.1
 
 
 def test_a_frozen_weight_gets_no_gradient():

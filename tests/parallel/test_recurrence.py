@@ -70,19 +70,6 @@ def test_slices_give_the_values_of_whole_sequences(ranks, layout, split):
         assert seen == ([("SUM", layout.cp, size)] if layout.cp > 1 else [])
 
 
-def test_batches_of_other_layouts_go_together():
-    layouts = [SequenceLayout.padded(2, 4), SequenceLayout.packed([0, 3, 3, 8])]
-    recurrences = [
-        Recurrence(one, torch.ones(one.shape), torch.arange(8.0).view(one.shape), backward)
-        for one in layouts
-        for backward in (False, True)
-    ]
-    together = neighbouring_values(recurrences, None)
-    for one, value in zip(recurrences, together, strict=True):
-        assert torch.equal(value, neighbouring_values([one], None)[0])
-    assert together[2].tolist() == [0, 0, 1, 0, 3, 7, 12, 18]
-
-
 def test_no_sequence_changes_another_ones_bits():
     layout = SequenceLayout.padded(3, 8)
     values = torch.randn(3, 8, dtype=torch.float64)
@@ -91,12 +78,3 @@ def test_no_sequence_changes_another_ones_bits():
     values[1] = 1e300
     beside = neighbouring_values([Recurrence(layout, ones, values)], None)[0]
     assert torch.equal(beside[[0, 2]], alone[[0, 2]])
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
-def test_nothing_gives_nothing(shape):
-    layout, values = SequenceLayout.padded(*shape), torch.zeros(shape)
-    for algebra in (SUMS, MINIMA):
-        for backward in (False, True):
-            found = neighbouring_values([Recurrence(layout, values, values, backward, algebra)], None)
-            assert found[0].shape == shape

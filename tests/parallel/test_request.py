@@ -29,7 +29,7 @@ class Linear(nn.Module):
 def data(form):
     """(hidden states [b, s, h], output layer, labels and mask in the form's shape)."""
     torch.manual_seed(5)
-    hidden = torch.randn(ROWS, LENGTH, HIDDEN, dtype=torch.float64)
+    hidden = torch.randn(ROWS, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
     layer = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
     labels, mask = torch.randint(0, VOCABULARY - 2, (ROWS, LENGTH)), torch.rand(ROWS, LENGTH) < 0.7
     shape = (-1,) if form == "t" else (ROWS, LENGTH)
@@ -64,7 +64,6 @@ def compare(found, expected, inputs):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_form(form, kind):
     hidden, layer, labels, mask = data(form)
-    hidden.requires_grad_()
     logits = layer(hidden)
     expected = reference(2 * logits[..., : VOCABULARY - 2], labels, mask, 0.7)
     given = {"logits": in_form(logits, form)}
@@ -85,7 +84,6 @@ def test_every_form(form, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_tokens(kind):
     hidden, layer, labels, mask = data("bs")
-    hidden.requires_grad_()
     kept = torch.rand(ROWS * LENGTH, VOCABULARY) < 0.5
     kept.scatter_(1, labels.view(-1, 1), True)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
@@ -102,7 +100,6 @@ def test_kept_tokens(kind):
 def test_a_bias_tied_weights_and_tokens_without_a_label():
     hidden, _, labels, mask = data("sb")
     layer, tied = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64), torch.randn(VOCABULARY, HIDDEN).double()
-    hidden.requires_grad_()
     given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "layout": "sb"}
     found = LogProbRequest(labels=labels.where(mask, -100), output_weight=tied.requires_grad_(), **given).answer()
     compare(found, reference(hidden @ tied.t() + layer.bias, labels, mask), [hidden, tied, layer.bias])
@@ -136,7 +133,6 @@ def of_tp_ranks(form, mode, is_sequence_parallel):
     )
     rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
     layer.weight.data.copy_(whole.weight.data.chunk(2)[rank])
-    hidden.requires_grad_()
     scale = capped if mode == "auto" else None
     expected = reference(whole(hidden) if scale is None else scale(whole(hidden)), labels, mask)
     of_hidden, of_weight = backward_of(expected, [hidden, whole.weight])
@@ -165,7 +161,6 @@ def test_ranks_that_share_the_vocabulary(ranks, form, mode, is_sequence_parallel
 
 def test_an_output_layer_that_does_more_is_refused_or_its_logits_are_stored(caplog):
     hidden, layer, labels, mask = data("bs")
-    hidden.requires_grad_()
     adapted = Linear(layer)
     request = LogProbRequest(labels=labels, layout="bs", mask=mask, hidden_states=hidden, output_layer=adapted)
     with pytest.raises(ValueError, match=r"test_request\.Linear.*mode='auto'"):
@@ -178,7 +173,6 @@ def test_an_output_layer_that_does_more_is_refused_or_its_logits_are_stored(capl
 
 def test_a_soft_cap_is_refused_or_its_logits_are_stored():
     hidden, layer, labels, mask = data("sb")
-    hidden.requires_grad_()
     given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "scale_logits": capped}
     request = LogProbRequest(labels=labels, layout="sb", mask=mask, **given)
     with pytest.raises(ValueError, match="scale_logits"):
@@ -190,7 +184,6 @@ def test_a_soft_cap_is_refused_or_its_logits_are_stored():
 
 def test_a_changed_layer_is_refused_or_its_logits_are_stored():
     hidden, layer, labels, mask = data("bs")
-    hidden.requires_grad_()
     request = LogProbRequest(labels=labels, layout="bs", mask=mask, hidden_states=hidden, output_layer=layer)
     handle = layer.register_forward_hook(lambda _layer, _inputs, logits: 3 * logits)
     with pytest.raises(ValueError, match="forward hooks"):

@@ -15,7 +15,6 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.parallel import (
     linear_log_probs_and_entropy,
     log_probs,
-    softmax,
     support,
     vocab,
     vocab_parallel_log_probs,
@@ -179,90 +178,12 @@ def test_it_is_the_same_without_a_value_on_the_host(ranks, tp):
     assert_dense(first_shard_alone, ranks.run(outcomes, Layout(tp=tp), first_shard_alone, DTYPES, True))
 
 
-def central_differences(batch, over, step=1e-5):
-    """(gradient, central differences) at this rank's logits: one logit of one rank moves, all ranks go forward."""
-    shard = batch.logits(torch.float64).nan_to_num().chunk(group_size(everyone()), -1)[group_rank(everyone())]
-    found = []
-    for owner in range(group_size(everyone())):
-        for index in range(shard.numel()):
-            ends = []
-            for distance in (step, -step):
-                moved = shard.clone()
-                moved.view(-1)[index] += distance * (owner == group_rank(everyone()))
-                ends.append(scalar(call(batch, moved, over), batch).item())
-            if owner == group_rank(everyone()):
-                found.append((ends[0] - ends[1]) / (2 * step))
-    logits = shard.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(scalar(call(batch, logits, over), batch), logits)
-    return grad, torch.tensor(found, dtype=torch.float64).view(shard.shape)
-
-
-@pytest.mark.parametrize("over", [False, True])
-@pytest.mark.parametrize("tp", TP, scope="module")
-def test_gradients_are_the_differences_of_the_values_on_every_shard(ranks, tp, over):
-    batch = make([POSITIONS[2], POSITIONS[5]])
-    for grad, differences in ranks.run(central_differences, Layout(tp=tp), batch, over):
-        torch.testing.assert_close(grad, differences, rtol=1e-7, atol=1e-8)
-
-
 @pytest.mark.parametrize("over", [False, True])
 def test_gradients_pass_gradcheck(over):
     batch = make()
     logits = batch.logits(torch.float64).nan_to_num().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: call(batch, x, over), (logits,))
     assert torch.autograd.gradcheck(lambda x: call(batch, x, alone=True), (logits,))
-
-
-def linear(batch, over, sequence_parallel, chunk_size):
-    """(results, gradients of hidden and weight) of the fused output layer on this rank."""
-    rank, size = group_rank(everyone()), group_size(everyone())
-    hidden = batch.hidden.chunk(size)[rank] if sequence_parallel else batch.hidden
-    leaves = [value.clone().requires_grad_() for value in (hidden, batch.weight.chunk(size)[rank])]
-    results = linear_log_probs_and_entropy(
-        *leaves,
-        batch.labels,
-        everyone(),
-        sequence_parallel=sequence_parallel,
-        vocab_size=VOCABULARY,
-        temperature=TEMPERATURE,
-        chunk_size=chunk_size,
-        sum_squares=True,
-        entropy_over_support=over,
-        **batch.support,
-    )
-    scalar(results, batch).backward()
-    return torch.stack(results).detach(), *(leaf.grad for leaf in leaves)
-
-
-@pytest.mark.parametrize("over", [False, True])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False)])
-def test_the_fused_output_layer_matches_too(ranks, tp, sequence_parallel, over):
-    batch = make()
-    leaves = [value.clone().requires_grad_() for value in (batch.hidden, batch.weight)]
-    want = dense(batch, leaves[0] @ leaves[1].t(), over)
-    scalar(want, batch).backward()
-    for chunk_size in (4, None):
-        found = ranks.run(linear, Layout(tp=tp), batch, over, sequence_parallel, chunk_size)
-        for results, *_ in found:
-            torch.testing.assert_close(results, want.detach(), rtol=1e-12, atol=1e-12)
-        of_hidden, of_weight = zip(*(grads for _, *grads in found), strict=True)
-        joined = torch.cat(of_hidden) if sequence_parallel else of_hidden[0]
-        torch.testing.assert_close(joined, leaves[0].grad, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(torch.cat(of_weight), leaves[1].grad, rtol=1e-12, atol=1e-12)
-
-
-def test_one_kept_token_is_certain_and_all_tokens_are_no_support():
-    batch = make([(3, [3]), (4, EVERY)])
-    logits = batch.logits(torch.float32).requires_grad_()
-    found = call(batch, logits, True)
-    assert [result[0, 0].item() for result in found] == [0, 0, 1]
-    without = call(batch, logits, True, support_ids=None, support_offsets=None)
-    for one, other in zip(found, without, strict=True):
-        torch.testing.assert_close(one[1], other[1], rtol=1e-6, atol=1e-6)
-    (grad,) = torch.autograd.grad(scalar(found, batch), logits, retain_graph=True)
-    (other,) = torch.autograd.grad(scalar(without, batch), logits)
-    assert not grad[0].any()
-    torch.testing.assert_close(grad[1], other[1], rtol=1e-5, atol=1e-6)
 
 
 def test_logits_far_below_those_that_were_not_kept():
@@ -366,24 +287,14 @@ def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp):
         assert ranks.run(collectives, Layout(tp=tp), batch) == [want] * tp
 
 
-def test_compiled_chunks_do_the_same(monkeypatch):
-    made = []
-
-    def traced(function):
-        made.append(function)
-        return torch.compile(function, backend="aot_eager", dynamic=False)
-
-    monkeypatch.setattr(softmax, "_compiled", traced)
-    monkeypatch.setattr(support, "BLOCK_ENTRIES", 4)
-    batch = make()
-    found = outcome(batch, torch.float32, False, False, (0, 1, 2), False, {"chunk_size": 3, "compile": True})
-    assert len(made) >= 2, "nothing was compiled"
-    torch.testing.assert_close(found, outcome(batch, torch.float32, False, False, (0, 1, 2), False, {}))
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(("number", "entries"), [(100, 400), (2, support.BLOCK_ENTRIES)])
-@pytest.mark.parametrize(("dtype", "over"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("number", "entries", "dtype", "over"),
+    [
+        (100, 400, torch.float32, False),
+        (100, 400, torch.bfloat16, True),
+        (2, support.BLOCK_ENTRIES, torch.bfloat16, False),
+    ],
+)
 def test_beside_the_support_it_needs_a_few_numbers_for_each_id_of_a_block(dtype, over, number, entries):
     """Less than one percent of the logits, for many ids, and for few, whose block has all rows; the ids are given."""
     logits, labels, mask = make_large(dtype)
@@ -400,12 +311,6 @@ def test_beside_the_support_it_needs_a_few_numbers_for_each_id_of_a_block(dtype,
         peak, held = allocated(lambda: gradient(**kept, entropy_over_support=over))
     assert peak - without <= 0.01 * COPY
     assert held == logits.nbytes
-
-
-def test_a_mask_of_the_logits_size_would_be_seen():
-    logits, *_ = make_large(torch.float32)
-    peak, _ = allocated(lambda: torch.ones(logits.shape, dtype=torch.bool)[0])
-    assert peak > 0.2 * COPY
 
 
 MISTAKES = {

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_rc.parallel import kernels
-from megatron_rc.parallel import softmax as torch_kernels
 from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 from tests.support.paths import ROOT
 from tests.support.vocab_cases import Case, bad_logits, results, textbook
@@ -48,9 +47,9 @@ def interpret(path):
     found = {name: results(case) for name, case in CASES.items() if case.large}
     vars(triton_kernels).update(SMALL)
     found |= {name: results(case) for name, case in CASES.items() if name not in found}
-    found |= {name: direct(triton_kernels, *arguments) for name, arguments in DIRECT.items()}
     found["bad"] = bad_logits()
-    found["nothing"] = triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(200))
+    # Rows without any probability, and a rank whose columns are all padding.
+    found["nothing"] = [triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(n)) for n in (200, 0)]
     torch.save(found, path)
 
 
@@ -111,7 +110,8 @@ def test_a_bad_logit_is_not_hidden(interpreted):
 @pytest.mark.processes
 def test_a_row_without_any_probability_adds_nothing(interpreted):
     """Another rank of the vocabulary may have probabilities."""
-    assert interpreted["nothing"].tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
+    for found in interpreted["nothing"]:
+        assert found.tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
 
 
 # The kernels themselves, against PyTorch's.
@@ -120,48 +120,6 @@ def test_a_row_without_any_probability_adds_nothing(interpreted):
 def whole(columns, entropy=True, squares=True):
     """The options for rows of this number of columns."""
     return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
-
-
-DIRECT = {
-    f"direct {columns} {entropy} {squares} {dtype}": (columns, entropy, squares, dtype, rows)
-    for columns, entropy, squares, dtype, rows in [
-        (0, True, True, torch.float32, 3),
-        (300, True, True, torch.float32, 0),
-        (33, True, False, torch.float32, 3),
-        (33, False, True, torch.bfloat16, 3),
-        (300, True, True, torch.bfloat16, 3),
-        (256, False, False, torch.float32, 3),
-    ]
-}
-
-
-def direct(implementation, columns, entropy, squares, dtype, rows):
-    """(statistics, gradient) of random rows, for random factors."""
-    generator = torch.Generator().manual_seed(columns)
-    logits = (4 * torch.randn(rows, columns + 7, generator=generator)).to(dtype)
-    options = whole(columns, entropy, squares)
-    statistics = implementation.row_statistics(logits, options)
-    offset, constant, log_pi, pi, target = torch.randn(5, rows, generator=generator)
-    gradients = RowGradients(
-        offset=offset + 15,
-        constant=constant,
-        log_pi=log_pi if entropy else None,
-        pi=pi if squares else None,
-        column=torch.tensor([columns // 2, 1, 2])[:rows],
-        here=torch.tensor([True, False, False])[:rows] & bool(columns),
-        target=target,
-        counted=torch.tensor([True, True, False])[:rows],
-    )
-    out = torch.full((rows, columns + 9), 7.0).to(dtype)[:, : columns + 7]
-    implementation.write_gradient(logits, out, gradients, options)
-    return statistics, out
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", DIRECT)
-def test_the_kernels_match_those_of_pytorch(interpreted, name):
-    for got, expected in zip(interpreted[name], direct(torch_kernels, *DIRECT[name]), strict=True):
-        torch.testing.assert_close(got, expected, rtol=3e-6 + rounding(got.dtype), atol=1e-6)
 
 
 def test_cpu_tensors_do_not_go_to_triton():

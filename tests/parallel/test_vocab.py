@@ -3,6 +3,7 @@
 The reference is plain ``log_softmax`` with autograd, in float64, on the same rounded logits.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -148,27 +149,6 @@ def assert_textbook(outcomes, batch, scale=1):
     assert not grad[~batch.counted].any(), "masked tokens have a gradient"
 
 
-def central_differences(batch, step=1e-5):
-    """(gradient, central differences) at this rank's logits: one logit of one rank moves, all ranks go forward."""
-    shard, found = shard_of(batch), []
-    for owner in range(group_size(everyone())):
-        for index in range(shard.numel()):
-            ends = []
-            for distance in (step, -step):
-                moved = shard.clone()
-                moved.view(-1)[index] += distance * (owner == group_rank(everyone()))
-                ends.append(scalar(call(moved, batch), batch).item())
-            if owner == group_rank(everyone()):
-                found.append((ends[0] - ends[1]) / (2 * step))
-    return outcome(batch)[1], torch.tensor(found, dtype=torch.float64).view(shard.shape)
-
-
-@pytest.mark.parametrize("tp", TP, scope="module")
-def test_gradients_are_the_differences_of_the_values_on_every_shard(ranks, tp):
-    for grad, differences in ranks.run(central_differences, Layout(tp=tp), make(shape=(1, 4))):
-        torch.testing.assert_close(grad, differences, rtol=1e-7, atol=1e-8)
-
-
 @pytest.mark.parametrize("sum_squares", [False, True])
 def test_gradients_pass_gradcheck(sum_squares):
     batch = make(shape=(2, 3))
@@ -191,13 +171,10 @@ def test_shards_match_the_textbook(ranks, tp, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tp", TP, scope="module")
-def test_log_probs_alone_are_the_first_result(ranks, tp, dtype):
+def test_log_probs_alone_match_the_textbook(ranks, tp, dtype):
     batch = make(dtype)
     for options in ({}, {"chunk_size": 3, "inplace_backward": True}):
-        alone = ranks.run(outcome, Layout(tp=tp), batch, options, log_probs_alone)
-        assert_textbook(alone, batch)
-        first = whole(ranks.run(outcome, Layout(tp=tp), batch, options))[0][:1]
-        torch.testing.assert_close(whole(alone)[0], first, rtol=0, atol=1e-6)
+        assert_textbook(ranks.run(outcome, Layout(tp=tp), batch, options, log_probs_alone), batch)
 
 
 ENTROPY_WEIGHTS = {
@@ -225,17 +202,6 @@ def test_any_weight_of_the_entropy(ranks, tp, dtype):
                 assert_textbook(outcomes, batch)
 
 
-@pytest.mark.parametrize("used", [0, 1, 2])
-def test_each_result_has_its_own_gradient(used):
-    batch = make()
-    others = [index for index in range(3) if index != used]
-    batch.coefficients[others] = 0
-    logits = batch.logits.clone().requires_grad_()
-    result = call(logits, batch)[used]
-    (batch.coefficients[used] * result).sum().backward()
-    torch.testing.assert_close(logits.grad, textbook(batch)[1], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("tp", TP[:2], scope="module")
 def test_any_temperature(ranks, tp):
     for temperature in (0.1, 1.0, 5.0):
@@ -255,15 +221,11 @@ def every_other_row(shard):
     return shard.repeat_interleave(2, dim=1)[:, 1::2]
 
 
-def part_of_longer_sequences(shard):
-    return torch.cat([shard, shard, shard[:, :1]], dim=1)[:, : shard.shape[1]]
-
-
 def vocabulary_first(shard):
     return shard.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
-VIEWS = [transposed, wide_rows, every_other_row, part_of_longer_sequences, vocabulary_first]
+VIEWS = [transposed, wide_rows, every_other_row, vocabulary_first]
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -397,38 +359,29 @@ def test_a_label_out_of_range_is_nan_and_spoils_nothing_else(ranks, tp, label):
     torch.testing.assert_close(grad, want_grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("tp", TP[:2], scope="module")
-def test_labels_of_either_integer_dtype(ranks, tp, dtype):
+def test_labels_of_the_other_integer_dtype(ranks):
     batch = make()
-    batch = replace(batch, labels=batch.labels.to(dtype))
-    assert_textbook(ranks.run(outcome, Layout(tp=tp), batch), batch)
+    batch = replace(batch, labels=batch.labels.int())
+    assert_textbook(ranks.run(outcome, Layout(tp=2), batch), batch)
 
 
+FUNCTIONS = (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy)
 RIGHT = {"logits": torch.zeros(2, 5, 8), "labels": torch.zeros(2, 5, dtype=torch.int64), "vocab_size": VOCABULARY}
 WRONG = [
     ({"logits": torch.zeros(2, 5, 8, dtype=torch.int64)}, r"logits are torch\.int64: expected a float dtype"),
     ({"logits": torch.zeros(2, 4, 8)}, r"logits \(2, 4, 8\) and labels \(2, 5\) differ before the vocabulary"),
-    ({"labels": torch.zeros(10, dtype=torch.int64)}, r"labels \(10,\) differ before the vocabulary"),
     ({"labels": torch.zeros(2, 5)}, r"labels are torch\.float32: expected int64"),
-    ({"labels": torch.zeros(2, 5, dtype=torch.bool)}, r"labels are torch\.bool: expected int64"),
     ({"mask": torch.ones(2, 5)}, r"mask is torch\.float32 \(2, 5\): expected bool"),
-    ({"mask": torch.ones(2, 5, dtype=torch.uint8)}, r"mask is torch\.uint8 \(2, 5\): expected bool"),
     ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask is torch\.bool \(2, 4\): expected bool .* \(2, 5\)"),
     ({"temperature": 0.0}, r"temperature=0\.0 must be positive"),
-    ({"temperature": -1.0}, r"temperature=-1\.0 must be positive"),
-    ({"temperature": math.nan}, r"temperature=nan must be positive"),
     ({"temperature": math.inf}, r"temperature=inf must be positive, and finite"),
     ({"vocab_size": 0}, r"vocab_size=0 must be at least 1"),
-    ({"labels": torch.zeros(2, 5, dtype=torch.uint8)}, r"labels are torch\.uint8: expected int64"),
     ({"logits": torch.tensor(1.0), "labels": torch.tensor(0)}, r"expected the vocabulary in the last dimension"),
     ({"logits": torch.zeros(2, 5, 0)}, r"logits have no columns"),
     ({"chunk_size": 0}, r"chunk_size=0 must be at least 1"),
-    ({"chunk_size": -3}, r"chunk_size=-3 must be at least 1"),
     ({"chunk_size": 2.0}, r"chunk_size=2\.0 must be a whole number"),
     ({"vocab_size": "8"}, "vocab_size='8' must be a whole number"),
     ({"temperature": "1"}, "temperature='1' must be positive"),
-    ({"temperature": True}, "temperature=True must be positive"),
     ({"mask": [True]}, r"mask is a list: pass a torch\.Tensor"),
     ({"vocab_size": 17}, r"no padding of vocab_size=17"),
     ({"logits": torch.zeros(2, 5, 512), "vocab_size": 500}, r"width 512 on 2 .* pass each rank its own shard"),
@@ -436,18 +389,17 @@ WRONG = [
 ]
 
 
-def raises(change, message):
-    """The collectives on this rank before the error that both functions raise."""
+def raises():
+    """The collectives on this rank before the errors that both functions raise."""
     with recorded() as seen:
-        for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
+        for (change, message), function in itertools.product(WRONG, FUNCTIONS):
             with pytest.raises(ValueError, match=message):
                 function(tp_group=everyone(), **RIGHT | change)
     return seen
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG)
-def test_wrong_input_is_named_before_any_collective(ranks, change, message):
-    assert ranks.run(raises, Layout(tp=2), change, message) == [[], []]
+def test_wrong_input_is_named_before_any_collective(ranks):
+    assert ranks.run(raises, Layout(tp=2)) == [[], []]
 
 
 def collectives(batch, choices, function):
@@ -559,10 +511,3 @@ def test_a_mistake_is_noticed(ranks, mistake):
     for results, _ in outcomes:  # each rank's result is wrong, not only unlike the other rank's
         with pytest.raises(AssertionError, match="not close"):
             assert_textbook([(results, grad) for _, grad in outcomes], batch)
-
-
-@pytest.mark.parametrize("setting", [{"temperature": 1.0}, {"vocab_size": PADDED}], ids=str)
-def test_a_setting_that_is_lost_is_noticed(ranks, setting):
-    batch = make()
-    with pytest.raises(AssertionError, match="not close"):
-        assert_textbook(ranks.run(outcome, Layout(tp=2), batch, setting), batch)

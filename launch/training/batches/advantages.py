@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
-from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax
+from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax, whiten
 from megatron_rc.advantages.token_baseline import optimal_token_baseline
-from megatron_rc.advantages.whitening import whiten
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch

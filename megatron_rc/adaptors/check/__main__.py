@@ -37,11 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seeds {args.seeds}: give 1 or more")
     try:
         importlib.import_module(module.NEEDS)
+        found = [one for seed in range(args.seeds) for one in module.comparisons(seed)]
     except ImportError as problem:
         sys.stderr.write(f"{problem}: run this in an environment in which {module.NEEDS} can be imported\n")
         return UNUSABLE
-    try:
-        found = [one for seed in range(args.seeds) for one in module.comparisons(seed)]
     except Exception as problem:  # whatever the host's functions raise
         sys.stderr.write(f"{args.host} could not be called: {type(problem).__name__}: {problem}\n")
         return UNUSABLE

@@ -84,10 +84,8 @@ class Comparison:
 def report(host: str, comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> tuple[str, int]:
     """(text, exit status): 0 if everything fits, 1 if something differs."""
     wrong = sum(not one.fits for one in comparisons)
-    verdict = (
-        f"{wrong} of {len(comparisons)} results of {host} differ"
-        if wrong
-        else (f"{host} and megatron_rc agree in all {len(comparisons)} results")
-    )
+    verdict = f"{host} and megatron_rc agree in all {len(comparisons)} results"
+    if wrong:
+        verdict = f"{wrong} of {len(comparisons)} results of {host} differ"
     lines = [*(one.line() for one in comparisons), *(f"left out {reason}" for reason in left_out), verdict]
     return "\n".join(lines) + "\n", int(wrong > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,17 @@ GRPO = "megatron.rl.rl_utils"
 TOKENS, VOCABULARY = 24, 32
 CLIP_LOW, CLIP_HIGH, BOUND = 0.2, 0.3, 1.5
 SIZES = (1, RANKS)  # tensor-parallel ranks
-# Log-probs, Megatron's, gradient at this rank's logits, Megatron's.
-Found = tuple[list[float], list[float], list[list[float]], list[list[float]]]
+Found = tuple[list[float], list[list[float]]]  # log-probs, and their gradient at this rank's logits
 
 
 def comparisons(seed: int) -> Iterator[Comparison]:
     """All comparisons on the batch of a seed; the loss only if Megatron-LM's ``megatron.rl`` is there."""
     shards = on_ranks(log_probs_of_shards, seed, modules=[NEEDS])
     for ranks in SIZES:
-        ours, theirs, gradients, their_gradients = (
-            torch.tensor(column) for column in zip(*(of_rank[ranks] for of_rank in shards), strict=True)
-        )
         layout = f"{ranks} tensor-parallel rank" + "s" * (ranks > 1)
-        yield Comparison.of(f"log-probs, {layout}", ours, theirs)
-        yield Comparison.of(f"gradient of the log-probs, {layout}", gradients, their_gradients)
+        for number, name in enumerate(("log-probs", "gradient of the log-probs")):
+            ours, theirs = (torch.tensor([of_rank[ranks][whose][number] for of_rank in shards]) for whose in (0, 1))
+            yield Comparison.of(f"{name}, {layout}", ours, theirs)
     if has_grpo():
         yield from _losses(Batch.random(seed))
 
@@ -48,12 +46,12 @@ def has_grpo() -> bool:
     return importlib.util.find_spec("megatron.rl") is not None
 
 
-def log_probs_of_shards(seed: int) -> dict[int, Found]:
-    """For each number of ranks that share the vocabulary: log-probs and gradients of this rank."""
+def log_probs_of_shards(seed: int) -> dict[int, list[Found]]:
+    """[ours, Megatron's] of this rank, for each number of ranks that share the vocabulary."""
     return {size: _log_probs_of_shard(seed, size) for size in SIZES}
 
 
-def _log_probs_of_shard(seed: int, size: int) -> Found:
+def _log_probs_of_shard(seed: int, size: int) -> list[Found]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -63,21 +61,17 @@ def _log_probs_of_shard(seed: int, size: int) -> Found:
     logits = 3 * torch.randn(TOKENS, 1, VOCABULARY, generator=generator)
     labels = torch.randint(0, VOCABULARY, (TOKENS, 1), generator=generator)
     factors = torch.randn(TOKENS, 1, generator=generator)
-    shard = logits.chunk(size, -1)[rank]
-    found = []
-    group = parallel_state.get_tensor_model_parallel_group()
-    for is_ours in (True, False):
-        leaf = shard.clone().requires_grad_()
-        # Megatron's writes into float32 logits.
-        values = (
-            vocab_parallel_log_probs(leaf, labels, group)
-            if is_ours
-            else -vocab_parallel_cross_entropy(leaf * 1, labels)
-        )
+    group, found = parallel_state.get_tensor_model_parallel_group(), []
+    for log_probs in (
+        lambda shard: vocab_parallel_log_probs(shard, labels, group),
+        lambda shard: -vocab_parallel_cross_entropy(shard * 1, labels),  # Megatron's writes into float32 logits
+    ):
+        leaf = logits.chunk(size, -1)[rank].clone().requires_grad_()
+        values = log_probs(leaf)
         (gradient,) = torch.autograd.grad((values * factors).sum(), leaf)
         found.append((values.flatten().tolist(), gradient.flatten(0, 1).tolist()))
     parallel_state.destroy_model_parallel()
-    return found[0][0], found[1][0], found[0][1], found[1][1]
+    return found
 
 
 def _losses(batch: Batch) -> Iterator[Comparison]:
@@ -88,15 +82,8 @@ def _losses(batch: Batch) -> Iterator[Comparison]:
     result = correct_rollouts(batch.old, batch.rollout, batch.mask, config)
     assert isinstance(result.weights, Tensor)
     leaves = [batch.new.clone().requires_grad_() for _ in range(2)]
-    ours = policy_loss(
-        leaves[0],
-        batch.old,
-        batch.advantages,
-        batch.mask,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        weights=result.weights,
-    ).per_token
+    settings: dict[str, Any] = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "weights": result.weights}
+    ours = policy_loss(leaves[0], batch.old, batch.advantages, batch.mask, **settings).per_token
     theirs, *_ = calculate_grpo_loss(
         current_logprobs=leaves[1],
         old_logprobs=batch.old,

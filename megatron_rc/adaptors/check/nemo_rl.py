@@ -15,6 +15,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 NEEDS = "nemo_rl.algorithms.loss"
 _KIND, _HIGH, _LOW = (f"truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min"))
+LAYOUTS = {"whole batch": [slice(0, ROWS)], "2 data ranks": [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain weights": {},
     "truncated weights": {_KIND: "tis", _HIGH: 1.5},
@@ -34,11 +35,8 @@ def comparisons(seed: int) -> Iterator[Comparison]:
         config = RolloutCorrectionConfig.from_dict(given, dialect="nemo-rl")
         theirs = ClippedPGLossFn(ClippedPGLossConfig(**plain, **given))
         ours = CorrectedLoss(ClippedPGLossFn(ClippedPGLossConfig(**plain)), config)
-        wanted = _loss(theirs, batch, [slice(0, ROWS)])
-        for layout, parts in {
-            "whole batch": [slice(0, ROWS)],
-            "2 data ranks": [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)],
-        }.items():
+        wanted = _loss(theirs, batch, LAYOUTS["whole batch"])
+        for layout, parts in LAYOUTS.items():
             for result, got, want in zip(("loss", "gradient"), _loss(ours, batch, parts), wanted, strict=True):
                 yield Comparison.of(f"{name}, {result}, {layout}", got, want)
 

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import ROWS, WIDTH, Batch
 from megatron_rc.batch.chain import correct_rollouts
-from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 RANKS = 2
 SECONDS = 300
+Found = tuple[list[float], list[float]]  # weights, NaN without any, and accepted tokens, of all ROWS · WIDTH places
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, modules: Sequence[str] = ()) -> list[Any]:
@@ -45,51 +47,35 @@ def _run(rank: int, store: str, function: Callable[..., Any], args: tuple[Any, .
         dist.destroy_process_group()
 
 
-def sharded(
-    dialect: str, settings: Mapping[str, Mapping[str, Any]], seed: int
-) -> dict[str, dict[str, tuple[Tensor | None, Tensor]]]:
-    """(weights or None, accepted tokens), [ROWS, WIDTH], for each of some settings and each way to cut the batch."""
-    shards = on_ranks(corrected_shards, dialect, {name: dict(one) for name, one in settings.items()}, seed)
-    found: dict[str, dict[str, tuple[Tensor | None, Tensor]]] = {name: {} for name in settings}
-    for name, kind in shards[0]:
-        places, weights, accepted = zip(*(shard[name, kind] for shard in shards), strict=True)
-        whole = None if weights[0] is None else _joined(places, weights)
-        found[name][f"{RANKS} {kind} ranks"] = (whole, _joined(places, accepted) != 0)
-    return found
+def joined(places: Tensor, values: Tensor, number: int) -> list[float]:
+    """The values of all ranks, each at one of ``number`` places, which no other rank has."""
+    whole = torch.zeros(number).index_put((places.flatten(),), values.flatten().float())
+    return list(all_reduce_sum(whole, dist.group.WORLD).tolist())
 
 
-def _joined(places: Sequence[list[int]], values: Sequence[list[float]]) -> Tensor:
-    """[ROWS, WIDTH] from the parts of all ranks."""
-    index, flat = (torch.tensor([one for part in parts for one in part]) for parts in (places, values))
-    return torch.zeros(ROWS * WIDTH).index_put((index,), flat).view(ROWS, WIDTH)
-
-
-def corrected_shards(
-    dialect: str, settings: Mapping[str, Mapping[str, Any]], seed: int
-) -> dict[tuple[str, str], tuple[list[int], list[float] | None, list[float]]]:
-    """(places in the flat batch, weights or None, accepted tokens) of this rank's part, for each setting and cut."""
+def corrected_shards(dialect: str, settings: Mapping[str, Mapping[str, Any]], seed: int) -> dict[str, dict[str, Found]]:
+    """The correction of the whole batch, from the parts of all ranks, for each setting and each way to cut it."""
     return {
-        (name, kind): _corrected_shard(kind, RolloutCorrectionConfig.from_dict(one, dialect=dialect), seed)
+        name: {
+            f"{RANKS} {kind} ranks": _corrected(kind, RolloutCorrectionConfig.from_dict(one, dialect=dialect), seed)
+            for kind in ("context", "data")
+        }
         for name, one in settings.items()
-        for kind in ("context", "data")
     }
 
 
-def _corrected_shard(
-    kind: str, config: RolloutCorrectionConfig, seed: int
-) -> tuple[list[int], list[float] | None, list[float]]:
+def _corrected(kind: str, config: RolloutCorrectionConfig, seed: int) -> Found:
     group, batch = dist.group.WORLD, Batch.random(seed)
-    rank, size = group_rank(group), group_size(group)
-    rows = list(range(ROWS)) if kind == "context" else list(range(rank, ROWS, size))
-    places = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
-    parts = [value[rows] for value in (batch.old, batch.rollout, batch.mask, places)]
-    layout, groups = None, ParallelGroups(dp=group, dp_cp=group)
+    rank, number = group_rank(group), ROWS * WIDTH
+    rows = list(range(ROWS)) if kind == "context" else list(range(rank, ROWS, RANKS))
+    every = batch.old, batch.rollout, batch.mask, torch.arange(number).view(ROWS, WIDTH)
+    parts, layout, groups = [value[rows] for value in every], None, ParallelGroups(dp=group, dp_cp=group)
     if kind == "context":
-        layout = SequenceLayout.padded(ROWS, WIDTH // size, cp_rank=rank, cp_size=size)
+        layout = SequenceLayout.padded(ROWS, WIDTH // RANKS, cp_rank=rank, cp_size=RANKS)
         parts, groups = [layout.cut(part) for part in parts], ParallelGroups(cp=group, dp_cp=group)
     old, rollout, mask, places = parts
     result = correct_rollouts(old, rollout, mask, config, layout, groups, sequence_ids=torch.tensor(rows))
     result.check()
     assert isinstance(result.mask, Tensor)
-    weights = result.weights.flatten().tolist() if isinstance(result.weights, Tensor) else None
-    return places.flatten().tolist(), weights, result.mask.float().flatten().tolist()
+    weights = result.weights if isinstance(result.weights, Tensor) else torch.full_like(old, torch.nan)
+    return joined(places, weights, number), joined(places, result.mask, number)

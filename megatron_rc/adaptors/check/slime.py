@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import ROWS, Batch, Comparison
-from megatron_rc.adaptors.check.shards import RANKS, on_ranks
-from megatron_rc.adaptors.slime import SlimeCorrection
-from megatron_rc.adaptors.slime_chunks import Chunks
+from megatron_rc.adaptors.check.shards import RANKS, joined, on_ranks
+from megatron_rc.adaptors.slime import Chunks, SlimeCorrection
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -38,7 +37,7 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     from slime.backends.megatron_utils import loss as theirs
 
     given = _call(Batch.random(seed))
-    trained, shards = torch.cat(given["loss_masks"]) != 0, on_ranks(losses_of_chunks, seed)
+    trained, shards = torch.cat(given["loss_masks"]) != 0, on_ranks(losses_of_chunks, seed)[0]
     for name, (function, args, fields) in SETTINGS.items():
         wanted, masks, _ = getattr(theirs, function)(Namespace(use_tis=True, **args), **given)
         # Losses of tokens that are not trained do not count.
@@ -46,9 +45,7 @@ def comparisons(seed: int) -> Iterator[Comparison]:
         ours, accepted, _ = _ours(fields, None, given)
         yield Comparison.of(f"{name}, loss, whole responses", ours, wanted)
         yield Comparison.of(f"{name}, masks, whole responses", torch.cat(accepted), torch.cat(masks), 0)
-        places, values = (torch.tensor([one for shard in shards for one in shard[name][part]]) for part in (0, 1))
-        joined = torch.zeros_like(wanted).index_put((places,), values)
-        yield Comparison.of(f"{name}, loss, {RANKS} context ranks", joined, wanted)
+        yield Comparison.of(f"{name}, loss, {RANKS} context ranks", torch.tensor(shards[name]), wanted)
 
 
 def _call(batch: Batch) -> dict[str, Any]:
@@ -79,8 +76,8 @@ def _ours(fields: Mapping[str, Any], cp: Any, given: Mapping[str, Any]) -> tuple
     return correct(Namespace(use_tis=True), **given)
 
 
-def losses_of_chunks(seed: int) -> dict[str, tuple[list[int], list[float]]]:
-    """(places among the tokens of all responses, losses) of this rank's chunks, for each setting."""
+def losses_of_chunks(seed: int) -> dict[str, list[float]]:
+    """The losses of all responses' tokens, from the chunks of all ranks, for each setting."""
     group, given = dist.group.WORLD, _call(Batch.random(seed))
     chunks = Chunks(given["total_lengths"], given["response_lengths"], group)
 
@@ -90,6 +87,5 @@ def losses_of_chunks(seed: int) -> dict[str, tuple[list[int], list[float]]]:
     places = torch.cat(cut(torch.arange(len(given["pg_loss"])).split(given["response_lengths"])))
     local = given | {name: cut(given[name]) for name in ("train_log_probs", "rollout_log_probs")}
     local["pg_loss"] = given["pg_loss"][places]
-    return {
-        name: (places.tolist(), _ours(fields, group, local)[0].tolist()) for name, (_, _, fields) in SETTINGS.items()
-    }
+    number = len(given["pg_loss"])
+    return {name: joined(places, _ours(fields, group, local)[0], number) for name, (_, _, fields) in SETTINGS.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.check.comparison import ROWS, WIDTH, Batch, Comparison
-from megatron_rc.adaptors.check.shards import sharded
+from megatron_rc.adaptors.check.shards import corrected_shards, on_ranks
 from megatron_rc.adaptors.verl import VerlCorrection
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -42,21 +42,18 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     from verl.trainer.config.algorithm import RolloutCorrectionConfig as Settings
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-    batch, shards = Batch.random(seed), sharded("verl", SETTINGS, seed)
+    batch, shards = Batch.random(seed), on_ranks(corrected_shards, "verl", SETTINGS, seed)[0]
     for name, settings in SETTINGS.items():
         given = Settings(**settings)
         theirs, metrics = compute_rollout_correction_and_add_to_batch(_proto(batch), given)
         ours, own = VerlCorrection().add_to_batch(_proto(batch), given)
-        mask = theirs.batch["response_mask"] != 0
-        has_weights = settings["rollout_is"] is not None
-        weights = theirs.batch["rollout_is_weights"] if has_weights else None
-        found = {
-            "whole batch": (ours.batch["rollout_is_weights"] if has_weights else None, ours.batch["response_mask"])
-        }
-        for layout, (mine, accepted) in (found | shards[name]).items():
+        mask, weights = theirs.batch["response_mask"] != 0, theirs.batch.get("rollout_is_weights", None)
+        without = torch.full(mask.shape, torch.nan)
+        whole = ours.batch.get("rollout_is_weights", without), ours.batch["response_mask"]
+        for layout, found in {"whole batch": whole, **shards[name]}.items():
+            mine, accepted = (torch.as_tensor(one).view(ROWS, WIDTH) for one in found)
             yield Comparison.of(f"{name}, mask, {layout}", accepted != 0, mask, 0)
             if weights is not None:
-                mine = torch.full_like(weights, torch.nan) if mine is None else mine
                 yield Comparison.of(f"{name}, weights, {layout}", mine * batch.mask, weights * batch.mask)
         for metric in (f"rollout_corr/{one}" for one in METRICS):
             if metric in metrics:
@@ -82,23 +79,16 @@ def _losses(batch: Batch) -> Iterator[Comparison]:
     weights = (batch.old - batch.rollout).exp().clamp(max=1.3) * batch.mask
     config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=ROWS, clip_ratio_low=0.1)
     for mode in AGGREGATIONS:
-        found = [
-            _loss(one, batch, weights, mode, config) for one in (correction.policy_loss, get_policy_loss_fn("vanilla"))
-        ]
-        (loss, gradient), (their_loss, their_gradient) = found
-        yield Comparison.of(f"{mode}, loss", loss, their_loss)
-        yield Comparison.of(f"{mode}, gradient of the loss", gradient, their_gradient)
+        functions = correction.policy_loss, get_policy_loss_fn("vanilla")
+        both = zip(*(_loss(one, batch, weights, mode, config) for one in functions), strict=True)
+        for name, (got, want) in zip(("loss", "gradient of the loss"), both, strict=True):
+            yield Comparison.of(f"{mode}, {name}", got, want)
 
 
 def _loss(function: Any, batch: Batch, weights: Tensor, mode: str, config: Any) -> tuple[Tensor, Tensor]:
     theta = batch.new.clone().requires_grad_()
-    info = {
-        "dp_size": 1,
-        "batch_num_tokens": int(batch.mask.sum()),
-        "global_batch_size": ROWS,
-        "loss_scale_factor": WIDTH,
-    }
-    config.global_batch_info.update(info)
+    counts = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": ROWS}
+    config.global_batch_info.update(dp_size=1, loss_scale_factor=WIDTH, **counts)
     loss, _ = function(batch.old, theta, batch.advantages, batch.mask.float(), mode, config, weights)
     (gradient,) = torch.autograd.grad(loss, theta)
     return loss.reshape(1), gradient
