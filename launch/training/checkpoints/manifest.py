@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_rc.launch.rollouts.open_rollouts import FILES
 from megatron_rc.launch.training.checkpoints.folders import write_durably
+from megatron_rc.launch.training.checkpoints.pieces import reason_of
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
 
@@ -56,12 +57,8 @@ def damage(folder: Path, *, checksums: bool) -> str | None:
         _check_sizes(folder)
         if has_manifest(folder):
             _check_manifest(folder, checksums=checksums)
-    except FileNotFoundError as error:
-        return f"{Path(str(error.filename)).name} is missing"
-    except OSError as error:
-        return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
-    except ValueError as error:
-        return str(error)
+    except (OSError, ValueError) as error:
+        return reason_of(error)
     return None
 
 
@@ -134,9 +131,6 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         is_good = False
     if not is_good:
         raise ValueError(f"{path.name} is no list of files with their sizes and checksums")
-    for name in (".metadata", "metadata.json", SETTINGS):
-        if name not in files:
-            raise ValueError(f"{path.name} does not list {name}")
     return files
 
 
