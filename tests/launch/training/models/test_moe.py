@@ -116,6 +116,17 @@ def gradients(run):
     return lambda case, index: whole_gradients([found for found, _, _ in run(case)], index)
 
 
+def compared(ranks, folder, case, *of_data):
+    """What every rank of a case brings back, which is the reference's; ``of_data``: arguments of ``make_data``."""
+    given = [training_cases.make_data(*of_data), *training_cases.weights(of_data[0])]
+    everywhere = ranks.run(training_cases.run_case, case.layout, case.words(folder), *given)
+    expected = training_cases.expected(case.objective, *of_data)
+    for index in range(MINI_BATCHES):
+        assert_metrics(everywhere, expected, index)
+        assert_gradients(whole_gradients(everywhere, index), expected.gradients[index], TO_REFERENCE)
+    return everywhere
+
+
 def wanted_members(layout, rank):
     """The groups of a rank: they follow from the layout without its experts."""
     grid = torch.arange(layout.world).view(layout.pp, layout.dp, layout.cp, layout.tp)
@@ -137,22 +148,6 @@ def test_every_layout_is_the_reference(run, gradients, case):
     assert_budget(everywhere, case)
     for rank, (_, members, _) in enumerate(run(case)):
         assert members == wanted_members(case.layout, rank)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2, dp=2)], ids=str)
-def test_spreading_the_experts_changes_nothing_else(run, gradients, layout):
-    """Groups, collectives and their sizes, and the gradients."""
-    together = MoeCase(layout, "bypass reinforce", packed=True, per_token_loss=layout.cp > 1)
-    spread = replace(together, layout=replace(layout, ep=2))
-    for (one, members, _), (other, same_members, _) in zip(run(together), run(spread), strict=True):
-        assert members == same_members
-        assert (one.plan_calls, one.step_calls) == (other.plan_calls, other.step_calls)
-        assert one.plan_calls
-        assert all(one.step_calls)
-        held, held_when_spread = (set(found.gradients[0]) for found in (one, other))
-        assert len(held - held_when_spread) == training_oracle.LAYERS * EXPERTS
-    for index in range(MINI_BATCHES):
-        assert_gradients(gradients(spread, index), gradients(together, index), TO_SINGLE)
 
 
 def test_gradients_averaged_over_the_experts_replicas_alone_fail(gradients):
