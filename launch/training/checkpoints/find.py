@@ -130,8 +130,6 @@ def _agreed_damage(load: str, iteration: int, config: RunConfig, name: str) -> s
         agree(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
     except AgreedError as agreed:
         return str(agreed)
-    if dist.get_rank() == 0 and not manifest.has_manifest(folder):
-        _log.warning("%s %s: checkpoint %d has no checksums: only sizes were looked at", name, load, iteration)
     return None
 
 
