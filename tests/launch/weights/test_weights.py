@@ -19,12 +19,6 @@ from tests.support.training_runs import agreed
 
 DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "gpt2-untied")
 SPREAD = (Layout(dp=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=2), Layout(pp=2, dp=2, ep=2))
-# Every dimension of these is in CASES too, in another company.
-MORE_CASES = [
-    *(("qwen3_moe", layout) for layout in (Layout(cp=2, ep=2), Layout(dp=4, ep=2), Layout(cp=2, dp=2, ep=4))),
-    ("qwen3_moe", Layout(pp=2, vpp=True, cp=2, ep=2)),
-    ("gpt2", Layout(tp=2, pp=2, cp=2)),
-]
 CASES = [(name, Layout(tp=2, sp=True)) for name in DENSE]
 CASES += [(name, Layout(pp=2, vpp=True)) for name in ("llama", "llama-untied", "qwen3", "gpt2")]
 CASES += [("llama", Layout()), ("gpt2-gelu", Layout())]
@@ -67,7 +61,6 @@ HYBRIDS = [
     ("deepseek_v3", Layout(tp=2, sp=True), (HYBRID,)),
 ]
 CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
-CASES += [pytest.param(*case, (), marks=pytest.mark.long) for case in MORE_CASES]
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,8 @@ def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
     assert len(list((tmp_path / "save").iterdir())) == 4
 
 
-def poisoned_step(words, value, where):
-    """One good step, then one whose gradient holds ``value`` on one rank; whether anything moved, and what was said."""
+def poisoned_step(words):
+    """One good step, then one whose gradient is NaN on rank 0; whether anything moved, and what was said."""
     trainer = make_trainer(words)
     trainer.update(trainer.prepare(share(trainer, 0)), 0)
     weights = weights_of(trainer.chunks)
@@ -88,9 +88,9 @@ def poisoned_step(words, value, where):
 
     def poison(prepared, mini_batch):
         metrics = accumulate(prepared, mini_batch)
-        if torch.distributed.get_rank() == where:
+        if torch.distributed.get_rank() == 0:
             for parameter in trainer.chunks[0].parameters():
-                parameter.main_grad.fill_(value)
+                parameter.main_grad.fill_(math.nan)
         return metrics
 
     trainer.accumulate, said = poison, None
@@ -106,27 +106,26 @@ def poisoned_step(words, value, where):
     return same, said, trainer.iteration, saved
 
 
-@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize(
     ("layout", "more"),
     [(Layout(pp=2), []), (Layout(tp=2), ["--clip-grad=0"]), (Layout(dp=2), ["--use-distributed-optimizer"])],
     ids=["pp2", "tp2-unclipped", "dp2-distributed"],
 )
-def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout, more, value):
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout, more):
     """The loss is finite; one rank has the bad number."""
     words = flags(tmp_path, *SMALL, *more, *layout.flags(), f"--save={tmp_path}/save")
-    found = ranks.run(poisoned_step, layout, words, value, 0)
+    found = ranks.run(poisoned_step, layout, words)
     for same, said, reached, saved in found:
         assert same
         assert said == found[0][1]
-        assert said.startswith(f"the gradient norm of step 2 is {value}: the step was not made")
+        assert said.startswith("the gradient norm of step 2 is nan: the step was not made")
         assert (reached, saved) == (1, None)
 
 
 def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
     layout = Layout(pp=2)
     words = flags(tmp_path, *SMALL, *layout.flags(), f"--save={tmp_path}/save", "--no-check-for-nan-in-loss-and-grad")
-    found = ranks.run(poisoned_step, layout, words, math.nan, 0)
+    found = ranks.run(poisoned_step, layout, words)
     for _, said, reached, saved in found:
         assert (said, reached) == (None, 2)
         assert saved == found[0][3]
