@@ -97,17 +97,9 @@ def run_case(words, data, old, new):
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
     """What every rank of a case brings back; each case runs once."""
-    folder, known = tmp_path_factory.mktemp("moe"), {}
-
-    def run(case):
-        if case not in known:
-            weights = training_cases.weights(EXPERTS)
-            known[case] = ranks.run(
-                run_case, case.layout, case.words(folder), training_cases.make_data(EXPERTS), *weights
-            )
-        return known[case]
-
-    return run
+    folder = tmp_path_factory.mktemp("moe")
+    given = [training_cases.make_data(EXPERTS), *training_cases.weights(EXPERTS)]
+    return functools.cache(lambda case: ranks.run(run_case, case.layout, case.words(folder), *given))
 
 
 @pytest.fixture(scope="module")
