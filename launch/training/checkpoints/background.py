@@ -66,7 +66,7 @@ class BackgroundWrite:
     def abandon(self) -> None:
         """End the process that writes."""
         self._process.kill()
-        self._thread.join()
+        self._process.join()
 
     def _receive(self, receiver: Connection) -> None:
         """Take the result of the process that writes into ``written`` or ``error``."""
