@@ -47,11 +47,6 @@ def _made_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _stays(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand-in for ``Tensor.cuda``."""
-    return tensor
-
-
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Stand-in for ``Tensor.to``."""
     if _is_cuda(kwargs.get("device")):
@@ -78,7 +73,7 @@ def _tensor_replacements() -> Iterator[tuple[Any, str, Any]]:
         for name in sorted(names):
             if hasattr(owner, name):
                 yield owner, name, _made_on_cpu(getattr(owner, name))
-    yield from ((Tensor, "cuda", _stays), (Tensor, "to", _to), (Tensor, "type", _type))
+    yield from ((Tensor, "cuda", lambda tensor, *_, **__: tensor), (Tensor, "to", _to), (Tensor, "type", _type))
 
 
 class _Stream:

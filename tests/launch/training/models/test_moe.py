@@ -30,7 +30,7 @@ from tests.launch.training.test_matrix import (
 )
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer, run_config
+from tests.support.recorded_training import make_trainer
 from tests.support.training_cases import MINI_BATCHES, PER_MINI_BATCH, Case
 
 EXPERTS = 4
@@ -194,17 +194,11 @@ def test_router_losses_beside_a_known_denominator_in_bypass_mode(run, gradients)
         assert_gradients(gradients(case, index), with_auxiliary(case.objective, index), TO_REFERENCE)
 
 
-def test_router_losses_beside_an_unknown_denominator_are_refused(tmp_path):
-    case = MoeCase(Layout(), "bypass ppo_clip", variant=1, auxiliary=True)
+@pytest.mark.parametrize("coefficient", AUXILIARY)
+def test_router_losses_beside_an_unknown_denominator_are_refused(tmp_path, coefficient):
+    case = MoeCase(Layout(), "bypass ppo_clip", variant=1)
     with pytest.raises(ConfigurationError, match="use rejection_denominator=original"):
-        configure(case.words(tmp_path), 1, engine=False)
-
-
-@pytest.mark.parametrize("coefficient", [None, *AUXILIARY])
-def test_the_model_knows_its_router_losses(tmp_path, coefficient):
-    words = [*MoeCase(Layout(), "decoupled").words(tmp_path), *[coefficient] * (coefficient is not None)]
-    config = run_config(words, engine=False)
-    assert config.has_auxiliary_losses == (coefficient is not None)
+        configure([*case.words(tmp_path), coefficient], 1, engine=False)
 
 
 def test_no_router_decides_narrowly():

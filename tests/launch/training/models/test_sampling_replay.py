@@ -4,14 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from tests.launch.training.models.test_moe import EXPERTS, compared
 from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients
 from tests.support import training_cases, training_oracle
-from tests.support.made_rollouts import on_device
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer
 from tests.support.training_cases import Case
 
 FUSED = ("--fused-linear-log-probs",)
@@ -57,35 +54,6 @@ def test_the_reference_without_kept_tokens_is_another():
     other = training_oracle.update(case.objective, data, *training_cases.weights())
     with pytest.raises(AssertionError):
         assert_gradients(other.gradients[0], whole.gradients[0], TO_REFERENCE)
-
-
-def held(words, data):
-    """(numbers of ids of each micro-batch, whether the batch has supports) of this rank."""
-    trainer = make_trainer(words)
-    groups = trainer.groups
-    from megatron_rc.launch.training.batches.micro_batches import cut_batch
-    from megatron_rc.parallel.groups import group_rank, group_size
-
-    batch, _ = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
-    batch = training_cases.with_replayed(trainer, on_device(batch, trainer.device), data)
-    cut = cut_batch(batch, trainer.config, groups)
-    if cut.local.support_ids is None:
-        return None, batch.support_ids is not None
-    pieces = [cut.local.piece(one) for mini_batch in cut.cuts for one in mini_batch]
-    assert all(len(one.support_ids) == int(one.support_counts.sum()) for one in pieces)
-    return [len(one.support_ids) for one in pieces], True
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_ids_are_on_the_last_stage_and_cut_over_cp(ranks, tmp_path, packed):
-    """Every rank of the last stage has the ids of its own positions that are trained; other stages have none."""
-    data = training_cases.make_data(0, "", "some")
-    case = Kept(Layout(pp=2, cp=2), "decoupled", packed=packed)
-    everywhere = ranks.run(held, case.layout, case.words(tmp_path), data)
-    counts = torch.where(data.kept.all(-1) | ~data.mask, 0, data.kept.sum(-1))
-    of_last = [sum(counts) for counts, _ in everywhere if counts is not None][-2:]
-    assert sum(of_last) == int(counts.sum())
-    assert sum(1 for _, has in everywhere if has) == 3  # the two of the last stage, and the first rank
 
 
 def test_with_experts_both_are_replayed(ranks, tmp_path):
