@@ -18,7 +18,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
 from megatron_rc.launch.training.checkpoints.contents import CRITIC, Kept
-from megatron_rc.launch.training.checkpoints.pieces import Pieces, index_of, reason_of, write_common, write_index
+from megatron_rc.launch.training.checkpoints.pieces import Pieces, reason_of, write_common, write_index
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, settings_text
 
 _FAILURES = (CheckpointingException, OSError, MemoryError, RuntimeError, ValueError)
@@ -84,7 +84,8 @@ class CheckpointWriter:
         with _agreed(config):
             if dist.get_rank() == 0:
                 write_common(pieces)
-                index = index_of(pieces, plans)
+                # Without the pieces' places; ValueError if pieces overlap or are missing.
+                _, index = pieces.create_global_plan(plans)
         # Agreed: if one rank cannot fork, the others end their processes.
         with _agreed(config):
             self.pending = BackgroundWrite(config, iteration, pieces, index)
