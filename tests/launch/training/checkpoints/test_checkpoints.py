@@ -75,10 +75,6 @@ def test_settings_of_another_kind_count_for_nothing(copy):
 # Damage
 
 
-def files_of(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def flip(path):
     """One bit in the middle of a file."""
     content = bytearray(path.read_bytes())
@@ -104,7 +100,9 @@ def find_each(words, folders):
 @pytest.mark.parametrize("spoil", [flip, cut, os.remove], ids=lambda spoil: spoil.__name__)
 def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
     folder, words = saved
-    names = [name for name in files_of(iteration_folder(folder, 2)) if spoil is not flip or name != MANIFEST]
+    names = sorted(path.name for path in iteration_folder(folder, 2).iterdir())
+    if spoil is flip:
+        names.remove(MANIFEST)  # it has no checksum of its own
     assert {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp", SETTINGS} <= set(names)
     for name in names:
         shutil.copytree(folder, tmp_path / name.strip("._"))
@@ -218,16 +216,16 @@ def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
     assert found == "1"
 
 
-def find_each_with_warnings(words, folders):
-    """What is said of each folder, and the warnings of this rank."""
+def find_with_warnings(words, folder):
+    """What is said of a folder, and the warnings of this rank."""
     with logged() as said:
-        return find_each(words, folders), said
+        return find_each(words, [folder]), said
 
 
 def test_a_newer_whole_checkpoint_than_the_tracker_names_is_named(ranks, saved, copy, caplog):
     """The tracker has nothing but digits: spoilt ones may name an older checkpoint."""
     (copy / TRACKER).write_text("1")
-    (first, warned), (second, others) = ranks.run(find_each_with_warnings, TWO, saved[1], [copy])
+    (first, warned), (second, others) = ranks.run(find_with_warnings, TWO, saved[1], copy)
     assert first == second == ["1"]
     assert not others
     (said,) = warned
