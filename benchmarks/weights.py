@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformers
 
-from tests.launch.weights.test_memory import weigh, words_of
+from tests.launch.weights.test_memory import weigh
+from tests.support.published_models import words_of
 from tests.support.ranks import Layout, RankPool
 from tests.support.recorded_training import make_trainer
 

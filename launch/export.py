@@ -47,8 +47,8 @@ def export(request: argparse.Namespace) -> int:
     from megatron_rc.launch.training.hugging_face import write_directory
     from megatron_rc.launch.weights.export import export_parameters
 
-    step, folder = checked_checkpoint(request.load, request.step, checksums=request.verify_integrity)
-    config = stored_config(checkpoint_settings(request.load, step), str(folder / SETTINGS))
+    _, folder = checked_checkpoint(request.load, request.step, checksums=request.verify_integrity)
+    config = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
     if find_family(config) is None:
         raise ConfigurationError(f"--load {request.load}: no Hugging Face architecture has the settings of this model")
     text = tokenizer_of(config, request.tokenizer_model, request.task)

@@ -56,7 +56,7 @@ def with_model(request: argparse.Namespace, data: Recorded, base: Gradient, outc
     from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 
     step, folder = checked_checkpoint(request.load, request.step, checksums=True)
-    config = stored_config(checkpoint_settings(request.load, step), str(folder / SETTINGS))
+    config = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
     _check(data, config, request.load)
     with alone(config):
         model = _model(config, folder)

@@ -30,16 +30,8 @@ class Row:
     fits: Callable[[RunConfig], bool] = lambda config: True
 
 
-@dataclass(frozen=True)
-class Only(Row):
-    """An entry with one allowed value, its default in ``transformers``; never written. Made by :func:`only`."""
-
-    name: str = ""
-    value: Any = None
-
-
-def only(name: str, value: Any) -> Only:
-    """Row of an entry with one allowed value, which is its default in ``transformers``."""
+def only(name: str, value: Any) -> Row:
+    """Row of an entry with one allowed value, which is its default in ``transformers``; never written."""
 
     def read(file: File) -> Flags:
         found = file.get(name)
@@ -47,7 +39,7 @@ def only(name: str, value: Any) -> Only:
             raise UnknownFeatureError(f"{name} is {found!r}, not {value!r}")
         return {}
 
-    return Only(read, name=name, value=value)
+    return Row(read)
 
 
 def entry(

@@ -98,10 +98,7 @@ def _read(
     """Rotary parameters of a file in the old or the new form, their kind (default or ``scaled``), and plain flags."""
     found: dict[str, Any] = {"rope_theta": file.get("rope_theta") or default_theta}
     for name in ("rope_scaling", "rope_parameters"):
-        value = file.get(name) or {}
-        if not isinstance(value, dict):
-            raise UnknownFeatureError(f"{name} is {value!r}, not a table of numbers")
-        found |= value
+        found |= file.get(name) or {}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ("default", scaled):
         raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")

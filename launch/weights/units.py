@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,10 @@ from torch import Tensor
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.family import Family, Rule, experts_of
-from megatron_rc.launch.weights.hybrid_names import hybrid_name
 from megatron_rc.launch.weights.named_weights import named_weights
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank
+
+_PART_OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,18 @@ def names_of(units: Iterable[Unit]) -> set[str]:
 def _hybrid(unit: Unit) -> Unit:
     """The unit with HybridModel's names of the parameters."""
     rules = [
-        replace(rule, megatron=tuple(hybrid_name(unit.prefix + name) for name in rule.megatron)) for rule in unit.rules
+        replace(rule, megatron=tuple(_hybrid_name(unit.prefix + name) for name in rule.megatron)) for rule in unit.rules
     ]
     return replace(unit, prefix="", rules=tuple(rules))
+
+
+def _hybrid_name(name: str) -> str:
+    """HybridModel's name of a GPTModel's parameter: a layer's attention and its MLP are two layers."""
+    found = _PART_OF_LAYER.fullmatch(name)
+    if found is None:
+        return name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    half = 2 * int(found[1]) + found[2].startswith(("mlp.", "pre_mlp_layernorm."))
+    return f"decoder.layers.{half}.{found[2]}"
 
 
 def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Unit]:

@@ -260,12 +260,6 @@ def weights(content: bytes, folder: Path) -> None:
         files.check("a")
 
 
-def settings_of(content: bytes, folder: Path) -> object:
-    (folder / "iter_0000001").mkdir(exist_ok=True)
-    (folder / "iter_0000001" / SETTINGS).write_bytes(content)
-    return checkpoint_settings(folder, 1)
-
-
 def slime_samples(rng: random.Random) -> Any:
     """Samples with one kept token at each position of the response."""
     samples = to_slime(example(False))
@@ -306,7 +300,9 @@ TARGETS: dict[str, Target] = {
     "vllm": Target(text_of(VLLM), lambda found, _: asked(VllmServerEngine, found), (EngineError,)),
     "sglang": Target(text_of(SGLANG), lambda found, _: asked(SglangServerEngine, found), (EngineError,)),
     "prompt rows": Target(text_of({"prompt": "1 + 1", "label": ["2"]}), lambda found, _: parse_line(found)),
-    "checkpoint settings": Target(text_of({"model": {"a": 1}, "experts": None}), settings_of),
+    "checkpoint settings": Target(
+        text_of({"model": {"a": 1}, "experts": None}), file(SETTINGS, lambda path: checkpoint_settings(path.parent))
+    ),
     "checkpoint index": Target(lambda rng: spoilt_bytes(_INDEX, rng), file(".metadata", read_index)),
     **{f"correction, {dialect}": _correction(dialect) for dialect in ("megatron_rc", *DIALECTS)},
 }

@@ -2,8 +2,10 @@
 
 import json
 
+import torch
 import transformers
 
+from megatron_rc.launch.weights.named_weights import named_weights
 from tests.support.recorded_training import COMMON
 
 GATED = {
@@ -65,6 +67,17 @@ MODELS = {
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig(**FLASH),
     "glm4_moe-air": transformers.Glm4MoeConfig(**GLM | AIR),
 }
+
+
+def save_random(config, folder, seed, max_shard_size="5GB"):
+    """A random model as transformers saves it, with norms and biases that are neither 1 nor 0."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in named_weights(model).values():
+            weight.add_(0.2 * torch.randn_like(weight))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
 
 
 def words_of(folder, layout, *more):

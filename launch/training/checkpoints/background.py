@@ -7,10 +7,10 @@ before; the ranks ask each other whenever the trainer looks in.
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import signal
-import tempfile
 import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
 
@@ -25,27 +25,6 @@ from megatron_rc.launch.training.checkpoints.pieces import Pieces, reason_of
 from megatron_rc.parallel.collectives import all_reduce_max
 
 
-class ForkedResult:
-    """A file that carries one object from a forked process to this one; a pipe would fill up and block."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed when it is read
-
-    def put(self, value: object) -> None:
-        """Write the object, in the place of an earlier one; in the forked process, which shares the file."""
-        self.file.seek(0)
-        self.file.truncate()
-        pickle.dump(value, self.file)
-        self.file.flush()
-
-    def get(self) -> Any:
-        """Return the object, after the other process has ended; None: it wrote none."""
-        self.file.seek(0)
-        content = self.file.read()
-        self.file.close()
-        return pickle.loads(content) if content else None
-
-
 class BackgroundWrite:
     """The state of one checkpoint's writing on this rank.
 
@@ -53,33 +32,49 @@ class BackgroundWrite:
 
     Attributes:
         written: places of this rank's pieces, after its process has ended.
-        digests: checksums of this rank's share of the files.
+        digests: checksums of this rank's share of the files; None: this step has not begun.
         error: a failure of this rank.
     """
 
     def __init__(self, config: RunConfig, iteration: int, pieces: Pieces, index: Any) -> None:
         self.config, self.iteration, self.folder, self.index = config, iteration, pieces.folder, index
         self.written: list[WriteResult] = []
-        self.digests: dict[str, dict[str, Any]] = {}
+        self.digests: dict[str, dict[str, Any]] | None = None
         self.error: str | None = None
-        self.thread: threading.Thread | None = None
-        self._result = ForkedResult()
         context = multiprocessing.get_context("fork")
-        self.process: ForkProcess = context.Process(target=write_pieces, args=(pieces, self._result))
-        self.process.start()
+        receiver, sender = context.Pipe(duplex=False)
+        self._process: ForkProcess = context.Process(target=write_pieces, args=(pieces, sender))
+        self._process.start()
+        sender.close()
+        self._thread = threading.Thread(target=self._receive, args=(receiver,), daemon=True)
+        self._thread.start()
 
     def is_done(self, *, wait: bool) -> bool:
         """Whether all ranks have ended the present step. Collectives: one MAX of a number, unless it waits."""
-        worker = self.thread or self.process
         if wait:
-            worker.join()
+            self._thread.join()
             return True
-        alive = torch.tensor([int(worker.is_alive())], device=self.config.launch.device)
+        alive = torch.tensor([int(self._thread.is_alive())], device=self.config.launch.device)
         return not int(all_reduce_max(alive, dist.group.WORLD))
 
-    def take_result(self) -> None:
-        """Read the result of the process that has ended into ``written`` or ``error``."""
-        code, found = self.process.exitcode or 0, self._result.get()
+    def start_digests(self, names: list[str]) -> None:
+        """Begin the checksums of this rank's share of these files."""
+        self.digests = {}
+        self._thread = threading.Thread(target=self._digest, args=(names,), daemon=True)
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """End the process that writes."""
+        self._process.kill()
+        self._process.join()
+
+    def _receive(self, receiver: Connection) -> None:
+        """Take the result of the process that writes into ``written`` or ``error``."""
+        found = None
+        with suppress(EOFError, OSError):
+            found = receiver.recv()
+        self._process.join()
+        code = self._process.exitcode or 0
         if code or found is None:
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
             self.error = f"the process that wrote for rank {dist.get_rank()} ended {how}"
@@ -88,16 +83,6 @@ class BackgroundWrite:
         else:
             self.written = found
 
-    def start_digests(self, names: list[str]) -> None:
-        """Begin the checksums of this rank's share of these files."""
-        self.thread = threading.Thread(target=self._digest, args=(names,), daemon=True)
-        self.thread.start()
-
-    def abandon(self) -> None:
-        """End the process that writes."""
-        self.process.kill()
-        self.process.join()
-
     def _digest(self, names: list[str]) -> None:
         try:
             self.digests = manifest.digests_of_share(self.folder, names)
@@ -105,11 +90,11 @@ class BackgroundWrite:
             self.error = reason_of(error)
 
 
-def write_pieces(pieces: Pieces, result: ForkedResult) -> None:
-    """Write this rank's file; put the places of its pieces, or the reason of a failure."""
+def write_pieces(pieces: Pieces, sender: Connection) -> None:
+    """Write this rank's file; send the places of its pieces, or the reason of a failure."""
     for number in STOPPING:  # the rank answers a signal, and this process ends with the rank
         signal.signal(number, signal.SIG_IGN)
     try:
-        result.put(pieces.write())
+        sender.send(pieces.write())
     except Exception as error:  # this process has nobody else to tell
-        result.put(reason_of(error))
+        sender.send(reason_of(error))

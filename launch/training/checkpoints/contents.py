@@ -61,10 +61,8 @@ class Kept:
             state |= trained_state(trained, name, with_optimizer=with_optimizer, is_loading=True)
         return state
 
-    def load_models(
-        self, where: str, config: RunConfig, loaded: dict[str, Any], iteration: int, *, with_optimizer: bool
-    ) -> None:
-        """Take the models; without the optimizers' states the schedules go to optimizer step ``iteration``.
+    def load_models(self, where: str, config: RunConfig, loaded: dict[str, Any], iteration: int) -> None:
+        """Take the models; with ``--no-load-optim`` the schedules go to optimizer step ``iteration``.
 
         Raises AgreedError if the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.
         """
@@ -72,7 +70,7 @@ class Kept:
             self.reference.load(loaded)
         for name, trained in self.trained():
             load_model(trained.model, loaded, name)
-            if with_optimizer:
+            if not config.checkpoints.no_load_optim:
                 state = {"optimizer": loaded[_OPTIMIZERS[name]], "opt_param_scheduler": loaded[_SCHEDULES[name]]}
                 check_schedule(where, config, trained, state, _FLAGS[name])
                 load_optimizer_and_schedule(config, trained, state)

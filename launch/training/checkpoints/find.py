@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import AgreedError, agree, failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.folders import (
@@ -20,6 +20,7 @@ from megatron_rc.launch.training.checkpoints.folders import (
     latest_iteration,
     restore,
 )
+from megatron_rc.launch.training.checkpoints.pieces import reason_of
 
 _log = logging.getLogger("megatron_rc")
 
@@ -111,18 +112,16 @@ def _name_newer(load: str | Path, found: int, flag: str = "") -> None:
 
 def _agreed_latest(load: str, config: RunConfig, name: str) -> tuple[int | None, str | None]:
     """Return the newest checkpoint by the tracker file, or a rank's error, the same on every rank."""
-    found, error = None, None
+    found = None
     try:
-        found = latest_iteration(load)
-    except (OSError, ValueError) as problem:
-        error = str(problem)
-    number = -1 if found is None else found
-    try:
-        highest, lowest = agree(config, error, [number, -number])
+        with failing_together(config, (OSError, ValueError), str):
+            found = latest_iteration(load)
     except AgreedError as agreed:
         return None, str(agreed)
+    number = -1 if found is None else found
+    highest, lowest = agree(config, numbers=[number, -number])
     if highest != -lowest:
-        raise ValueError(
+        raise AgreedError(
             f"{name} {load}: some ranks find checkpoint {highest:.0f}, others {-lowest:.0f} (-1: none): give a folder "
             "that all machines share"
         )
@@ -136,20 +135,14 @@ def _agreed_damage(load: str, iteration: int, config: RunConfig, name: str) -> s
         agree(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
     except AgreedError as agreed:
         return str(agreed)
-    if dist.get_rank() == 0 and not manifest.has_manifest(folder):
-        _log.warning("%s %s: checkpoint %d has no checksums: only sizes were looked at", name, load, iteration)
     return None
 
 
 def _agreed_iterations(load: str, config: RunConfig, name: str) -> list[int]:
     """Return rank 0's list of checkpoints."""
     found: list[Any] = [None]
-    error = None
-    if dist.get_rank() == 0:
-        try:
+    with failing_together(config, (OSError,), lambda error: f"{name} {load} cannot be read ({reason_of(error)})"):
+        if dist.get_rank() == 0:
             found = [iterations(load)]
-        except OSError as problem:
-            error = f"{name} {load} cannot be read ({problem.strerror})"
-    agree(config, error)
     dist.broadcast_object_list(found, src=0)
     return list(found[0])

@@ -28,10 +28,10 @@ FUNCTION = frozenset(
 )
 
 
-def misfit(where: str, reader: CheckpointReader, config: RunConfig, kept: Kept, *, with_optimizer: bool) -> str | None:
+def misfit(where: str, reader: CheckpointReader, config: RunConfig, kept: Kept) -> str | None:
     """Return a sentence about a part of the checkpoint that is missing or has another form; None: all parts fit.
 
-    ``where`` names folder and checkpoint in the sentence. ``kept`` and ``with_optimizer`` say which parts to load.
+    ``where`` names folder and checkpoint in the sentence.
     """
     names, folder = list(reader.index.state_dict_metadata), reader.folder
     problem = _reference_misfit(where, folder, names, config) if kept.reference is not None else None
@@ -40,7 +40,7 @@ def misfit(where: str, reader: CheckpointReader, config: RunConfig, kept: Kept, 
             f"{where} was written without a critic: give another --advantage-estimator than gae, or --finetune, which "
             "starts one from its weights"
         )
-    if problem is not None or not with_optimizer:
+    if problem is not None or config.checkpoints.no_load_optim:
         return problem
     if "opt_param_scheduler" not in reader.common():
         return f"{where} was written without the optimizer's state (--no-save-optim): give --no-load-optim"

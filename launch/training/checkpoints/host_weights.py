@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,11 +27,9 @@ class HostWeights:
     def __init__(self, name: str, chunks: Sequence[torch.nn.Module], version: int) -> None:
         self.name, self.chunks, self.version = name, chunks, version
 
-    @contextmanager
-    def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Give the policy these weights inside the block; afterwards it has its own, bit for bit."""
-        with exchanged(chunks, self.chunks):
-            yield
+    def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Context in which the policy has these weights; afterwards it has its own, bit for bit."""
+        return exchanged(chunks, self.chunks)
 
     def copy(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Copy the policy's present weights."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import agree, failing_together
@@ -26,11 +24,8 @@ from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.weights.converter import load_model as load_from_directory
 from megatron_rc.parallel import ParallelGroups
 
-# Errors of Megatron and PyTorch for unexpected files or an unexpected model.
-_UNREADABLE = (
-    *(AssertionError, AttributeError, CheckpointException, CheckpointingException, EOFError, IndexError, KeyError),
-    *(OSError, RuntimeError, TypeError, ValueError),
-)
+# Megatron and PyTorch raise errors of many kinds for unexpected files or an unexpected model.
+_UNREADABLE = (Exception, CheckpointException)
 
 
 def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> None:
@@ -39,11 +34,7 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     Raises:
         ValueError, AgreedError: as in :func:`load_checkpoint`.
     """
-    found = find_checkpoint(load, config, name)
-    if found is None:
-        raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
-    where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
-    _agree_on_function(where, folder, config)
+    where, folder = _place(load, config, name, find_checkpoint(load, config, name))
     with _failing_together(where, folder, config):
         reader = CheckpointReader(folder)
     loaded = _read(where, reader, config, model_state(chunks))
@@ -69,11 +60,19 @@ def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Seq
     return None
 
 
-def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:
-    """Refuse, on every rank, weights of equal shapes but another architecture."""
+def _place(load: str, config: RunConfig, name: str, found: int | None) -> tuple[str, Path]:
+    """Return how messages name the checkpoint ``found``, and its folder.
+
+    Raises:
+        ValueError, AgreedError: on every rank: nothing was found, or another architecture, also with equal shapes.
+    """
+    if found is None:
+        raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
     other = differences(config, folder, FUNCTION)
     said = f"{where} is of another architecture than the policy ({other}): give the same, or name another folder"
     agree(config, said if other else None)
+    return where, folder
 
 
 def _read(where: str, reader: CheckpointReader, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
@@ -94,44 +93,35 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
     Raises:
         ValueError, AgreedError: on every rank: there is no checkpoint, it is damaged, or it does not fit this model.
     """
-    files, found = config.checkpoints, find_checkpoint(load, config)
-    if found is None and (files.finetune or not files.is_save(load)):
-        raise ValueError(f"--load {load} holds no checkpoint ({TRACKER} is missing): name another folder")
-    if found is None:
-        return 0
-    where, folder = f"--load {load}: checkpoint {found}", iteration_folder(load, found)
-    _agree_on_function(where, folder, config)
+    files = config.checkpoints
     if files.finetune:
-        _load_parts(where, folder, config, dataclasses.replace(kept, reference=None, critic=None))
+        read_weights(load, config, "--load", kept.policy.chunks)
+        kept.policy.optimizer.reload_model_params()
         if kept.reference is not None:
             kept.reference.start_from(kept.policy.chunks)
         return 0
-    return _load_parts(where, folder, config, kept)
-
-
-def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
-    """Load these parts of the run; return the checkpoint's number of optimizer steps."""
-    files = config.checkpoints
-    with_optimizer = not files.finetune and not files.no_load_optim
-    state = kept.wanted_state(with_optimizer=with_optimizer)
+    found = find_checkpoint(load, config)
+    if found is None and files.is_save(load):
+        return 0
+    where, folder = _place(load, config, "--load", found)
     with _failing_together(where, folder, config):
         reader = CheckpointReader(folder)
-        problem = misfit(where, reader, config, kept, with_optimizer=with_optimizer)
+        problem = misfit(where, reader, config, kept)
     agree(config, problem)
-    with_sampling = not files.finetune and kept.sampling.are_among(reader.index.state_dict_metadata)
+    state = kept.wanted_state(with_optimizer=not files.no_load_optim)
+    with_sampling = kept.sampling.are_among(reader.index.state_dict_metadata)
     if with_sampling:
         state |= kept.sampling.wanted_state()
     loaded = _read(where, reader, config, state)
     with _failing_together(where, folder, config):
-        iteration = 0 if files.finetune else int(loaded["iteration"])
-        kept.load_models(where, config, loaded, iteration, with_optimizer=with_optimizer)
+        iteration = int(loaded["iteration"])
+        kept.load_models(where, config, loaded, iteration)
         if with_sampling:
             kept.sampling.load(loaded)
-        if not files.finetune:
-            kept.rewards.load(loaded)
-            kept.left_out.load(loaded)
-            if kept.open_rollouts is not None:
-                kept.open_rollouts.load(folder)
+        kept.rewards.load(loaded)
+        kept.left_out.load(loaded)
+        if kept.open_rollouts is not None:
+            kept.open_rollouts.load(folder)
     return iteration
 
 

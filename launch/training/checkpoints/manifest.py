@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from megatron_rc.launch.rollouts.open_rollouts import FILES
 from megatron_rc.launch.training.checkpoints.folders import write_durably
-from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
-from megatron_rc.launch.training.checkpoints.unpickling import read_index
+from megatron_rc.launch.training.checkpoints.pieces import reason_of
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
@@ -41,11 +40,6 @@ def write_manifest(folder: Path, digests: dict[str, dict[str, Any]]) -> None:
     write_durably(folder / MANIFEST, json.dumps({"files": dict(sorted(digests.items()))}, indent=1) + "\n")
 
 
-def has_manifest(folder: Path) -> bool:
-    """Whether a checkpoint must have a manifest; one of the first versions has neither manifest nor settings."""
-    return (folder / MANIFEST).is_file() or (folder / SETTINGS).is_file()
-
-
 def damage(folder: Path, *, checksums: bool) -> str | None:
     """Return the damage of a checkpoint that this rank finds; None: no damage.
 
@@ -53,15 +47,9 @@ def damage(folder: Path, *, checksums: bool) -> str | None:
     """
     try:
         _check_kinds(folder)
-        _check_sizes(folder)
-        if has_manifest(folder):
-            _check_manifest(folder, checksums=checksums)
-    except FileNotFoundError as error:
-        return f"{Path(str(error.filename)).name} is missing"
-    except OSError as error:
-        return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
-    except ValueError as error:
-        return str(error)
+        _check_manifest(folder, checksums=checksums)
+    except (OSError, ValueError) as error:
+        return reason_of(error)
     return None
 
 
@@ -75,30 +63,6 @@ def _check_kinds(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path.name} is no file")
-
-
-def _check_sizes(folder: Path) -> None:
-    """Compare the files with the sizes in PyTorch's index."""
-    for name in ("metadata.json", ".metadata"):
-        _require_content(folder / name)
-    index = read_index(folder / ".metadata")
-    ends: dict[str, int] = {}
-    for entry in index.storage_data.values():
-        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
-    for name, end in ends.items():
-        size = _require_content(folder / name)
-        if size < end:
-            raise ValueError(f"{name} has {size} bytes instead of {end}: it is cut off")
-    # Since megatron-core 0.19 the values that all ranks share are an entry like others.
-    if not any(name.startswith("common_state/") for name in index.state_dict_metadata):
-        _require_content(folder / "common.pt")
-
-
-def _require_content(path: Path) -> int:
-    size = path.stat().st_size
-    if not size:
-        raise ValueError(f"{path.name} is empty")
-    return size
 
 
 def _check_manifest(folder: Path, *, checksums: bool) -> None:
@@ -134,9 +98,6 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         is_good = False
     if not is_good:
         raise ValueError(f"{path.name} is no list of files with their sizes and checksums")
-    for name in (".metadata", "metadata.json", SETTINGS):
-        if name not in files:
-            raise ValueError(f"{path.name} does not list {name}")
     return files
 
 

@@ -82,11 +82,6 @@ def write_common(pieces: Pieces) -> None:
         (pieces.folder / COMMON_FILE).write_bytes(content.getbuffer())
 
 
-def index_of(pieces: Pieces, plans: list[SavePlan]) -> Metadata:
-    """Return the index of all ranks' pieces, without their places; ValueError if pieces overlap or are missing."""
-    return pieces.create_global_plan(plans)[1]
-
-
 def write_index(folder: Path, index: Metadata, written: list[list[WriteResult]]) -> None:
     """Write PyTorch's index, with the places of each rank's pieces, and Megatron's mark of the format; on rank 0 alone.
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree, failing_together
@@ -20,10 +18,9 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
 from megatron_rc.launch.training.checkpoints.contents import CRITIC, Kept
-from megatron_rc.launch.training.checkpoints.pieces import Pieces, index_of, reason_of, write_common, write_index
+from megatron_rc.launch.training.checkpoints.pieces import Pieces, reason_of, write_common, write_index
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, settings_text
 
-T = TypeVar("T")
 _FAILURES = (CheckpointingException, OSError, MemoryError, RuntimeError, ValueError)
 _log = logging.getLogger("megatron_rc")
 
@@ -72,25 +69,23 @@ class CheckpointWriter:
             self._go_on(self.pending, wait=True)
 
     def _begin(self, iteration: int, state: dict[str, Any], open_rollouts: OpenRollouts | None) -> None:
-        config, save = self.config, self.save_folder
-        folder = folders.partial_folder(save, iteration)
-
-        def make_folder() -> None:
-            folders.begin(save, iteration)
-            (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8")
-
-        def make_index() -> Metadata:
-            write_common(pieces)
-            return index_of(pieces, plans)
-
-        _on_rank_0(config, make_folder)
+        config, folder = self.config, folders.partial_folder(self.save_folder, iteration)
+        with _agreed(config):
+            if dist.get_rank() == 0:
+                folders.begin(self.save_folder, iteration)
+                (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8")
         with _agreed(config):
             if open_rollouts is not None:
                 open_rollouts.save(folder, iteration)
             pieces = Pieces(state, folder)
         with phases.waiting():
             plans = pieces.gathered()
-        index = _on_rank_0(config, make_index)
+        index = None
+        with _agreed(config):
+            if dist.get_rank() == 0:
+                write_common(pieces)
+                # Without the pieces' places; ValueError if pieces overlap or are missing.
+                _, index = pieces.create_global_plan(plans)
         # Agreed: if one rank cannot fork, the others end their processes.
         with _agreed(config):
             self.pending = BackgroundWrite(config, iteration, pieces, index)
@@ -100,18 +95,39 @@ class CheckpointWriter:
         if not pending.is_done(wait=wait):
             return
         with self._failing_together(pending.iteration):
-            if pending.thread is None:
-                pending.take_result()
             agree(self.config, pending.error)
-            if pending.thread is None:
+            if pending.digests is None:
                 written = _gathered(pending.written)
-                _on_rank_0(self.config, lambda: write_index(pending.folder, pending.index, written))
-                pending.start_digests(_names(self.config, pending.folder))
+                names: list[Any] = [None]
+                with _agreed(self.config):
+                    if dist.get_rank() == 0:
+                        write_index(pending.folder, pending.index, written)
+                        names = [manifest.files_of(pending.folder)]
+                # On a network's file system other ranks may not see the same files yet.
+                dist.broadcast_object_list(names, src=0)
+                pending.start_digests(names[0])
                 return
             digests = {name: digest for share in _gathered(pending.digests) for name, digest in share.items()}
-            config, save, step, keeps = self.config, self.save_folder, pending.iteration, self.keeps_older
-            _on_rank_0(config, lambda: _finish(config, save, step, digests, keeps_older=keeps))
+            with _agreed(self.config):
+                if dist.get_rank() == 0:
+                    self._complete(pending.iteration, digests)
             self.pending = None
+
+    def _complete(self, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
+        """Give the checkpoint its manifest and its name, and remove older ones; on rank 0 alone."""
+        save, files = self.save_folder, self.config.checkpoints
+        folder = folders.partial_folder(save, iteration)
+        other = sorted(digests.keys() ^ set(manifest.files_of(folder)))
+        if other:
+            raise OSError(f"{other[0]} came or went while the checksums were made")
+        manifest.write_manifest(folder, digests)
+        folders.complete(save, iteration)
+        if self.keeps_older or not (files.keep_last or files.save_retain_interval):
+            return
+        try:
+            folders.prune(save, iteration, files.keep_last or 1, files.save_retain_interval)
+        except OSError as error:
+            _log.warning("--save %s: an older checkpoint could not be removed (%s)", save, reason_of(error))
 
     @contextmanager
     def _failing_together(self, iteration: int) -> Iterator[None]:
@@ -130,41 +146,11 @@ class CheckpointWriter:
             ) from error
 
 
-def _finish(
-    config: RunConfig, save: str, iteration: int, digests: dict[str, dict[str, Any]], *, keeps_older: bool = False
-) -> None:
-    files, folder = config.checkpoints, folders.partial_folder(save, iteration)
-    other = sorted(digests.keys() ^ set(manifest.files_of(folder)))
-    if other:
-        raise OSError(f"{other[0]} came or went while the checksums were made")
-    manifest.write_manifest(folder, digests)
-    folders.complete(save, iteration)
-    if keeps_older or not (files.keep_last or files.save_retain_interval):
-        return
-    try:
-        folders.prune(save, iteration, files.keep_last or 1, files.save_retain_interval)
-    except OSError as error:
-        _log.warning("--save %s: an older checkpoint could not be removed (%s)", save, reason_of(error))
-
-
-def _names(config: RunConfig, folder: Path) -> list[str]:
-    """Return the files that rank 0 sees: on a network's file system others may not see the same ones yet."""
-    names: list[Any] = [_on_rank_0(config, lambda: manifest.files_of(folder))]
-    dist.broadcast_object_list(names, src=0)
-    return list(names[0])
-
-
-def _gathered(own: T) -> list[T]:
+def _gathered(own: Any) -> list[Any]:
     shares: list[Any] = [None] * dist.get_world_size()
     with phases.waiting():
         dist.all_gather_object(shares, own)
     return shares
-
-
-def _on_rank_0(config: RunConfig, work: Callable[[], T]) -> T | None:
-    """Return the result of the work on rank 0, None elsewhere; a failure there is an error on all ranks."""
-    with _agreed(config):
-        return work() if dist.get_rank() == 0 else None
 
 
 def _agreed(config: RunConfig) -> AbstractContextManager[None]:
@@ -175,10 +161,10 @@ def _agreed(config: RunConfig) -> AbstractContextManager[None]:
 def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str, rate: str) -> None:
     """Refuse, on every rank, a model with a weight that is not finite: later runs would start from it."""
     bad = [name for chunk in model for name, weight in chunk.named_parameters() if not torch.isfinite(weight).all()]
-    error = (
-        f"{whose} weight {bad[0].removeprefix('module.')} is not finite after step {iteration}: this model is not "
-        f"saved; go on from an older checkpoint with a lower {rate}"
-        if bad
-        else None
-    )
+    error = None
+    if bad:
+        error = (
+            f"{whose} weight {bad[0].removeprefix('module.')} is not finite after step {iteration}: this model is not "
+            f"saved; go on from an older checkpoint with a lower {rate}"
+        )
     agree(config, error)

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.run_config import RunConfig, sections_of
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder, latest_iteration
 
 SETTINGS = "settings.json"
 
@@ -21,36 +20,27 @@ def settings_text(config: RunConfig) -> str:
     return json.dumps(known, indent=1) + "\n"
 
 
+def checkpoint_settings(folder: Path) -> dict[str, dict[str, Any] | None]:
+    """Return the sections of the run that wrote the checkpoint in this folder; None for an absent section.
+
+    Raises:
+        ValueError: it was written without settings, or they cannot be read.
+    """
+    path = folder / SETTINGS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: the checkpoint says nothing of its model") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({one_line(error)})") from error
+    if not isinstance(found, dict) or not all(value is None or isinstance(value, dict) for value in found.values()):
+        raise ValueError(f"{path} cannot be read (expected one object for each section)")
+    return found
+
+
 def settings_beside(folder: Path) -> dict[str, Any]:
     """Return the sections beside one checkpoint; empty if the file is missing or damaged."""
     try:
-        return _sections(folder / SETTINGS)
-    except (OSError, ValueError, RecursionError):
+        return checkpoint_settings(folder)
+    except ValueError:
         return {}
-
-
-def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
-    """Return the sections of the run that wrote a checkpoint, field by field; None for an absent section.
-
-    ``load`` is the folder of all checkpoints, ``iteration`` the number of the checkpoint; None: the newest.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it was written without settings, or they cannot be read.
-    """
-    number = latest_iteration(load) if iteration is None else iteration
-    if number is None:
-        raise ValueError(f"{load} holds no checkpoint ({TRACKER} is missing): name another folder")
-    path = iteration_folder(load, number) / SETTINGS
-    try:
-        return _sections(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing: checkpoint {number} says nothing of its model") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({one_line(error)})") from error
-
-
-def _sections(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not all(value is None or isinstance(value, dict) for value in found.values()):
-        raise ValueError("expected one object for each section")
-    return found

@@ -158,6 +158,4 @@ def _checked_index(index: Any) -> Metadata:
             raise UnsafeFileError("is no index of a checkpoint")
         if not name.endswith(".distcp") or set(name) & set("/\\\0"):
             raise UnsafeFileError(f"names {name!r}, which is no file of tensors in the checkpoint's own folder")
-        if getattr(entry, "transform_descriptors", None):
-            raise UnsafeFileError("asks for transforms of its files, which are not known")
     return index

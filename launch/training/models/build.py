@@ -17,10 +17,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_rc.launch.errors import has_module
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
 from megatron_rc.launch.training.models.chunk import ModelChunk
+from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.parallel.collectives import broadcast
@@ -196,14 +196,7 @@ def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int
     )
     if has_engine:
         return block
-    from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
-
-    norm: Any = LocalNorm
-    if not config.launch.on_cpu and transformer.normalization == "LayerNorm" and has_module("apex.normalization"):
-        from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-
-        norm = FusedLayerNorm
     for spec in block.layer_specs:
-        use_local_layers(spec.submodules, norm, transformer)
-    block.layer_norm = norm
+        use_local_layers(spec.submodules, transformer)
+    block.layer_norm = LocalNorm
     return block

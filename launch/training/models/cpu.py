@@ -47,11 +47,6 @@ def _made_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _stays(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand-in for ``Tensor.cuda``."""
-    return tensor
-
-
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Stand-in for ``Tensor.to``."""
     if _is_cuda(kwargs.get("device")):
@@ -78,7 +73,7 @@ def _tensor_replacements() -> Iterator[tuple[Any, str, Any]]:
         for name in sorted(names):
             if hasattr(owner, name):
                 yield owner, name, _made_on_cpu(getattr(owner, name))
-    yield from ((Tensor, "cuda", _stays), (Tensor, "to", _to), (Tensor, "type", _type))
+    yield from ((Tensor, "cuda", lambda tensor, *_, **__: tensor), (Tensor, "to", _to), (Tensor, "type", _type))
 
 
 class _Stream:
@@ -154,29 +149,19 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     # Separate from the CPU's generator, which draws the initial weights. Megatron uses the CUDA generator only for
     # dropout, which the flag checks refuse.
     generator, stream, cpu = torch.Generator(), _Stream(), torch.device("cpu")
-
-    def get_state(*_: Any, **__: Any) -> Tensor:
-        return generator.get_state()
-
-    def set_state(state: Tensor, *_: Any, **__: Any) -> None:
-        generator.set_state(state)
-
-    def nothing(*_: Any, **__: Any) -> None: ...
-
     yield torch.cuda, "current_device", lambda: cpu
-    yield torch.cuda, "get_rng_state", get_state
-    yield torch.cuda, "set_rng_state", set_state
-    yield megatron_random, "_get_cuda_rng_state", get_state
-    yield megatron_random, "_set_cuda_rng_state", set_state
+    for owner, name in ((torch.cuda, "get_rng_state"), (megatron_random, "_get_cuda_rng_state")):
+        yield owner, name, lambda *_, **__: generator.get_state()
+    for owner, name in ((torch.cuda, "set_rng_state"), (megatron_random, "_set_cuda_rng_state")):
+        yield owner, name, lambda state, *_, **__: generator.set_state(state)
     yield torch.cuda, "manual_seed", generator.manual_seed
     yield torch.cuda, "Stream", _Stream
     yield torch.cuda, "stream", lambda _: contextlib.nullcontext()
     for name in ("current_stream", "default_stream"):
         yield torch.cuda, name, lambda *_: stream
-    for name in ("synchronize", "empty_cache"):
-        yield torch.cuda, name, nothing
-    for name in ("range_push", "range_pop"):
-        yield torch.cuda.nvtx, name, nothing
+    cuda, nvtx = torch.cuda, torch.cuda.nvtx
+    for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (nvtx, "range_push"), (nvtx, "range_pop")):
+        yield owner, name, lambda *_, **__: None
     # megatron-core 0.16 believes that Transformer Engine is installed if its own wrapper module is.
     yield multi_latent_attention, "HAVE_TE", False
     yield from _expert_replacements()
@@ -199,9 +184,7 @@ def without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """Context in which megatron.core runs on the CPU; logs one line. Must not be nested."""
-    if issubclass(torch.cuda.Stream, _Stream):
-        raise RuntimeError("cpu_backend() is already active in this process")
+    """Context in which megatron.core runs on the CPU; logs one line."""
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
     with contextlib.ExitStack() as stack:
         # Import all modules first, before any replacement is active.

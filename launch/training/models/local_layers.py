@@ -1,4 +1,4 @@
-"""Norms and attention for GPTModel without Transformer Engine and apex.
+"""Norms and attention for GPTModel without Transformer Engine.
 
 Megatron's local norms refuse sequence parallelism, and its local attention refuses context parallelism; these modules
 support both exactly, on any device.
@@ -66,17 +66,17 @@ class LocalNorm:
         return norm
 
 
-def use_local_layers(layer: Any, norm: Any, config: TransformerConfig) -> None:
-    """Put this file's modules, and ``norm``, into Megatron's spec of a local layer."""
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+def use_local_layers(layer: Any, config: TransformerConfig) -> None:
+    """Put this file's modules into Megatron's spec of a local layer."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     attention = layer.self_attention.submodules
     attention.core_attention = LocalAttention
     if config.multi_latent_attention:
         layer.self_attention.module = LocalLatentAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.kv_layernorm = norm
+            attention.q_layernorm = attention.kv_layernorm = LocalNorm
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
+        attention.q_layernorm = attention.k_layernorm = LocalNorm
 
 
 class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
@@ -128,18 +128,9 @@ class LocalAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        self, config: TransformerConfig, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any
     ) -> None:
         super().__init__()
-        if attention_type != "self":
-            raise ValueError(f"attention_type={attention_type!r}: only self-attention is implemented here")
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 

@@ -64,35 +64,21 @@ class ModelPasses:
         pass. The output is the model's; with ``scoring`` it is (log-probs of the labels, entropies, and Σπ² if asked
         for), like the tokens. ``replay``: experts that the model's routers take; None: routers choose.
         """
-        step = partial(self._forward_step, function, scoring, replay)
-        if replay is None:
-            return self._run(model, batch, cuts, step, [None] * len(cuts), forward_only)
-        with replay.in_pass(batch, cuts, forward_only=forward_only) as experts:
-            return self._run(model, batch, cuts, step, experts, forward_only)
-
-    def _run(
-        self,
-        model: Chunks,
-        batch: LocalBatch,
-        cuts: Sequence[Cut],
-        forward_step: Callable[..., Any],
-        experts: Sequence[Tensor | None],
-        forward_only: bool,
-    ) -> list[Any]:
-        """Run the schedule; ``experts``: those to replay in each micro-batch."""
-        micro_batches = list(zip((batch.local.piece(cut) for cut in cuts), experts, strict=True))
         unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron
         schedule = get_forward_backward_func()
-        collected = schedule(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
-            model=list(model),
-            num_microbatches=len(micro_batches),
-            seq_length=batch.length_of_model,
-            micro_batch_size=batch.rows_of_model,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        none = nullcontext([None] * len(cuts))
+        with none if replay is None else replay.in_pass(batch, cuts, forward_only=forward_only) as experts:
+            micro_batches = list(zip((batch.local.piece(cut) for cut in cuts), experts, strict=True))
+            collected = schedule(
+                forward_step_func=partial(self._forward_step, function, scoring, replay),
+                data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
+                model=list(model),
+                num_microbatches=len(micro_batches),
+                seq_length=batch.length_of_model,
+                micro_batch_size=batch.rows_of_model,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         return list(collected) if self.groups.is_last_stage else []
 
     def score(
@@ -106,16 +92,13 @@ class ModelPasses:
     ) -> Scored | None:
         """The labels' log-probs, and Σπ² if asked for, by a forward-only pass; None on stages before the last."""
 
-        def function(
-            chunk: torch.nn.Module, local: LocalTokens, output: tuple[Tensor, ...], non_loss_data: bool = True
-        ) -> tuple[Tensor, ...]:
-            log_probs, _, *more = output
-            return log_probs, *more
+        def without_entropies(_: Any, local: LocalTokens, output: tuple[Tensor, ...], **more: Any) -> Any:
+            return output[0], *output[2:]
 
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
         scoring = Scoring(temperature, squares)
         with torch.no_grad():
-            outputs = self.run(model, batch, cuts, function, scoring=scoring, forward_only=True, replay=replay)
+            outputs = self.run(model, batch, cuts, without_entropies, scoring=scoring, forward_only=True, replay=replay)
         return Scored(*map(torch.cat, zip(*outputs, strict=True))) if outputs else None
 
     def _forward_step(

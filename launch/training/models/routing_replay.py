@@ -104,9 +104,6 @@ class RoutingReplay:
         self._of_chunk = {id(chunk): _put_into(chunk) for chunk in chunks}
         self._own = [router for routers in self._of_chunk.values() for router in routers]
         self._place = {router.layer: place for place, router in enumerate(self._own)}
-        found, wanted = [router.layer for router in self._own], config.expert_layers_of_stage(group_rank(groups.pp))
-        if found != wanted:
-            raise RuntimeError(f"this rank's model has routers in the layers {found}, expected {wanted}")
         self._recorded: list[tuple[Cut, Tensor]] = []
 
     @contextmanager

@@ -14,14 +14,6 @@ from megatron_rc.launch.weights.family import Rule, experts_of, gated_mlp
 _SUMMED = 2
 
 
-def _whole(file: File, name: str, default: int) -> int:
-    """A whole number from the file; ``default`` is transformers', for a file that lacks the entry."""
-    found = file.get(name, default)
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise UnknownFeatureError(f"{name} is {found!r}, not a whole number")
-    return found
-
-
 def _layer_freq(first: int, file: File) -> Flags:
     """Flag of a model whose first layers are dense, and all others have experts."""
     layers = file["num_hidden_layers"]
@@ -38,7 +30,7 @@ def _dense_come_first(config: RunConfig) -> bool:
 def dense_first(default: int) -> Row:
     """Row of the number of dense layers before the layers with experts; ``default`` if a file lacks it."""
     return Row(
-        lambda file: _layer_freq(_whole(file, "first_k_dense_replace", default), file),
+        lambda file: _layer_freq(file.get("first_k_dense_replace", default), file),
         lambda config: {"first_k_dense_replace": config.layers_with_experts.index(True)},
         _dense_come_first,
     )
@@ -48,7 +40,7 @@ def dense_first_by_layer(default: int) -> Row:
     """Row for files that list the kind of each layer; the number is written too, for other programs."""
 
     def read(file: File) -> Flags:
-        kinds, number = file.get("mlp_layer_types"), _whole(file, "first_k_dense_replace", default)
+        kinds = file.get("mlp_layer_types")
         # Without a list transformers uses its own default.
         first = default if kinds is None else list(kinds).count("dense")
         layers = file["num_hidden_layers"]
@@ -56,8 +48,6 @@ def dense_first_by_layer(default: int) -> Row:
             raise UnknownFeatureError(
                 f"mlp_layer_types is {kinds!r}, not 'dense' and then 'sparse' for {layers} layers"
             )
-        if "first_k_dense_replace" in file and number != first:
-            raise UnknownFeatureError(f"first_k_dense_replace is {number!r}, but mlp_layer_types has {first} of them")
         return _layer_freq(first, file)
 
     def write(config: RunConfig) -> dict[str, Any]:
@@ -68,8 +58,8 @@ def dense_first_by_layer(default: int) -> Row:
 
 
 def _read_shared(file: File) -> Flags:
-    number = _whole(file, "n_shared_experts", 1)
-    if number < 1:
+    number = file.get("n_shared_experts", 1)
+    if not number:
         raise UnknownFeatureError(f"n_shared_experts is {number!r}, not a number of experts")
     return {"moe-shared-expert-intermediate-size": str(number * file["moe_intermediate_size"])}
 
@@ -89,7 +79,7 @@ def _groups(default_groups: int, default_chosen: int) -> Row:
     """Row of group-limited routing; no flag if the experts may come from all groups."""
 
     def read(file: File) -> Flags:
-        groups, chosen = _whole(file, "n_group", default_groups), _whole(file, "topk_group", default_chosen)
+        groups, chosen = file.get("n_group", default_groups), file.get("topk_group", default_chosen)
         if chosen >= groups:
             return {}
         if file["num_experts_per_tok"] != _SUMMED * chosen:

@@ -1,13 +1,11 @@
 """mbridge in the place of our tables: when it is, and what it is asked for.
 
-Where it is installed it converts a real model here too, whose parameters are given the names that Transformer Engine's
-layers have on a GPU. The stand-in has the signatures of mbridge 0.15.1.
+Where it is installed it converts a real model here, whose parameters are given the names that Transformer Engine's
+layers have on a GPU.
 """
 
 import importlib.util
 import re
-import sys
-import types
 from dataclasses import replace
 
 import pytest
@@ -16,13 +14,10 @@ import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.weights import check_bridge
-from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.launch.weights.converter import bridge_export, bridge_load
-from megatron_rc.launch.weights.families import find_family
-from megatron_rc.parallel import ParallelGroups
-from tests.support.published_models import GATED, MODELS
+from tests.support.published_models import GATED, MODELS, save_random, words_of
 from tests.support.ranks import Layout
-from tests.support.recorded_training import COMMON, GPT2, LLAMA, flags, make_trainer, run_config
+from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, run_config
 
 BRIDGE = "--weights-bridge=mbridge"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -111,73 +106,6 @@ def test_it_is_the_default_where_it_can_convert(tmp_path, installed, caplog):
     assert not caplog.messages
 
 
-class Bridge:
-    """What the library was asked for."""
-
-    made: tuple
-
-    def __init__(self, hf_config, dtype=torch.bfloat16, parallel_states=None, make_vocab_size_divisible_by=None):
-        Bridge.made = (hf_config.model_type, dtype, make_vocab_size_divisible_by)
-        self.loaded = None
-        Bridge.last = self
-
-    def export_weights(self, models):
-        assert isinstance(models, list)
-        yield from models[0].named.items()
-        yield "model.embed_tokens.weight", torch.zeros(1)  # once more, from the last stage
-
-    def load_weights(self, models, weights_path, memory_efficient=False):
-        assert isinstance(models, list)
-        self.loaded = weights_path
-
-
-class AutoBridge:
-    @classmethod
-    def from_config(cls, hf_config, **kwargs):
-        return Bridge(hf_config, **kwargs)
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mbridge", types.SimpleNamespace(AutoBridge=AutoBridge))
-    return run_config(flags(tmp_path, "--make-vocab-size-divisible-by=8"))
-
-
-def saved(config, folder):
-    model = transformers.AutoModelForCausalLM.from_config(find_family(config).hugging_face_config(config))
-    model.save_pretrained(folder)
-    return types.SimpleNamespace(named=checkpoint_tensors(model))
-
-
-def test_every_tensor_comes_once(config, tmp_path):
-    model = saved(config, tmp_path)
-    found = list(bridge_export([model], config, ParallelGroups()))
-    assert [name for name, _ in found] == list(model.named)
-    assert all(torch.equal(tensor, model.named[name]) for name, tensor in found)
-    assert not any(tensor.requires_grad for _, tensor in found)
-    assert found[0][1].data_ptr() != model.named[found[0][0]].data_ptr()
-    assert Bridge.made == ("llama", torch.float32, 8)
-    assert (Bridge.last.vocab_size, Bridge.last.padded_vocab_size) == (
-        config.model.vocab_size,
-        config.model.padded_vocab_size,
-    )
-
-
-def test_a_directory_is_read_where_nothing_is_missing(config, tmp_path):
-    model = saved(config, tmp_path)
-    bridge_load([model], config, tmp_path)
-    assert Bridge.last.loaded == str(tmp_path)
-    Bridge.last.loaded = None
-    for name, value, message in (
-        ("num_layers", 8, r"holds no tensor model\.layers\.4\.input_layernorm\.weight"),
-        ("ffn_hidden_size", 50, r"model\.layers\.0\.mlp\.down_proj\.weight \(32, 48\) is not the \(32, 50\)"),
-    ):
-        other = replace(config, transformer=replace(config.transformer, **{name: value}))
-        with pytest.raises(ValueError, match=message):
-            bridge_load([model], other, tmp_path)
-        assert Bridge.last.loaded is None
-
-
 class OfTransformerEngine(torch.nn.Module):
     """A model of local layers, whose parameters have the names of Transformer Engine's."""
 
@@ -208,7 +136,11 @@ def through_the_library(words):
             for parameter in chunk.parameters():
                 parameter.zero_()
     bridge_load(chunks, trainer.config, trainer.config.checkpoints.load_hf)
-    return dict(bridge_export(chunks, trainer.config, trainer.groups))
+    found = list(bridge_export(chunks, trainer.config, trainer.groups))
+    own = {weight.data_ptr() for chunk in trainer.chunks for weight in chunk.parameters()}
+    assert not any(tensor.requires_grad or tensor.data_ptr() in own for _, tensor in found)
+    assert len(dict(found)) == len(found), "the library gives tied embeddings twice"
+    return dict(found)
 
 
 # Tied Qwens alone: in one process the library takes an untied one that follows a tied one for tied.
@@ -220,11 +152,28 @@ CONVERTED += [("llama3", Layout()), ("llama3", Layout(tp=2, sp=True))]
 @pytest.mark.parametrize(("name", "layout"), sorted(CONVERTED, key=lambda case: str(case[1])), ids=str)
 def test_the_library_itself_gives_every_bit_back(ranks, tmp_path, name, layout):
     pytest.importorskip("mbridge")
-    torch.manual_seed(2)
-    model = transformers.AutoModelForCausalLM.from_config(REAL[name])
-    model.save_pretrained(tmp_path)
-    words = [*COMMON, f"--load-hf={tmp_path}", "--tokenizer-type=CharacterTokenizer", f"--runs-dir={tmp_path}/runs"]
-    (found,) = [weights for weights in ranks.run(through_the_library, layout, [*words, *layout.flags()]) if weights]
-    expected = dict(model.named_parameters())
+    words = words_of(save_random(REAL[name], tmp_path, 2), layout)
+    (found,) = [weights for weights in ranks.run(through_the_library, layout, words) if weights]
+    expected = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def load_otherwise(words, name, value, message):
+    """With other settings than the directory's, which the error names."""
+    trainer = make_trainer(words)
+    config = replace(trainer.config, transformer=replace(trainer.config.transformer, **{name: value}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bridge_load(trainer.chunks, config, trainer.config.checkpoints.load_hf)
+
+
+OTHER = {
+    "missing": ("num_layers", 8, "holds no tensor model.layers.4.input_layernorm.weight"),
+    "shape": ("ffn_hidden_size", 50, "model.layers.0.mlp.down_proj.weight (32, 48) is not the (32, 50)"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
+def test_a_directory_of_another_model_is_named(ranks, tmp_path, other):
+    pytest.importorskip("mbridge")
+    ranks.run(load_otherwise, Layout(), words_of(save_random(MODELS["llama"], tmp_path, 2), Layout()), *other)

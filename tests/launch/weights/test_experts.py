@@ -12,7 +12,6 @@ from megatron_rc.launch.engines.rounding import Rounding, round_weight
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
-from tests.launch.test_check_engine import WIDE, findings
 from tests.launch.training.test_loop import run_broken
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
@@ -89,23 +88,6 @@ def test_wrong_experts_are_refused(engine, tmp_path, change, message):
     with pytest.raises(ValueError, match=expected):
         directory.write(weights.items())
     assert engine.version == -1
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        (Layout(dp=2, ep=2), "qwen3_moe"),
-        (Layout(tp=2, sp=True, cp=2, ep=2), "mixtral"),
-        (Layout(pp=2, dp=2, ep=2), "qwen3_moe"),
-        (Layout(tp=2, sp=True, ep=2, etp=1), "qwen3_moe"),
-    ],
-    ids=str,
-)
-def test_engine_and_trainer_agree(ranks, tmp_path, layout, name):
-    more = ["--rollout-dtype=fp32", "--micro-batch-size=16", *layout.flags()]
-    words = flags(tmp_path, *WIDE, *more, model=FAMILIES[name])
-    for found in ranks.run(findings, layout, words, None):
-        assert [finding.about for finding in found if not finding.agrees] == []
 
 
 def test_an_engine_that_fails_with_the_experts_half_sent_ends_all_alike(ranks, tmp_path):

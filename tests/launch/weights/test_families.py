@@ -4,11 +4,9 @@ import re
 from importlib import metadata
 
 import pytest
-import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.weights import check_architecture
-from megatron_rc.launch.weights.entries import Only
 from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import Family
 from tests.support.paths import ROOT
@@ -37,17 +35,6 @@ def test_a_transformers_that_would_take_another_rotary_base_is_refused(tmp_path,
     with pytest.raises(ConfigurationError, match=message):
         FAMILIES["llama"].hugging_face_config(config)
     check_architecture(config, samples=False)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_never_written_is_the_default_of_transformers(name):
-    """``Only`` says that an entry need not be written."""
-    defaults = getattr(transformers, FAMILIES[name].config_class)()
-    assert defaults.model_type == name
-    rows = [row for row in FAMILIES[name].fields if type(row) is Only]
-    assert rows
-    for row in rows:
-        assert getattr(defaults, row.name, row.value) == row.value, row.name
 
 
 def words_of_row(words):

@@ -6,8 +6,9 @@ import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_rc.launch.dry_run.live_bytes import LiveBytes
+from tests.support.published_models import words_of
 from tests.support.ranks import Layout
-from tests.support.recorded_training import COMMON, make_trainer
+from tests.support.recorded_training import make_trainer
 
 # Four heads of a width that makes a layer the largest part: the vocabulary is a third of it.
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -103,11 +104,6 @@ def folders(tmp_path_factory):
         found[name] = tmp_path_factory.mktemp(name)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
     return found
-
-
-def words_of(folder, layout):
-    own = [f"--load-hf={folder}", "--tokenizer-type=CharacterTokenizer", f"--runs-dir={folder}/runs"]
-    return [*COMMON, *own, *layout.flags()]
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.weights.load import open_weights
-from megatron_rc.launch.weights.named_weights import named_weights
 from tests.support.hybrid import HYBRID, needs_hybrid
-from tests.support.published_models import MODELS, words_of
+from tests.support.published_models import MODELS, save_random, words_of
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer, recorded_batch
+from tests.support.recorded_training import make_trainer, recorded_batch, refusal
 from tests.support.training_runs import agreed
 
 DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "gpt2-untied")
 SPREAD = (Layout(dp=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=2), Layout(pp=2, dp=2, ep=2))
-# Every dimension of these is in CASES too, in another company.
-MORE_CASES = [
-    *(("qwen3_moe", layout) for layout in (Layout(cp=2, ep=2), Layout(dp=4, ep=2), Layout(cp=2, dp=2, ep=4))),
-    ("qwen3_moe", Layout(pp=2, vpp=True, cp=2, ep=2)),
-    ("gpt2", Layout(tp=2, pp=2, cp=2)),
-]
-CASES = [(name, layout) for name in DENSE for layout in (Layout(tp=2, sp=True), Layout(pp=2, vpp=True))]
+CASES = [(name, Layout(tp=2, sp=True)) for name in DENSE]
+CASES += [(name, Layout(pp=2, vpp=True)) for name in ("llama", "llama-untied", "qwen3", "gpt2")]
 CASES += [("llama", Layout()), ("gpt2-gelu", Layout())]
 CASES += [("qwen3_moe", layout) for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2), *SPREAD)]
 CASES += [
@@ -67,21 +61,14 @@ HYBRIDS = [
     ("deepseek_v3", Layout(tp=2, sp=True), (HYBRID,)),
 ]
 CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
-CASES += [pytest.param(*case, (), marks=pytest.mark.long) for case in MORE_CASES]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A random model of each family, with norms and biases that are neither 1 nor 0, as transformers saves it."""
+    """A random model of each family."""
     found = {}
     for name, config in MODELS.items():
-        torch.manual_seed(3)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in named_weights(model).values():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        found[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(found[name], max_shard_size="20KB" if name == "qwen3" else "5GB")
+        found[name] = save_random(config, tmp_path_factory.mktemp(name), 3, "20KB" if name == "qwen3" else "5GB")
     as_published(found["gpt2"])
     return found
 
@@ -187,29 +174,14 @@ def read_tensors(folder):
     return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 
-def start(words):
-    from megatron_rc.launch.distributed import AgreedError
-
-    try:
-        make_trainer(words)
-    except AgreedError as error:
-        return str(error)
-
-
 DOWN, EXPERT = "model.layers.3.mlp.down_proj.weight", "model.layers.3.mlp.experts.3.down_proj.weight"
-Q, ROUTER, WORDS = (
-    "model.layers.3.self_attn.q_proj.weight",
-    "model.layers.0.mlp.gate.weight",
-    "model.embed_tokens.weight",
-)
+Q, WORDS = "model.layers.3.self_attn.q_proj.weight", "model.embed_tokens.weight"
 # Model, a tensor, its wrong shape, and the sentence: the last stage alone reads it, or the second rank with experts.
 NOT_FITTING = {
     "missing": ("llama", DOWN, None, f"holds no tensor {DOWN}"),
     "shape": ("llama", DOWN, (32, 50), f"{DOWN} (32, 50) does not fit"),
     "uncut": ("llama", Q, (33, 32), f"{Q} (33, 32), model.layers.3.self_attn.k_proj.weight"),
-    "missing expert": ("qwen3_moe", EXPERT, None, f"holds no tensor {EXPERT}"),
     "shape of an expert": ("qwen3_moe", EXPERT, (32, 48), f"{EXPERT} (32, 48) does not fit the (32, 12)"),
-    "router": ("qwen3_moe", ROUTER, (5, 32), f"{ROUTER} (5, 32) does not fit the (4, 32)"),
     "vocabulary": ("qwen3_moe", WORDS, (29, 32), f"{WORDS} (29, 32) does not fit the (16, 32)"),
 }
 
@@ -223,7 +195,7 @@ def test_weights_that_do_not_fit_are_one_error_on_all_ranks(ranks, folders, tmp_
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders[name] / "config.json").read_text())
     layout = Layout(pp=2) if name == "llama" else Layout(tp=2, sp=True, dp=2, ep=2)
-    said = agreed(ranks.run(start, layout, words_of(tmp_path, layout)))
+    said = agreed(ranks.run(refusal, layout, words_of(tmp_path, layout)))
     assert said.startswith("--load-hf: ")
     assert message in said
 
@@ -269,23 +241,19 @@ def test_grouped_experts_have_the_same_weights_in_files(ranks, folders, layout):
     assert any(alone for alone, _, _ in everywhere)
 
 
-def test_files_that_cannot_be_read_are_named(ranks, folders, tmp_path):
-    config = (folders["llama"] / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config)
-    (message,) = ranks.run(start, Layout(), words_of(tmp_path, Layout()))
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in message
-    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    (message,) = ranks.run(start, Layout(), words_of(tmp_path, Layout()))
-    assert "model.safetensors cannot be read as safetensors" in message
-    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json")
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    (message,) = ranks.run(start, Layout(), words_of(tmp_path, Layout()))
-    assert "is no index of safetensors files" in message
-    # A pipe that the index names: safetensors would open it with the interpreter's lock held.
-    os.mkfifo(tmp_path / "part.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "part.safetensors"}}))
-    with pytest.raises(ValueError, match=r"part\.safetensors is no regular file"), open_weights(tmp_path):
-        pass
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    single, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    os.mkfifo(tmp_path / "part.safetensors")  # safetensors would open it with the interpreter's lock held
+    for path, text, message in (
+        (None, "", r"holds neither model\.safetensors nor model\.safetensors\.index\.json"),
+        (index, "[]", "is no index of safetensors files"),
+        (index, json.dumps({"weight_map": {"x": "part.safetensors"}}), r"part\.safetensors is no regular file"),
+        (single, "not safetensors", r"model\.safetensors cannot be read as safetensors"),
+    ):
+        if path is not None:
+            path.write_text(text)
+        with pytest.raises(ValueError, match=message), open_weights(tmp_path):
+            pass
 
 
 def test_of_one_file_and_several_those_are_read_that_transformers_reads(tmp_path):

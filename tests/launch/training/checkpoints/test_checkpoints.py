@@ -1,9 +1,7 @@
 """Checkpoints on the ranks of the pool: what is written, what damage is found, and that reading one runs nothing."""
 
 import contextlib
-import dataclasses
 import errno
-import hashlib
 import importlib
 import io
 import json
@@ -31,26 +29,24 @@ from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings, settings_beside
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
-from tests.support.training_runs import agreed, logged, weights_of
+from tests.support.recorded_training import flags, make_trainer, recorded_batch, refusal, run_config, save_initial
+from tests.support.training_runs import agreed, logged
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0"]
 TWO = Layout(tp=2)
 
 
-def train(words, steps=0):
-    """A trainer that has made these steps and saved after each; what went wrong, the step, and its weights."""
-    try:
-        trainer = make_trainer(words)
-        for index in range(steps):
-            trainer.update(trainer.prepare(recorded_batch(index)), 0)
-            trainer.save()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}", None, None
-    if trainer.config.checkpoints.save and not steps:
+def save_two_steps(words):
+    """Save after each of two steps."""
+    trainer = make_trainer(words)
+    for index in range(2):
+        trainer.update(trainer.prepare(recorded_batch(index)), 0)
         trainer.save()
-        trainer.writer.finish()
-    return None, trainer.iteration, weights_of(trainer.chunks)
+
+
+def reached(words):
+    """The step that a trainer begins at."""
+    return make_trainer(words).iteration
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def saved(ranks, tmp_path_factory):
     """A folder with the checkpoints of two steps of a small model on two ranks, and the flags that wrote it."""
     folder = tmp_path_factory.mktemp("saved")
     words = flags(folder, *SMALL, *TWO.flags())
-    assert [error for error, _, _ in ranks.run(train, TWO, [*words, f"--save={folder}/save"], 2)] == [None, None]
+    ranks.run(save_two_steps, TWO, [*words, f"--save={folder}/save"])
     return folder / "save", words
 
 
@@ -68,29 +64,15 @@ def copy(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "copy")
 
 
-def test_a_checkpoint_says_how_it_was_made(saved):
-    folder, words = saved
-    found, config = checkpoint_settings(folder), run_config(words, 2)
-    assert found["transformer"] == dataclasses.asdict(config.transformer)
-    assert found["model"]["padded_vocab_size"] == config.model.padded_vocab_size
-    assert found["experts"] is None
-    assert found["task"]["tokenizer_type"] == config.task.tokenizer_type
-
-
 def test_settings_of_another_kind_count_for_nothing(copy):
     """Their readers ask for sections by name."""
-    for section in ("parallel", "data", "transformer"):
-        (iteration_folder(copy, 2) / SETTINGS).write_text(json.dumps({section: [1]}))
-        assert settings_beside(iteration_folder(copy, 2)) == {}
+    (iteration_folder(copy, 2) / SETTINGS).write_text(json.dumps({"parallel": [1]}))
+    assert settings_beside(iteration_folder(copy, 2)) == {}
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        checkpoint_settings(copy.parent)
+        checked_checkpoint(copy.parent)
 
 
 # Damage
-
-
-def files_of(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def flip(path):
@@ -100,16 +82,8 @@ def flip(path):
     path.write_bytes(content)
 
 
-def cut(path, by=3):
-    path.write_bytes(path.read_bytes()[:-by])
-
-
-def shorten(path):
-    cut(path, 1)
-
-
-def empty(path):
-    path.write_bytes(b"")
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def find_each(words, folders):
@@ -123,10 +97,12 @@ def find_each(words, folders):
     return found
 
 
-@pytest.mark.parametrize("spoil", [flip, cut, shorten, empty, os.remove], ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("spoil", [flip, cut, os.remove], ids=lambda spoil: spoil.__name__)
 def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
     folder, words = saved
-    names = [name for name in files_of(iteration_folder(folder, 2)) if spoil is not flip or name != MANIFEST]
+    names = sorted(path.name for path in iteration_folder(folder, 2).iterdir())
+    if spoil is flip:
+        names.remove(MANIFEST)  # it has no checksum of its own
     assert {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp", SETTINGS} <= set(names)
     for name in names:
         shutil.copytree(folder, tmp_path / name.strip("._"))
@@ -136,18 +112,17 @@ def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
     assert first == second
     for name, said in zip(names, first, strict=True):
         assert "--load-last-valid goes on from checkpoint 1, which is whole" in said or spoil is os.remove
-        assert f"checkpoint 2 is damaged: {name} " in said or (name == "metadata.json" and "is not complete" in said)
+        assert f"checkpoint 2 is damaged: {name}" in said or (name == "metadata.json" and "is not complete" in said)
     valid = ranks.run(find_each, TWO, [*words, f"--load={folder}", "--load-last-valid"], folders)
     assert valid == [["1"] * len(names)] * 2
     if spoil is flip:
         # PyTorch's format has no checksums: without ours a flipped bit is trained on.
         place = next(place for name, place in zip(names, folders, strict=True) if name == "__0_0.distcp")
         words = [*words, f"--load={place}"]
-        first, second = ranks.run(train, TWO, words)
-        assert first[0] == second[0]
-        assert "checkpoint 2 is damaged: __0_0.distcp is not what was written: its checksum differs" in first[0]
+        said = agreed(ranks.run(refusal, TWO, words))
+        assert "checkpoint 2 is damaged: __0_0.distcp is not what was written: its checksum differs" in said
         for more, step in ("--no-verify-integrity", 2), ("--load-last-valid", 1):
-            assert [found[:2] for found in ranks.run(train, TWO, [*words, more])] == [(None, step)] * 2
+            assert ranks.run(reached, TWO, [*words, more]) == [step] * 2
 
 
 def load_with_a_failure(words, module, name, error, where):
@@ -155,12 +130,10 @@ def load_with_a_failure(words, module, name, error, where):
     module = importlib.import_module(f"megatron_rc.launch.training.checkpoints.{module}")
     failing = mock.patch.object(module, name, side_effect=error)
     with failing if dist.get_rank() == where else contextlib.nullcontext():
-        return train(words)[0]
+        return refusal(words)
 
 
 STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-
 FAILURES = {
     "folder": (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
     "index": (("reader", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
@@ -183,13 +156,11 @@ def list_backwards(words):
     """Saves where rank 1 sees the files in another order than rank 0."""
     files_of = manifest.files_of
     with mock.patch.object(manifest, "files_of", lambda folder: files_of(folder)[:: 1 - 2 * dist.get_rank()]):
-        return train(words)[0]
+        save_initial(words)
 
 
-@pytest.mark.parametrize("more", [[], ["--save-interval=2", "--async-save"]], ids=["at-once", "async"])
-def test_every_file_has_a_checksum_whatever_ranks_see(ranks, saved, tmp_path, more):
-    words = [*saved[1], f"--save={tmp_path}/save", *more]
-    assert ranks.run(list_backwards, TWO, words) == [None, None]
+def test_every_file_has_a_checksum_whatever_ranks_see(ranks, saved, tmp_path):
+    ranks.run(list_backwards, TWO, [*saved[1], f"--save={tmp_path}/save"])
     assert checked_checkpoint(tmp_path / "save")[0] == 0
 
 
@@ -197,7 +168,7 @@ def test_where_none_is_whole_the_error_says_so(ranks, saved, copy):
     for number in (1, 2):
         cut(iteration_folder(copy, number) / "__0_0.distcp")
     for more in ([], ["--load-last-valid"]):
-        (said, *_), _ = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
+        said = agreed(ranks.run(refusal, TWO, [*saved[1], f"--load={copy}", *more]))
         assert "__0_0.distcp has" in said
         assert said.endswith("no older checkpoint there is whole")
 
@@ -215,18 +186,12 @@ def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, saved, copy
     assert ranks.run(find_each, TWO, own, [copy]) == [["2"]] * 2
 
 
-@pytest.mark.parametrize("name", [MANIFEST, SETTINGS, "common.pt", "other"])
-@pytest.mark.parametrize("checksums", [True, False])
-def test_what_is_no_file_is_not_read(copy, name, checksums):
-    """A pipe waits for whoever writes to it, and a device may never end; either can be sealed with a manifest."""
-    folder = iteration_folder(copy, 2)
-    listed = json.loads((folder / MANIFEST).read_text())
-    listed["files"][name] = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
-    (folder / MANIFEST).write_text(json.dumps(listed) + "\n")
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    with pytest.raises(ValueError, match=f"checkpoint 2 is damaged: {name} is no file"):
-        checked_checkpoint(copy, checksums=checksums)
+def test_what_is_no_file_is_not_read(copy):
+    """A pipe waits for whoever writes to it, and a device may never end."""
+    (iteration_folder(copy, 2) / MANIFEST).unlink()
+    os.mkfifo(iteration_folder(copy, 2) / MANIFEST)
+    with pytest.raises(ValueError, match=f"checkpoint 2 is damaged: {MANIFEST} is no file"):
+        checked_checkpoint(copy, checksums=False)
 
 
 @pytest.mark.parametrize("name", ["common.pt", "__9_0.distcp"])
@@ -251,16 +216,16 @@ def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
     assert found == "1"
 
 
-def find_each_with_warnings(words, folders):
-    """What is said of each folder, and the warnings of this rank."""
+def find_with_warnings(words, folder):
+    """What is said of a folder, and the warnings of this rank."""
     with logged() as said:
-        return find_each(words, folders), said
+        return find_each(words, [folder]), said
 
 
 def test_a_newer_whole_checkpoint_than_the_tracker_names_is_named(ranks, saved, copy, caplog):
     """The tracker has nothing but digits: spoilt ones may name an older checkpoint."""
     (copy / TRACKER).write_text("1")
-    (first, warned), (second, others) = ranks.run(find_each_with_warnings, TWO, saved[1], [copy])
+    (first, warned), (second, others) = ranks.run(find_with_warnings, TWO, saved[1], copy)
     assert first == second == ["1"]
     assert not others
     (said,) = warned
@@ -274,17 +239,6 @@ def test_a_newer_whole_checkpoint_than_the_tracker_names_is_named(ranks, saved, 
     assert "complete" not in caplog.text
 
 
-def test_a_checkpoint_of_before_loads(ranks, saved, copy):
-    for name in (MANIFEST, SETTINGS):
-        (iteration_folder(copy, 2) / name).unlink()
-    assert [found[:2] for found in ranks.run(train, TWO, [*saved[1], f"--load={copy}"])] == [(None, 2)] * 2
-    (path, *_) = sorted(iteration_folder(copy, 2).glob("*.distcp"))
-    cut(path)
-    ((said, *_), _) = ranks.run(train, TWO, [*saved[1], f"--load={copy}"])
-    assert f"{path.name} has" in said
-    assert "it is cut off" in said
-
-
 WITHOUT_PARTS = Metadata.__new__(Metadata)
 WITHOUT_PARTS.storage_data = {}
 TRACKED = ("", "x", "1" * 500, "²", "-1", "\0")
@@ -292,26 +246,25 @@ LISTED = ("[]", "{", '{"files": {"../../x": {"bytes": 1, "sha256": ""}}}', '{"fi
 NO_INDEX = (b"\x80\x04.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([1]), b"\x80\x04\x8c\xff", b"(" * 100_000)
 # A file, its content (None: it is missing), and the reason.
 UNREADABLE = [
-    (SETTINGS, None, "is missing: checkpoint 2 says nothing of its model"),
+    (SETTINGS, None, "is missing: the checkpoint says nothing of its model"),
     (SETTINGS, b"", r"cannot be read \(Expecting value"),
-    (SETTINGS, b"[" * 100_000, r"cannot be read \(maximum recursion depth"),
-    (SETTINGS, b'{"model": ' + b"9" * 5000 + b"}", r"cannot be read \(Exceeds the limit"),
     *((SETTINGS, text, "expected one object for each section") for text in (b"[]", b'{"model": 3}')),
     *((TRACKER, text.encode(), "expected the number of a checkpoint") for text in TRACKED),
     *((MANIFEST, text.encode(), "is no list of files") for text in LISTED),
     *((".metadata", content, "(cannot be read|is no index)") for content in (*NO_INDEX, pickle.dumps(WITHOUT_PARTS))),
-    (".metadata", b"", "is empty"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "reason"), UNREADABLE, ids=range(len(UNREADABLE)))
 def test_a_file_that_cannot_be_read_is_one_error(copy, name, content, reason):
-    path = copy / name if name == TRACKER else iteration_folder(copy, 2) / name
+    folder = iteration_folder(copy, 2)
+    path = copy / name if name == TRACKER else folder / name
     path.unlink()
     if content is not None:
         path.write_bytes(content)
+    read = {SETTINGS: lambda: checkpoint_settings(folder), ".metadata": lambda: read_index(path)}
     with pytest.raises(ValueError, match=rf"{re.escape(name)}.*{reason}"):
-        checkpoint_settings(copy) if name == SETTINGS else checked_checkpoint(copy, checksums=False)
+        read.get(name, lambda: checked_checkpoint(copy, checksums=False))()
 
 
 # Nothing in a checkpoint runs
@@ -393,13 +346,11 @@ def test_a_hostile_file_runs_nothing(ranks, saved, copy, tmp_path, place):
     place(folder, Hostile(mark))
     seal(folder)
     for more in ([], ["--no-verify-integrity"], ["--no-load-optim"]):
-        (first, *_), (second, *_) = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
-        assert "has no place" in first
-        assert first == second
+        assert "has no place" in agreed(ranks.run(refusal, TWO, [*saved[1], f"--load={copy}", *more]))
         assert not mark.exists()
 
 
-def train_layers_that_unpickle(words):
+def load_layers_that_unpickle(words):
     """With what Transformer Engine's attention does: it unpickles a state that it never asks a checkpoint for."""
     from megatron_rc.launch.training.models.local_layers import LocalAttention
 
@@ -411,7 +362,7 @@ def train_layers_that_unpickle(words):
         mock.patch.object(LocalAttention, "get_extra_state", return_value=None),
         mock.patch.object(LocalAttention, "sharded_state_dict", create=True, return_value={}),
     ):
-        return train(words)[0]
+        return refusal(words)
 
 
 def test_a_state_that_no_layer_asked_for_is_not_unpickled(ranks, saved, copy, tmp_path):
@@ -420,15 +371,12 @@ def test_a_state_that_no_layer_asked_for_is_not_unpickled(ranks, saved, copy, tm
     keys = [f"decoder.layers.{layer}.self_attention.core_attention._extra_state" for layer in range(2)]
     add_to_common(folder, {"model0": dict.fromkeys(keys, state)})
     seal(folder)
-    first, second = ranks.run(train_layers_that_unpickle, TWO, [*saved[1], f"--load={copy}"])
+    said = agreed(ranks.run(load_layers_that_unpickle, TWO, [*saved[1], f"--load={copy}"]))
     assert not mark.exists()
-    assert first == second
-    assert f"checkpoint 2 holds model0.{keys[0]}, which has no place" in first
+    assert f"checkpoint 2 holds model0.{keys[0]}, which has no place" in said
 
 
 PIPELINE = Layout(pp=2)
-
-
 SHARED = {
     "of-the-last-stage": {"model0": {"decoder.final_layernorm.weight": torch.ones(1)}},
     "list": {"model0": [1]},
@@ -445,10 +393,8 @@ def test_what_all_ranks_share_and_says_otherwise_is_one_error_on_all_stages(rank
     add_to_common(folder, entry)
     seal(folder)
     words = [word for word in saved[1] if word not in TWO.flags()]
-    first, second = ranks.run(train, PIPELINE, [*words, *PIPELINE.flags(), f"--load={copy}"])
-    assert first[0] is not None
-    assert first[0] == second[0]
-    assert "AgreedError: --load" in first[0]
+    said = agreed(ranks.run(refusal, PIPELINE, [*words, *PIPELINE.flags(), f"--load={copy}"]))
+    assert said.startswith("--load")
 
 
 def test_the_hostile_files_are_hostile(saved, copy, tmp_path):
@@ -470,7 +416,7 @@ def test_an_index_stays_inside_its_folder(saved, copy, name):
     next(iter(index.storage_data.values())).relative_path = name
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match=r"\.metadata (names .* no file of|is no index)"):
-        checked_checkpoint(copy, checksums=False)
+        read_index(folder / ".metadata")
 
 
 def test_an_index_changes_no_class(tmp_path):
@@ -495,10 +441,9 @@ def load_as_megatron_does(words, folder):
 
 @pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed"])
 def test_megatron_reads_what_is_written_here(ranks, tmp_path, more):
-    layout = Layout(tp=2)
-    words = flags(tmp_path, *SMALL, *layout.flags(), *more)
-    ranks.run(train, layout, [*words, f"--save={tmp_path}/save"])
+    words = flags(tmp_path, *SMALL, *TWO.flags(), *more)
+    ranks.run(save_initial, TWO, [*words, f"--save={tmp_path}/save"])
     folder = str(iteration_folder(tmp_path / "save", 0))
-    for values, *differences in ranks.run(load_as_megatron_does, layout, words, folder):
+    for values, *differences in ranks.run(load_as_megatron_does, TWO, words, folder):
         assert values > 20
         assert differences == [[], [], []]

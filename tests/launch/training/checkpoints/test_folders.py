@@ -51,12 +51,17 @@ def test_a_checkpoint_that_is_replaced_is_never_lost(tmp_path, killed):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", folders.TRACKER]
 
 
+def writer_to(folder):
+    files = SimpleNamespace(save=str(folder), keep_last=1, save_retain_interval=None)
+    return saving.CheckpointWriter(SimpleNamespace(checkpoints=files))
+
+
 def test_a_checkpoint_is_whole_though_an_older_one_stays(tmp_path, caplog):
-    files = SimpleNamespace(keep_last=1, save_retain_interval=None)
+    writer = writer_to(tmp_path)
     folders.begin(tmp_path, 3)
     error = OSError(errno.EACCES, os.strerror(errno.EACCES), "iter_0000001")
     with mock.patch.object(folders, "prune", side_effect=error), caplog.at_level(logging.WARNING):
-        saving._finish(SimpleNamespace(checkpoints=files), str(tmp_path), 3, {})
+        writer._complete(3, {})
     assert folders.iterations(tmp_path) == [3]
     assert "an older checkpoint could not be removed (iter_0000001: Permission denied)" in caplog.text
 
@@ -67,7 +72,7 @@ def test_a_file_without_a_checksum_is_an_error(tmp_path, digests):
     folders.begin(tmp_path, 3)
     (folders.partial_folder(tmp_path, 3) / "a").write_text("")
     with pytest.raises(OSError, match="came or went while the checksums were made"):
-        saving._finish(SimpleNamespace(checkpoints=None), str(tmp_path), 3, digests)
+        writer_to(tmp_path)._complete(3, digests)
     assert folders.iterations(tmp_path) == []
 
 

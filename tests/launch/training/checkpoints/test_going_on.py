@@ -1,14 +1,21 @@
 """Runs that go on from a checkpoint: its schedule, other layouts, and what does not fit."""
 
-import functools
-
 import pytest
 import torch
 
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.checkpoints.test_saving import SMALL, steps
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, LENGTH, SEQUENCES, flags, make_trainer, share
+from tests.support.recorded_training import (
+    GPT2,
+    LENGTH,
+    SEQUENCES,
+    flags,
+    make_trainer,
+    refusal,
+    save_initial,
+    share,
+)
 from tests.support.training_runs import agreed
 
 GOING_ON = ["--num-layers=2", "--micro-batch-size=8", "--lr-decay-style=linear", "--lr-decay-iters=10", "--min-lr=1e-4"]
@@ -38,7 +45,7 @@ OTHER = {
 @pytest.mark.parametrize(("other", "message"), OTHER.items(), ids=list(OTHER))
 def test_another_schedule_is_refused(ranks, stopped, other, message):
     folder, words = stopped
-    (said,) = ranks.run(steps, Layout(), [*words, f"--load={folder}", other])
+    (said,) = ranks.run(refusal, Layout(), [*words, f"--load={folder}", other])
     assert f"checkpoint 2 {message}" in said
 
 
@@ -67,115 +74,69 @@ def test_the_schedule_goes_on_without_the_optimizer(ranks, stopped):
 
 def test_the_default_of_the_decay_is_the_run(ranks, tmp_path):
     words = flags(tmp_path, *SMALL, "--lr-decay-style=linear", "--train-iters=4")
-    ranks.run(steps, Layout(), [*words, f"--save={tmp_path}/save"])
+    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
     words += [f"--load={tmp_path}/save", "--train-iters=8"]
-    (said,) = ranks.run(steps, Layout(), words)
+    (said,) = ranks.run(refusal, Layout(), words)
     assert "with --lr-decay-iters 4, this run has 8 (by default --train-iters): add --lr-decay-iters 4," in said
-    ((reached, _),) = ranks.run(steps, Layout(), [*words, "--lr-decay-iters=4"], 1, False)
-    assert reached == 2
+    assert ranks.run(refusal, Layout(), [*words, "--lr-decay-iters=4"]) == [None]
 
 
-def test_a_constant_rate_goes_on_for_longer_unless_its_warm_up_is_a_share_of_the_run(ranks, written):
-    longer, more = "--train-iters=200", ["--lr-decay-style=constant", "--lr-warmup-fraction=0.5"]
-    folder, words = written()
-    ((reached, _),) = ranks.run(steps, Layout(), [*words, f"--load={folder}", longer], 1, False)
-    assert reached == 2
-    folder, words = written(*more)
-    (said,) = ranks.run(steps, Layout(), [*words, *more, f"--load={folder}", longer])
+def test_a_constant_rate_goes_on_for_longer_unless_its_warm_up_is_a_share_of_the_run(ranks, tmp_path):
+    words, share_of_run = flags(tmp_path, *SMALL, "--lr-decay-style=constant"), "--lr-warmup-fraction=0.5"
+    for more in ([], [share_of_run]):
+        ranks.run(save_initial, Layout(), [*words, *more, f"--save={tmp_path}/save{len(more)}"])
+    longer = [*words, "--train-iters=200"]
+    assert ranks.run(refusal, Layout(), [*longer, f"--load={tmp_path}/save0"]) == [None]
+    longer += [f"--load={tmp_path}/save1"]
+    (said,) = ranks.run(refusal, Layout(), [*longer, share_of_run])
     assert "was written with --lr-warmup-iters 50.0, this run has 100.0: give --lr-warmup-iters 50.0 in" in said
-    words = [*words, f"--load={folder}", longer, "--lr-warmup-iters=50"]
-    ((reached, _),) = ranks.run(steps, Layout(), words, 1, False)
-    assert reached == 2
-
-
-@pytest.fixture(scope="module")
-def written(ranks, tmp_path_factory):
-    """The checkpoint of one step with these further flags, and the flags without them."""
-
-    @functools.cache
-    def write(*more):
-        folder = tmp_path_factory.mktemp("written")
-        words = flags(folder, *SMALL)
-        ranks.run(steps, Layout(), [*words, *more, f"--save={folder}/save"])
-        return folder / "save", words
-
-    return write
-
-
-@pytest.mark.parametrize("distributed", [True, False], ids=["to-plain", "to-distributed"])
-def test_the_distributed_optimizer_is_named_where_it_differs(ranks, tmp_path, distributed):
-    use = "--use-distributed-optimizer"
-    layout, words = Layout(dp=2), flags(tmp_path, *SMALL)
-    ranks.run(steps, layout, [*words, f"--save={tmp_path}/save", *[use] * distributed])
-    words += [f"--load={tmp_path}/save", *[use] * (not distributed)]
-    said = agreed(ranks.run(steps, layout, words))
-    assert f"was written {'with' if distributed else 'without'} --use-distributed-optimizer" in said
-    found = ranks.run(steps, layout, [*words, "--no-load-optim"], 0, False)
-    assert [reached for reached, _ in found] == [1, 1]
+    assert ranks.run(refusal, Layout(), [*longer, "--lr-warmup-iters=50"]) == [None]
 
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=32", "--qk-layernorm", "--grpo-kl-beta=0", *SMALL]
-
-
-SPREAD = {
-    "spread": (
-        Layout(dp=2, ep=2),
-        Layout(dp=2),
-        [],
-        "give an --expert-model-parallel-size above 1, or --no-load-optim",
-    ),
-    "together": (Layout(dp=2), Layout(dp=2, ep=2), [], "give --expert-model-parallel-size 1, or"),
-    "together-distributed": (
-        *(Layout(dp=2), Layout(dp=2, ep=2), ["--use-distributed-optimizer"]),
-        "give --expert-model-parallel-size 1, or",
-    ),
+TWO, SPREAD, DISTRIBUTED = Layout(dp=2), Layout(dp=2, ep=2), ["--use-distributed-optimizer"]
+# Layout and flags of the run that writes, of the run that reads, and the difference with its remedy.
+FORMS = {
+    "to-plain": (TWO, DISTRIBUTED, TWO, [], "with --use-distributed-optimizer"),
+    "to-distributed": (TWO, [], TWO, DISTRIBUTED, "without --use-distributed-optimizer"),
+    "together": (TWO, EXPERTS, SPREAD, EXPERTS, "size 1, or --no-load-optim"),
+    "spread": (SPREAD, EXPERTS, TWO, EXPERTS, "give an --expert-model-parallel-size above 1, or --no-load-optim"),
 }
 
 
-@pytest.mark.parametrize(("before", "after", "more", "remedy"), SPREAD.values(), ids=SPREAD)
-def test_experts_that_are_spread_otherwise_are_named(ranks, tmp_path, before, after, more, remedy):
-    words = flags(tmp_path, *EXPERTS, *more)
-    ranks.run(steps, before, [*words, f"--save={tmp_path}/save", *before.flags()])
-    load = [*words, f"--load={tmp_path}/save", *after.flags()]
-    said = agreed(ranks.run(steps, after, load))
-    assert f"was written with --expert-model-parallel-size {before.ep}, whose optimizer's state does not fit" in said
-    assert remedy in said
-    assert [reached for reached, _ in ranks.run(steps, after, [*load, "--no-load-optim"], 0, False)] == [1, 1]
+@pytest.mark.parametrize(("before", "wrote", "after", "reads", "message"), FORMS.values(), ids=FORMS)
+def test_an_optimizers_state_of_another_form_is_named(ranks, tmp_path, before, wrote, after, reads, message):
+    words = flags(tmp_path, *SMALL)
+    ranks.run(save_initial, before, [*words, *wrote, f"--save={tmp_path}/save", *before.flags()])
+    load = [*words, *reads, f"--load={tmp_path}/save", *after.flags()]
+    assert message in agreed(ranks.run(refusal, after, load))
+    assert ranks.run(refusal, after, [*load, "--no-load-optim"]) == [None, None]
 
 
 @pytest.mark.parametrize(
     ("after", "more"),
     [
         (Layout(cp=2, ep=2), []),
-        pytest.param(
-            *(Layout(dp=4, ep=4), ["--use-distributed-optimizer", "--micro-batch-size=4"]), marks=pytest.mark.long
-        ),
+        pytest.param(Layout(dp=4, ep=4), [*DISTRIBUTED, "--micro-batch-size=4"], marks=pytest.mark.long),
     ],
     ids=["over-context", "over-more-distributed"],
 )
 def test_experts_go_on_spread_otherwise(ranks, tmp_path, after, more):
-    words, before = flags(tmp_path, *EXPERTS, *more), Layout(dp=2, ep=2)
-    ranks.run(steps, before, [*words, f"--save={tmp_path}/save", *before.flags()])
+    words = flags(tmp_path, *EXPERTS, *more)
+    ranks.run(steps, SPREAD, [*words, f"--save={tmp_path}/save", *SPREAD.flags()])
     found = ranks.run(steps, after, [*words, f"--load={tmp_path}/save", *after.flags()], 1, False)
     assert [reached for reached, _ in found] == [2] * after.world
 
 
 NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"
-
-
 SGD, NO_MOMENTUM = "--optimizer=sgd", "--optimizer=sgd --sgd-momentum=0"
 NOT_FITTING = {
-    "no-optim": ("--no-save-optim", "", NO_OPTIM),
-    "no-optim-sgd": (f"--no-save-optim {SGD}", SGD, NO_OPTIM),
+    "no-optim": (f"--no-save-optim {SGD}", SGD, NO_OPTIM),
     "no-momentum": (NO_MOMENTUM, SGD, "was written with --sgd-momentum 0.0, this run has"),
     "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
     "sgd": ("", SGD, "was written with --optimizer adam"),
     "adam": (SGD, "", "was written with --optimizer sgd"),
-    "hidden": (
-        "",
-        "--hidden-size=64",
-        "does not fit this model and its flags (--hidden-size 64; it was written with 32)",
-    ),
+    "hidden": ("", "--hidden-size=64", "(--hidden-size 64; it was written with 32)"),
     "layers": ("", "--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
     "bias": ("", " ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
     "bf16": ("", "--bf16 --rollout-dtype=bf16", ""),
@@ -183,10 +144,10 @@ NOT_FITTING = {
 
 
 @pytest.mark.parametrize(("before", "after", "message"), NOT_FITTING.values(), ids=NOT_FITTING)
-def test_what_does_not_fit_is_said_in_flags(ranks, written, before, after, message):
-    folder, words = written(*before.split())
-    (said,) = ranks.run(steps, Layout(), [*words, *after.split(), f"--load={folder}"])
-    assert isinstance(said, str)
+def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
+    words = flags(tmp_path, *SMALL)
+    ranks.run(save_initial, Layout(), [*words, *before.split(), f"--save={tmp_path}/save"])
+    (said,) = ranks.run(refusal, Layout(), [*words, *after.split(), f"--load={tmp_path}/save"])
     assert message in said
 
 

@@ -234,20 +234,6 @@ def test_the_dry_run_names_the_memory_of_a_gpt_model(tmp_path, model):
     assert gpt == hybrid
 
 
-@needs_hybrid
-def test_the_pattern_has_the_layers_of_every_stage(tmp_path):
-    from megatron_rc.launch.training.models.hybrid import layer_pattern
-
-    for words, world, pattern in (
-        ([], 1, "*-*-*-*-"),
-        (EXPERTS, 1, "*-*E*E*E"),
-        ([*EXPERTS, *Layout(pp=2, vpp=True).flags()], 2, "*-|*E|*E|*E"),
-        ([*Layout(pp=2).flags(), "--decoder-first-pipeline-num-layers=1"], 2, "*-|*-*-*-"),
-        ([*Layout(pp=2).flags(), "--pipeline-model-parallel-layout=Et|tt|t|L"], 2, "*-|*-*-|*-|"),
-    ):
-        assert layer_pattern(run_config(flags(tmp_path, HYBRID, *words), world, engine=False)) == pattern
-
-
 @pytest.mark.skipif(IS_THERE, reason="this Megatron-Core has a HybridModel")
 def test_an_older_version_has_no_such_model(tmp_path):
     with refused("--model hybrid | megatron-core 0.18 | Python 3.12 | --model gpt"):

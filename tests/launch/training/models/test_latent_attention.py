@@ -6,8 +6,8 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
-from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
-from tests.support.published_models import MODELS, words_of
+from megatron_rc.launch.weights.named_weights import kept_buffers
+from tests.support.published_models import MODELS, save_random, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import make_trainer, share
 
@@ -18,15 +18,8 @@ BIAS = "e_score_correction_bias"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random model whose norms are not 1 and whose experts' bias is not 0."""
-    torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS["deepseek_v3"])
-    with torch.no_grad():
-        for weight in named_weights(model).values():
-            weight.add_(0.2 * torch.randn_like(weight))
-    path = tmp_path_factory.mktemp("deepseek")
-    model.save_pretrained(path)
-    return path
+    """A random model, whose experts' bias is not 0."""
+    return save_random(MODELS["deepseek_v3"], tmp_path_factory.mktemp("deepseek"), 5)
 
 
 def gradients(words, tokens, upstream):

@@ -30,7 +30,7 @@ from tests.launch.training.test_matrix import (
 )
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer, run_config
+from tests.support.recorded_training import make_trainer
 from tests.support.training_cases import MINI_BATCHES, PER_MINI_BATCH, Case
 
 EXPERTS = 4
@@ -97,23 +97,26 @@ def run_case(words, data, old, new):
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
     """What every rank of a case brings back; each case runs once."""
-    folder, known = tmp_path_factory.mktemp("moe"), {}
-
-    def run(case):
-        if case not in known:
-            weights = training_cases.weights(EXPERTS)
-            known[case] = ranks.run(
-                run_case, case.layout, case.words(folder), training_cases.make_data(EXPERTS), *weights
-            )
-        return known[case]
-
-    return run
+    folder = tmp_path_factory.mktemp("moe")
+    given = [training_cases.make_data(EXPERTS), *training_cases.weights(EXPERTS)]
+    return functools.cache(lambda case: ranks.run(run_case, case.layout, case.words(folder), *given))
 
 
 @pytest.fixture(scope="module")
 def gradients(run):
     """Those of the whole model in one mini-batch of a case."""
     return lambda case, index: whole_gradients([found for found, _, _ in run(case)], index)
+
+
+def compared(ranks, folder, case, *of_data):
+    """What every rank of a case brings back, which is the reference's; ``of_data``: arguments of ``make_data``."""
+    given = [training_cases.make_data(*of_data), *training_cases.weights(of_data[0])]
+    everywhere = ranks.run(training_cases.run_case, case.layout, case.words(folder), *given)
+    expected = training_cases.expected(case.objective, *of_data)
+    for index in range(MINI_BATCHES):
+        assert_metrics(everywhere, expected, index)
+        assert_gradients(whole_gradients(everywhere, index), expected.gradients[index], TO_REFERENCE)
+    return everywhere
 
 
 def wanted_members(layout, rank):
@@ -137,22 +140,6 @@ def test_every_layout_is_the_reference(run, gradients, case):
     assert_budget(everywhere, case)
     for rank, (_, members, _) in enumerate(run(case)):
         assert members == wanted_members(case.layout, rank)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2, dp=2)], ids=str)
-def test_spreading_the_experts_changes_nothing_else(run, gradients, layout):
-    """Groups, collectives and their sizes, and the gradients."""
-    together = MoeCase(layout, "bypass reinforce", packed=True, per_token_loss=layout.cp > 1)
-    spread = replace(together, layout=replace(layout, ep=2))
-    for (one, members, _), (other, same_members, _) in zip(run(together), run(spread), strict=True):
-        assert members == same_members
-        assert (one.plan_calls, one.step_calls) == (other.plan_calls, other.step_calls)
-        assert one.plan_calls
-        assert all(one.step_calls)
-        held, held_when_spread = (set(found.gradients[0]) for found in (one, other))
-        assert len(held - held_when_spread) == training_oracle.LAYERS * EXPERTS
-    for index in range(MINI_BATCHES):
-        assert_gradients(gradients(spread, index), gradients(together, index), TO_SINGLE)
 
 
 def test_gradients_averaged_over_the_experts_replicas_alone_fail(gradients):
@@ -207,17 +194,11 @@ def test_router_losses_beside_a_known_denominator_in_bypass_mode(run, gradients)
         assert_gradients(gradients(case, index), with_auxiliary(case.objective, index), TO_REFERENCE)
 
 
-def test_router_losses_beside_an_unknown_denominator_are_refused(tmp_path):
-    case = MoeCase(Layout(), "bypass ppo_clip", variant=1, auxiliary=True)
+@pytest.mark.parametrize("coefficient", AUXILIARY)
+def test_router_losses_beside_an_unknown_denominator_are_refused(tmp_path, coefficient):
+    case = MoeCase(Layout(), "bypass ppo_clip", variant=1)
     with pytest.raises(ConfigurationError, match="use rejection_denominator=original"):
-        configure(case.words(tmp_path), 1, engine=False)
-
-
-@pytest.mark.parametrize("coefficient", [None, *AUXILIARY])
-def test_the_model_knows_its_router_losses(tmp_path, coefficient):
-    words = [*MoeCase(Layout(), "decoupled").words(tmp_path), *[coefficient] * (coefficient is not None)]
-    config = run_config(words, engine=False)
-    assert config.has_auxiliary_losses == (coefficient is not None)
+        configure([*case.words(tmp_path), coefficient], 1, engine=False)
 
 
 def test_no_router_decides_narrowly():

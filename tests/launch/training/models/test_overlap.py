@@ -32,10 +32,8 @@ def forgetful(words):
         return steps_and_weights(words)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(Layout(dp=2), marks=pytest.mark.long), Layout(pp=2, dp=2, vpp=True)], ids=str
-)
-def test_overlapping_takes_the_same_steps(ranks, tmp_path, layout):
+def test_overlapping_takes_the_same_steps(ranks, tmp_path):
+    layout = Layout(pp=2, dp=2, vpp=True)
     words = flags(tmp_path, *layout.flags(), "--use-distributed-optimizer", "--lr=1e-2", "--adam-eps=1e-2")
     plain = ranks.run(steps_and_weights, layout, words)
     overlapped = ranks.run(steps_and_weights, layout, [*words, *OVERLAP])

@@ -4,15 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 
 import pytest
-import torch
 
-from tests.launch.training.models.test_moe import EXPERTS
-from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients, assert_metrics, whole_gradients
+from tests.launch.training.models.test_moe import EXPERTS, compared
+from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients
 from tests.support import training_cases, training_oracle
-from tests.support.made_rollouts import on_device
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer
-from tests.support.training_cases import MINI_BATCHES, Case
+from tests.support.training_cases import Case
 
 FUSED = ("--fused-linear-log-probs",)
 
@@ -39,77 +36,24 @@ CASES = [
     Kept(Layout(tp=2, sp=True), "decoupled", packed=True, more=FUSED),
     Kept(Layout(pp=2, vpp=True), "bypass reinforce", packed=True),
     Kept(Layout(cp=2, dp=2), "bypass ppo_clip", size=4),
-    Kept(Layout(tp=2, cp=2), "decoupled", variant=2, more=FUSED),
+    Kept(Layout(tp=2, cp=2), "decoupled", more=FUSED),
     Kept(Layout(tp=2, pp=2), "decoupled", packed=True, per_token_loss=True),
-    Kept(Layout(pp=2, cp=2), "bypass ppo_clip", variant=1),
-]
-# Every value of these is in CASES too, in another company.
-MORE_CASES = [
-    Kept(Layout(tp=2, sp=True), "bypass reinforce", size=4, more=FUSED),
-    Kept(Layout(pp=2), "decoupled", kept="entropy", size=4),
-    Kept(Layout(cp=2), "decoupled", variant=1, packed=True),
+    Kept(Layout(pp=2, cp=2), "bypass ppo_clip"),
 ]
 
 
-@pytest.fixture(scope="module")
-def run(ranks, tmp_path_factory):
-    """What every rank of a case brings back."""
-    folder = tmp_path_factory.mktemp("kept")
-
-    def run(case):
-        data = training_cases.make_data(kept=case.kept)
-        return ranks.run(training_cases.run_case, case.layout, case.words(folder), data, *training_cases.weights())
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE_CASES)], ids=str
-)
-def test_every_layout_is_the_reference(run, case):
-    everywhere = run(case)
-    expected = training_cases.expected(case.objective, kept=case.kept)
-    for index in range(MINI_BATCHES):
-        assert_metrics(everywhere, expected, index)
-        assert_gradients(whole_gradients(everywhere, index), expected.gradients[index], TO_REFERENCE)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_layout_is_the_reference(ranks, tmp_path, case):
+    compared(ranks, tmp_path, case, 0, "", case.kept)
 
 
 def test_the_reference_without_kept_tokens_is_another():
     case = CASES[0]
-    whole = training_oracle.update(case.objective, training_cases.make_data(kept="some"), *training_cases.weights())
-    data = dataclasses.replace(training_cases.make_data(kept="some"), kept=None)
+    whole = training_cases.expected(case.objective, 0, "", case.kept)
+    data = dataclasses.replace(training_cases.make_data(0, "", "some"), kept=None)
     other = training_oracle.update(case.objective, data, *training_cases.weights())
     with pytest.raises(AssertionError):
         assert_gradients(other.gradients[0], whole.gradients[0], TO_REFERENCE)
-
-
-def held(words, data):
-    """(numbers of ids of each micro-batch, whether the batch has supports) of this rank."""
-    trainer = make_trainer(words)
-    groups = trainer.groups
-    from megatron_rc.launch.training.batches.micro_batches import cut_batch
-    from megatron_rc.parallel.groups import group_rank, group_size
-
-    batch, _ = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
-    batch = training_cases.with_replayed(trainer, on_device(batch, trainer.device), data)
-    cut = cut_batch(batch, trainer.config, groups)
-    if cut.local.support_ids is None:
-        return None, batch.support_ids is not None
-    pieces = [cut.local.piece(one) for mini_batch in cut.cuts for one in mini_batch]
-    assert all(len(one.support_ids) == int(one.support_counts.sum()) for one in pieces)
-    return [len(one.support_ids) for one in pieces], True
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_ids_are_on_the_last_stage_and_cut_over_cp(ranks, tmp_path, packed):
-    """Every rank of the last stage has the ids of its own positions that are trained; other stages have none."""
-    data = training_cases.make_data(kept="some")
-    case = Kept(Layout(pp=2, cp=2), "decoupled", packed=packed)
-    everywhere = ranks.run(held, case.layout, case.words(tmp_path), data)
-    counts = torch.where(data.kept.all(-1) | ~data.mask, 0, data.kept.sum(-1))
-    of_last = [sum(counts) for counts, _ in everywhere if counts is not None][-2:]
-    assert sum(of_last) == int(counts.sum())
-    assert sum(1 for _, has in everywhere if has) == 3  # the two of the last stage, and the first rank
 
 
 def test_with_experts_both_are_replayed(ranks, tmp_path):
@@ -117,11 +61,4 @@ def test_with_experts_both_are_replayed(ranks, tmp_path):
     from tests.launch.training.models.test_routing_replay import Replayed
 
     case = Replayed(Layout(tp=2, sp=True), "decoupled", more=("--rollout-top-k=6",))
-    data = training_cases.make_data(EXPERTS, case.replayed, "some")
-    everywhere = ranks.run(
-        training_cases.run_case, case.layout, case.words(tmp_path), data, *training_cases.weights(EXPERTS)
-    )
-    expected = training_cases.expected(case.objective, EXPERTS, case.replayed, "some")
-    for index in range(MINI_BATCHES):
-        assert_metrics(everywhere, expected, index)
-        assert_gradients(whole_gradients(everywhere, index), expected.gradients[index], TO_REFERENCE)
+    compared(ranks, tmp_path, case, EXPERTS, case.replayed, "some")
