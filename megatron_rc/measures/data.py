@@ -183,8 +183,7 @@ def _windows(part: Part, stretch: int) -> tuple[Tensor, ...]:
     """Flat train, rollout, mask and "is followed by the next" of the tokens to compare; shapes depend on no data."""
     tokens = tuple(tensor.reshape(-1) for tensor in (part.train, part.rollout, part.mask))
     if stretch == _PAIRS:
-        every = torch.arange(part.mask.numel(), device=part.mask.device)
-        return *tokens, part.layout.followed(every)
+        return *tokens, part.layout.followed(torch.arange(part.mask.numel(), device=part.mask.device))
     places = _window_places(tokens[-1], stretch)
     followed = part.layout.followed(places)
     # The last token of a window is only the second of a pair.
@@ -216,9 +215,8 @@ def _distances(train: Tensor, rollout: Tensor, mask: Tensor, followed: Tensor) -
     tokens = torch.stack([train[:-1], train[1:], rollout[:-1], rollout[1:]]).nan_to_num_(0.0, 0.0, 0.0)
     apart = (tokens[:2].unsqueeze(1) - tokens[2:]).abs_().clamp_(max=CLIP)
     # In whole numbers, which add up to the same in any order.
-    values = apart.flatten(0, 1).mul_(_UNITS).round_() * pairs
-    sums = values.new_zeros(ROWS, CELLS)
-    return sums.index_add_(1, _cells(tokens[:2]), torch.cat([pairs.unsqueeze(0), values]))
+    values = torch.cat([pairs.unsqueeze(0), apart.flatten(0, 1).mul_(_UNITS).round_() * pairs])
+    return values.new_zeros(ROWS, CELLS).index_add_(1, _cells(tokens[:2]), values)
 
 
 def _cells(pairs: Tensor) -> Tensor:
