@@ -6,9 +6,8 @@ import argparse
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
-from megatron_rc.launch.rewards.rules import Source
 from megatron_rc.launch.run_config import RunConfig, flag_options
-from megatron_rc.launch.run_config.needs import is_met, name_of, why_unmet
+from megatron_rc.launch.run_config.options import is_met, name_of, why_unmet
 from megatron_rc.loss.objectives import OBJECTIVES
 
 _OBJECTIVE = (*("policy_loss", "loss_type", "bypass_mode"), *("rollout_correction_preset", "rollout_correction_config"))
@@ -34,13 +33,6 @@ def drop_idle(args: argparse.Namespace) -> None:
             _refuse(args, name, why, ("rollout_engine",))
             if name in args.in_launch_file:
                 setattr(args, name, flag_options()[name.replace("_", "-")][1].default)
-    source = Source(args.task, args.seed, args.reward)
-    if source.is_harmless and args.max_turns == 1 and not args.load_rollouts:
-        for name in ("reward_workers", "reward_timeout"):
-            _refuse(args, name, f"with {source.name}, which the trainer itself scores: drop it", ("task", "reward"))
-    if args.optimizer == "sgd" and not (args.sgd_momentum or args.bf16 or args.fp16):
-        why = "with --optimizer sgd, --sgd-momentum 0 and float32, which have no state: drop it"
-        _refuse(args, "optimizer_offload", why, ("optimizer", "sgd_momentum"), default=False)
 
 
 def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:

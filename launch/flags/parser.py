@@ -16,8 +16,7 @@ from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
-from megatron_rc.launch.run_config.needs import in_words
-from megatron_rc.launch.run_config.options import Option, options_of
+from megatron_rc.launch.run_config.options import Option, in_words, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.flags import add_rollout_correction_args
@@ -51,14 +50,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     listing = "--help"
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but refuse the value ``--``, which argparse drops before Python 3.13."""
-        for word in args or ():
-            name, _, value = word.partition("=")
-            if value == "--":
-                self.error(f"argument {name}: expected a value, got '--'")
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's message as a ConfigurationError."""
@@ -170,7 +161,7 @@ def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
     launch, parallel, layers = groups["launch"], groups["parallel"], groups["transformer"]
     switch = argparse.BooleanOptionalAction
     launch.add_argument(
-        "--config", metavar="FILE", help="launch file (YAML), or its name in configs/launch; flags override it"
+        "--config", metavar="FILE", help="launch file (YAML) or its name in configs/launch; flags override it"
     )
     text = "train on the CPU with gloo even if there is a GPU"
     launch.add_argument("--cpu", action=switch, default=False, help=text)

@@ -18,7 +18,6 @@ def check_experts(config: RunConfig) -> None:
         wrong = {
             "{expert_model_parallel_size} does nothing without --num-experts: drop it": splits,
             "{expert_tensor_parallel_size} does nothing without --num-experts: drop it": (etp or 1) != 1,
-            "{moe_enable_routing_replay} does nothing without --num-experts: drop it": config.routing is not None,
         }
         refuse(config, wrong)
         return
@@ -35,7 +34,6 @@ def check_experts(config: RunConfig) -> None:
 
 
 def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
-    """Check that every expert splits over the TP ranks, and the experts over data and CP ranks."""
     parallel, etp = config.parallel, config.megatron.expert_tensor_parallel_size
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     require_multiple("num_experts", experts.num_moe_experts, "expert_model_parallel_size", ep)
@@ -68,7 +66,6 @@ def check_expert_layers(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def _check_router(config: RunConfig, experts: ExpertSection) -> None:
-    """Check how many experts a token gets, from which groups, and that their bias stays as it was loaded."""
     topk, number = experts.moe_router_topk, experts.num_moe_experts
     fewest = 1 if experts.moe_router_pre_softmax or experts.moe_router_score_function == "sigmoid" else 2
     reason = "" if fewest == 1 else ": the weight of a single expert is always 1"
@@ -95,9 +92,6 @@ def _check_auxiliary_losses(config: RunConfig, experts: ExpertSection) -> None:
     shards = config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size
     weighs = config.compute.calculate_per_token_loss and config.has_auxiliary_losses
     wrong = {
-        "{moe_aux_loss_coeff} does nothing with {moe_router_load_balancing_type}: use aux_loss, or drop it": (
-            balancing == "none" and experts.moe_aux_loss_coeff
-        ),
         "{moe_router_load_balancing_type} with {rl_use_sequence_packing} would take a packed micro-batch for one "
         "sequence: use aux_loss, or drop the packing": balancing == "seq_aux_loss" and packs,
         "{calculate_per_token_loss} weighs auxiliary losses by the tokens of each data-parallel rank, which "
@@ -130,7 +124,6 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def _check_replay(config: RunConfig) -> None:
-    """Check that Megatron's router uses the experts, in the engine's dtype, and that the replayed pass is made."""
     of_engine, of_trainer = _router_dtype_of_engine(config), config.dtype
     if config.megatron.given.get("moe_router_dtype") == "fp32":
         of_trainer = torch.float32

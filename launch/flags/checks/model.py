@@ -39,7 +39,6 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_latents(config: RunConfig) -> None:
-    """Check multi-latent attention, whose heads have widths of their own."""
     latent, layers, parallel, model = config.latent, config.transformer, config.parallel, config.model
     if latent is None:
         return
@@ -48,14 +47,11 @@ def _check_latents(config: RunConfig) -> None:
     given = config.megatron.given
     others = {
         "--group-query-attention": layers.num_query_groups != layers.num_attention_heads,
-        "{add_qkv_bias}": layers.add_qkv_bias,
         "{qk_l2_norm}": given.get("qk_l2_norm"),
         "{no_rope_freq}": given.get("no_rope_freq"),
-        "{rotary_percent}": model.rotary_percent != 1,
     }
     wrong = {
         **{f"{name} does not go with --multi-latent-attention: drop it": others[name] for name in others},
-        "{use_rope_scaling} does not go with --multi-latent-attention: use --rope-type yarn": model.rope_scaling,
         "{position_embedding_type} does not go with --multi-latent-attention: use rope": (
             model.position_embedding_type != "rope"
         ),

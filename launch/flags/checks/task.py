@@ -61,9 +61,6 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
         "{overlong} does nothing with {load_rollouts}, which has rewards: use --overlong mask or keep": (
             rewards.overlong == "penalise" and config.rollouts.load_rollouts
         ),
-        "{reply} does nothing with {max_turns}: give --max-turns 2 or more, or drop --reply": (
-            rewards.reply is not None and config.rollouts.max_turns == 1
-        ),
         "{overlong} does not know {max_turns}: its penalty is of responses of one turn; use --overlong mask or keep": (
             rewards.overlong == "penalise" and config.rollouts.max_turns > 1
         ),

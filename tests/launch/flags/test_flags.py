@@ -11,7 +11,6 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks import experts as expert_checks
 from megatron_rc.launch.flags.configure import configure, parse_args
 from megatron_rc.launch.flags.parser import build_parser
-from megatron_rc.launch.weights import find_family
 from megatron_rc.records.rollout import save_rollouts
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch, run_config
 from tests.support.refusals import refused
@@ -25,7 +24,7 @@ def test_the_help_names_a_default_where_there_is_one():
     text = " ".join(build_parser().format_help().split()).replace("- ", "-")
     for flag, words in (
         ("--moe-router-topk", "; needs --num-experts; default: 2 --"),
-        ("--grpo-group-size", "(default: 2) --"),
+        ("--grpo-iterations", "(default: 2) --"),
         ("--rope-scaling-factor", "; needs --use-rope-scaling (default: 8.0) --"),
         ("--no-openai-gelu", "; not with --swiglu (default: False) --"),
     ):
@@ -78,17 +77,6 @@ def test_what_follows_from_the_flags(tmp_path, row):
     assert {name: str(attrgetter(name)(config)) for name in wanted} == wanted
 
 
-def test_a_model_has_the_family_of_its_flags(tmp_path):
-    assert find_family(check(tmp_path)).name == "llama"
-    assert find_family(check(tmp_path, model=GPT2)).name == "gpt2"
-    assert find_family(check(tmp_path, "--num-experts=4", engine=False)).name == "mixtral"
-
-
-def test_a_class_brings_its_longest_response(tmp_path):
-    words = [word for word in flags(tmp_path, f"--task={USER}:Doubles") if "max-response-length" not in word]
-    assert run_config(words).rollouts.max_response_length == 2
-
-
 def test_flags_override_the_launch_file(tmp_path):
     (tmp_path / "a.yaml").write_text("lr: 1e-3\nsequence-parallel: true\nrollout-rs-threshold: 0.5_2\nswiglu: false\n")
     args = parse_args(["--config", str(tmp_path / "a.yaml"), "--no-sequence-parallel", "--seed", "7"])
@@ -138,12 +126,7 @@ def test_megatrons_offload_and_this_one_are_not_mixed(tmp_path):
 
 # The model, flags, and parts of the sentence.
 WITHOUT_ARCHITECTURE = [
-    (LLAMA, "--normalization=LayerNorm", "--normalization | docs/models.md"),
     (GPT2, "--num-experts=4", "--num-experts | docs/models.md"),
-    (LLAMA, "--num-experts=4 --add-qkv-bias", "--num-experts | docs/models.md"),
-    (LLAMA, "--num-experts=4 --moe-router-pre-softmax", "--num-experts | docs/models.md"),
-    (LLAMA, "--qk-l2-norm", "--qk-l2-norm | --load-rollouts"),
-    (LLAMA, "--rotary-interleaved", "--rotary-interleaved | --load-rollouts"),
     (LLAMA, "--no-rope-freq=2", "--no-rope-freq 2 | --load-rollouts"),
 ]
 
@@ -171,11 +154,8 @@ def test_another_runs_checkpoints_are_not_saved_among(tmp_path):
 # Keys of a launch file that are idle with the typed flag, and with which nothing is wrong beside other flags.
 IN_A_FILE = {
     "rollout-url: http://a\n": ("--rollout-engine=transformers", "--rollout-engine"),
-    "rollout-concurrency: 8\n": ("--rollout-engine=transformers", "--rollout-engine"),
     "kl-estimator: k1\ngrpo-kl-beta: 0\n": ("--grpo-kl-beta=0", "--grpo-kl-beta 0"),
     "num-query-groups: 2\nno-group-query-attention: true\n": ("--no-group-query-attention", "--group-query-attention"),
-    "grpo-clamp-eps-lower: 0.1\npolicy-loss: reinforce\n": ("--policy-loss=reinforce", "reinforce"),
-    "recompute-method: block\nrecompute-granularity: selective\n": ("--recompute-granularity=selective", "selective"),
     "openai-gelu: true\nswiglu: true\n": ("--swiglu", "--swiglu"),
 }
 
