@@ -93,6 +93,12 @@ def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {text[2:]: action for action in parser._actions for text in action.option_strings}
 
 
+def needs_of(option: Option) -> tuple[str, ...]:
+    """Conditions of a flag's effect, with the engines that take it."""
+    engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
+    return (*option.needs, *[f"rollout_engine={'|'.join(engines)}"] * bool(engines))
+
+
 def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Function that makes a flag's value, with a ValueError's own words in the parser's message."""
     if isinstance(read, type):
@@ -111,9 +117,7 @@ def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:
     """Add the flag of a field; ``resolve.py`` fills in the defaults of a section that may be absent."""
     name = f"--{option.flag.replace('_', '-')}"
-    default, help = option.default, option.help + "; required" * option.required + in_words(option.needs)
-    engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
-    help += f"; for --rollout-engine {' or '.join(engines)}" * bool(engines)
+    default, help = option.default, option.help + "; required" * option.required + in_words(needs_of(option))
     if is_optional and default is not None:
         default, help = None, f"{help}; default: {default}"
     if option.kind is not bool:

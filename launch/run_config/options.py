@@ -129,13 +129,18 @@ def why_unmet(need: str, settings: Any) -> str:
     """End of a sentence that says why a flag does nothing, and the remedy."""
     name, values = _parsed(need)
     value = getattr(settings, name)
-    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-    shown = "" if isinstance(value, bool) else shown
     if need.startswith("!"):
-        return f"with {flag(name)} {shown}".rstrip() + ": drop one of them"
+        return f"with {as_typed(name, value)}: drop one of them"
     if values and value is not None:
-        return f"with {flag(name)} {shown}: drop it, or use {' or '.join(values)}"
+        return f"with {as_typed(name, value)}: drop it, or use {' or '.join(values)}"
     return f"without {_words(need)}: give both, or neither"
+
+
+def as_typed(name: str, value: Any) -> str:
+    """Text of a flag with its value, as typed; ``name`` has underscores."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return " ".join([flag(name), *map(str, value if isinstance(value, tuple | list) else [value])])
 
 
 def in_words(needs: Iterable[str]) -> str:

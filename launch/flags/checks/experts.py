@@ -34,23 +34,20 @@ def check_experts(config: RunConfig) -> None:
 
 
 def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
-    parallel, etp = config.parallel, config.megatron.expert_tensor_parallel_size
+    parallel, etp = config.parallel, config.expert_tensor_parallel_size
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     require_multiple("num_experts", experts.num_moe_experts, "expert_model_parallel_size", ep)
-    width = "tensor_model_parallel_size" if etp is None else "expert_tensor_parallel_size"
-    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, width, tp if etp is None else max(etp, 1))
-    ranks = config.data_parallel_size * parallel.context_parallel_size
+    width = f"{'expert_tensor' if config.megatron.expert_tensor_parallel_size else 'tensor_model'}_parallel_size"
+    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, width, etp)
+    ranks = config.data_parallel_size * parallel.context_parallel_size * tp
     needs = "{num_experts} with {tensor_model_parallel_size} needs %s: Megatron does not train experts without it"
+    product = f"{{expert_model_parallel_size}} · {{{width}}}"
     wrong = {
-        "{expert_model_parallel_size} must divide the {ranks} data · context parallel ranks of each stage": (
-            etp is None and ranks % ep
-        ),
-        "{expert_tensor_parallel_size} · {expert_model_parallel_size} must divide the {all_ranks} tensor · data · "
-        "context parallel ranks of each stage": etp is not None and (etp < 1 or ranks * tp % (ep * etp)),
+        product + " must divide the {ranks} tensor · data · context parallel ranks of each stage": ranks % (ep * etp),
         needs % "--sequence-parallel": tp > 1 and not parallel.sequence_parallel,
         needs % "--disable-bias-linear": tp > 1 and config.transformer.add_bias_linear,
     }
-    refuse(config, wrong, ranks=ranks, all_ranks=ranks * tp)
+    refuse(config, wrong, ranks=ranks)
 
 
 def check_expert_layers(config: RunConfig, experts: ExpertSection) -> None:

@@ -1,7 +1,6 @@
 """Settings that cannot work: one sentence with the flag, its value and what it collides with."""
 
 import re
-import time
 
 import pytest
 
@@ -156,9 +155,9 @@ TABLES = {
         False,
         """
         @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
-        @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 data · context
-        @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 data
-        --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor · data · context
+        @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 tensor · data
+        @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 tensor
+        --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
         --moe-router-topk=9 :: --moe-router-topk 9 | [2, 8]
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
@@ -326,10 +325,8 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
     base = flags(tmp_path / "runs", *more.split(), model=model)
     if "--train-samples" in words and "--train-iters" not in words:
         base.remove("--train-iters=100")
-    begun = time.process_time()
     with refused(fragments or words.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
-    assert time.process_time() - begun < 5, "nothing of that size was made"
 
 
 DEFAULTS = build_parser().parse_args([])
