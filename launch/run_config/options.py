@@ -45,7 +45,6 @@ class Option:
     read: Callable[[str], Any] | None = None
     field: str = ""  # name of the field
     kind: type = str  # type of one value
-    positive: bool = False  # the value must be a finite number above 0
     choices: tuple[str, ...] = ()  # all values, if there are few
     many: bool = False  # the flag takes one value or more
 
@@ -72,17 +71,15 @@ def _read_options(section: type) -> tuple[Option, ...]:
             kind = kind_of(*parts_of(hints[field.name]))
             if kind["kind"] is bool and not declared.inverted:
                 kind["default"] = bool(declared.default)
-            if kind["kind"] in (int, float):
-                kind["positive"] = not (declared.not_negative or declared.any_sign)
             found.append(dataclasses.replace(declared, field=field.name, flag=name, needs=needs, **kind))
     return tuple(found)
 
 
 def out_of_range(option: Option, value: Any, settings: Any = None) -> str:
     """Words that say which range a value misses, or nothing; bounds by other flags are looked up in ``settings``."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or option.kind is bool:
         return ""
-    if option.positive and not 0 < value < float("inf"):
+    if not (option.not_negative or option.any_sign or 0 < value < float("inf")):
         return "must be positive"
     if option.not_negative and not 0 <= value < float("inf"):
         return "must be 0 or more"

@@ -44,14 +44,11 @@ def _check_latents(config: RunConfig) -> None:
         return
     if not config.launch.on_cpu:
         require("transformer_engine", "--multi-latent-attention on a GPU", "gpu")
-    given = config.megatron.given
-    others = {
-        "--group-query-attention": layers.num_query_groups != layers.num_attention_heads,
-        "{qk_l2_norm}": given.get("qk_l2_norm"),
-        "{no_rope_freq}": given.get("no_rope_freq"),
-    }
+    excluded, given = " does not go with --multi-latent-attention: drop it", config.megatron.given
     wrong = {
-        **{f"{name} does not go with --multi-latent-attention: drop it": others[name] for name in others},
+        "--group-query-attention" + excluded: layers.num_query_groups != layers.num_attention_heads,
+        "{qk_l2_norm}" + excluded: given.get("qk_l2_norm"),
+        "{no_rope_freq}" + excluded: given.get("no_rope_freq"),
         "{position_embedding_type} does not go with --multi-latent-attention: use rope": (
             model.position_embedding_type != "rope"
         ),
