@@ -74,9 +74,6 @@ def test_a_launch_file_has_them_as_a_list(tmp_path, file, other):
         (tmp_path / "run.yaml").write_text(f"{text}\n")
         with pytest.raises(ConfigurationError, match="prompt-data: "):
             check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
-    (tmp_path / "run.yaml").write_text("lr: [1, 2]\n")
-    with pytest.raises(ConfigurationError, match=r"lr: \['1', '2'\]"):
-        check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
 
 
 @pytest.mark.parametrize(
