@@ -19,7 +19,7 @@ from megatron_rc.launch.flags.launch_file import (
     words_of_file,
 )
 from megatron_rc.launch.flags.own_objects import as_given, define_own_objects
-from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
+from megatron_rc.launch.flags.parser import build_parser, long_options
 from megatron_rc.launch.flags.resolve import resolve
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config import RunConfig, passed_through
@@ -68,20 +68,20 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         # The first values would be lost.
         if name in options and options[name].nargs == "+" and typed.count(name) > 1:
             raise ConfigurationError(f"--{name} is given twice: give all its values after one")
-    known, _ = _sources().parse_known_args(argv)
-    base = words_of_file(parser, known.config) if known.config else []
-    try:
-        launch_file = parser.parse_args(base)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"--config {known.config}: {error}") from error
-    known, _ = _sources().parse_known_args([*base, *argv])
-    architecture = words_of_architecture(parser, known.load_hf) if known.load_hf else []
-    args, rest = parser.parse_known_args([*architecture, *base, *argv])
+    command_line, rest = parser.parse_known_args(argv)
     if rest:
         names = [word.split("=")[0] for word in rest if word.startswith("--")] or rest[:1]
         raise ConfigurationError("; ".join(unknown("flag", name, parser) for name in dict.fromkeys(names)))
+    base = words_of_file(parser, command_line.config) if command_line.config else []
+    try:
+        launch_file = parser.parse_args(base)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--config {command_line.config}: {error}") from error
+    model = command_line.load_hf or launch_file.load_hf
+    architecture = words_of_architecture(parser, model) if model else []
+    args = parser.parse_args([*architecture, *base, *argv])
     # The correction's flags override the launch file by rules of their own.
-    args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
+    args.launch_file, args.command_line = launch_file, command_line
     args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)
     args.own_objects, args.idle = {}, set()
     for namespace in (args, args.launch_file, args.command_line):
@@ -92,7 +92,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 def processes_meant(argv: Sequence[str]) -> int | None:
     """Number of processes in the launch file that these words name; None without a file or a number."""
-    known, _ = _sources().parse_known_args(argv)
+    known, _ = _parser().parse_known_args(argv)
     return processes_of_file(known.config) if known.config else None
 
 
@@ -127,11 +127,3 @@ def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
     """Names of the flags among these words, with underscores; ``--no-x`` has the name of ``--x``."""
     flags, known = (word.partition("=")[0][2:] for word in words if word.startswith("--")), long_options(parser)
     return {known[name].dest for name in flags if name in known}
-
-
-def _sources() -> argparse.ArgumentParser:
-    """Parser of the two flags that name files with further flags."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=None)
-    parser.add_argument("--load-hf", default=None)
-    return parser

@@ -8,68 +8,62 @@ import difflib
 from megatron_rc.launch.flags.parser import long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
 
-# Names of other programs (verl, OpenRLHF, slime, NeMo-RL, older Megatron-LM), by the flag of the same meaning here.
+# Names of other programs (verl, OpenRLHF, slime, NeMo-RL, older Megatron-LM) that are not spelled alike, by the flag of
+# the same meaning here.
 _MEANT = {
     "load-hf": "hf-checkpoint model-path pretrain model-name model-name-or-path from-pretrained path",
-    "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",
-    "tensor-model-parallel-size": "tensor-parallel-size tp tp-size",
-    "pipeline-model-parallel-size": "pipeline-parallel-size pp pp-size",
+    "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-path",
+    "tensor-model-parallel-size": "tp tp-size",
+    "pipeline-model-parallel-size": "pp pp-size",
     "context-parallel-size": "cp cp-size ulysses-sequence-parallel-size ring-attn-size",
-    "expert-model-parallel-size": "expert-parallel-size ep ep-size",
+    "expert-model-parallel-size": "ep ep-size",
     "train-iters": "total-training-steps total-epochs num-epochs num-rollout num-episodes max-num-steps max-steps",
-    "grpo-prompts-per-step": "rollout-batch-size train-batch-size num-prompts-per-step",
+    "grpo-prompts-per-step": "rollout-batch-size train-batch-size",
     "grpo-group-size": "n-samples-per-prompt num-generations-per-prompt num-generations rollout-n n",
     "grpo-iterations": "ppo-epochs max-epochs num-inner-updates",
-    "global-batch-size": "ppo-mini-batch-size train-global-batch-size",
-    "micro-batch-size": "ppo-micro-batch-size ppo-micro-batch-size-per-gpu micro-train-batch-size "
-    "train-micro-batch-size",
+    "global-batch-size": "ppo-mini-batch-size",
+    "micro-batch-size": "micro-train-batch-size train-micro-batch-size",
     "lr": "actor-lr learning-rate actor-learning-rate",
-    "lr-warmup-iters": "lr-warmup-steps warmup-steps",
-    "lr-warmup-fraction": "lr-warmup-ratio lr-warmup-steps-ratio warmup-ratio",
     "clip-grad": "max-norm max-grad-norm grad-clip",
     "grpo-clamp-eps-lower": "clip-ratio clip-ratio-low eps-clip ratio-clip-min cliprange",
     "grpo-clamp-eps-upper": "clip-ratio-high eps-clip-high ratio-clip-max",
-    "ppo-dual-clip": "clip-ratio-c eps-clip-c dual-clip",
+    "ppo-dual-clip": "clip-ratio-c eps-clip-c",
     "grpo-entropy-term-weight": "entropy-coeff entropy-coef entropy-loss-coef",
     "grpo-kl-beta": "kl-loss-coef reference-policy-kl-penalty beta",
     "kl-estimator": "kl-loss-type reference-policy-kl-type",
-    "advantage-estimator": "adv-estimator",
     "gae-lambda": "lambd lam",
     "critic-lr": "critic-learning-rate",
     "critic-load-hf": "critic-pretrain",
     "num-critic-only-steps": "critic-warmup",
     "value-clip": "cliprange-value",
-    "kl-in-reward": "kl-coef init-kl-coef use-kl-in-reward",
+    "kl-in-reward": "kl-coef init-kl-coef",
     "kl-in-reward-estimator": "kl-penalty",
     "reward-scaling": "normalize-reward use-score-scaling use-score-norm",
-    "reward-clip": "reward-clip-range score-clip",
-    "dynamic-sampling": "filter-groups enable-filter-groups dynamic-filtering use-dynamic-sampling",
+    "reward-clip": "score-clip",
+    "dynamic-sampling": "filter-groups enable-filter-groups",
     "loss-aggregation": "loss-agg-mode",
     "policy-loss": "loss-mode",
-    "seq-length": "max-total-sequence-length max-model-len max-length max-len",
-    "overlong-prompts": "filter-overlong-prompts max-prompt-length prompt-max-len rollout-max-prompt-len",
+    "seq-length": "max-total-sequence-length max-model-len max-len",
+    "overlong-prompts": "max-prompt-length prompt-max-len rollout-max-prompt-len",
     "max-response-length": "max-new-tokens generate-max-len rollout-max-response-len",
-    "rl-default-temperature": "temperature rollout-temperature",
-    "rollout-top-p": "top-p rl-default-top-p",
-    "rollout-top-k": "top-k rl-default-top-k",
+    "rl-default-temperature": "temperature",
+    "rollout-top-p": "top-p",
+    "rollout-top-k": "top-k",
     "rollout-min-p": "min-p",
     "rollout-engine": "rollout-backend generation-backend inference-engine",
-    "rollout-correction-preset": "use-tis enable-vllm-is-correction use-importance-sampling-correction "
-    "rollout-correction",
-    "rollout-is-threshold": "tis-clip tis-imp-ratio-cap truncated-importance-sampling-ratio "
-    "vllm-is-truncated-threshold",
-    "prompt-data": "train-files train-data train-data-path data-path dataset prompt-dataset",
-    "eval-data": "val-files eval-dataset eval-prompt-data val-data validation-files",
+    "rollout-correction-preset": "use-tis enable-vllm-is-correction use-importance-sampling-correction",
+    "rollout-is-threshold": "tis-clip tis-imp-ratio-cap truncated-importance-sampling-ratio",
+    "prompt-data": "train-files train-data train-data-path data-path dataset",
+    "eval-data": "val-files eval-prompt-data validation-files",
     "input-key": "prompt-key",
-    "label-key": "answer-key",
-    "reward": "rm-type reward-fn custom-rm-path custom-reward-function remote-rm-url reward-function reward-manager",
+    "reward": "rm-type custom-rm-path custom-reward-function remote-rm-url reward-function reward-manager",
     "save": "output-dir default-local-dir checkpoint-dir ckpt-path save-path save-dir",
     "save-interval": "save-freq save-steps save-period",
     "load": "resume resume-mode resume-from resume-from-path resume-from-checkpoint load-checkpoint",
     "eval-interval": "test-freq eval-steps val-period",
     "eval-problems": "eval-iters",
     "runs-dir": "log-root logging-dir",
-    "run-name": "experiment-name exp-name wandb-run-name",
+    "run-name": "exp-name wandb-run-name",
     "wandb-project": "use-wandb project-name",
     "attention-backend": "use-flash-attn use-flash-attention attn-implementation",
     "recompute-granularity": "recompute-activations enable-gradient-checkpointing gradient-checkpointing",
@@ -79,9 +73,6 @@ _LAUNCHERS = "give it to `python -m megatron_rc.launch`, or to torchrun before t
 _REMEDIES = {
     "use --nproc-per-node": "n-gpus-per-node num-gpus-per-node actor-num-gpus-per-node",
     "use --nnodes": "actor-num-nodes num-nodes",
-    _LAUNCHERS: "nproc-per-node nnodes node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id "
-    "max-restarts log-dir tee",
-    "give it to `python -m megatron_rc.launch`": "dry-run print-config help-all",
     "it is always on here: leave it out": "use-mcore-models use-dist-ckpt",
     "use --position-embedding-type rope": "use-rotary-position-embeddings no-position-embedding",
     "it belongs to Megatron-LM's pretraining data; prompts come from --task or --prompt-data: leave it out": (
@@ -115,21 +106,14 @@ def unknown(what: str, name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _hint(name: str, dashes: str, parser: argparse.ArgumentParser) -> str:
-    known = [text for text in long_options(parser) if text]
+    remedies = _OTHERWISE | dict.fromkeys(long_options(torchrun_parser()), _LAUNCHERS)
+    meant = {known: known for known in long_options(parser) if known} | _SOURCES
+    answers = {found: f"did you mean {dashes}{flag}?" for found, flag in meant.items()} | remedies
     # The second part is for nested settings of other programs, such as actor.optim.lr.
     for part in (name, name.rpartition(".")[2]):
-        if part in long_options(torchrun_parser()):
-            return _LAUNCHERS
-        if part in _OTHERWISE:
-            return _OTHERWISE[part]
-        if part in known or part in _SOURCES:
-            return f"did you mean {dashes}{_SOURCES.get(part, part)}?"
-    torchruns = long_options(torchrun_parser())
-    close = difflib.get_close_matches(name, [*known, *_SOURCES, *torchruns, *_OTHERWISE], n=1)
+        if part in answers:
+            return answers[part]
+    close = difflib.get_close_matches(name, answers, n=1)
     if not close:
         return "--help-all lists them"
-    (found,) = close
-    if found in _OTHERWISE and found not in torchruns:
-        return f"if --{found} is meant, {_OTHERWISE[found]}"
-    meant = f"did you mean {dashes}{_SOURCES.get(found, found)}?"
-    return f"{meant} {_LAUNCHERS}" if found in torchruns else meant
+    return f"if --{close[0]} is meant, {answers[close[0]]}" if close[0] in remedies else answers[close[0]]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_rc.launch.engines.registry import ENGINES
-from megatron_rc.launch.errors import ConfigurationError, flag
-from megatron_rc.launch.rewards.rules import Source
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.parser import needs_of
 from megatron_rc.launch.run_config import RunConfig, flag_options
-from megatron_rc.launch.run_config.needs import is_met, name_of, why_unmet
+from megatron_rc.launch.run_config.options import as_typed, is_met, name_of, why_unmet
 from megatron_rc.loss.objectives import OBJECTIVES
 
 _OBJECTIVE = (*("policy_loss", "loss_type", "bypass_mode"), *("rollout_correction_preset", "rollout_correction_config"))
@@ -20,27 +19,13 @@ def drop_idle(args: argparse.Namespace) -> None:
     A key of the launch file whose condition fails by a typed flag gets its default: it may serve another choice.
     """
     for _, option in flag_options().values():
-        need = next((need for need in option.needs if not is_met(need, args)), None)
+        need = next((need for need in needs_of(option) if not is_met(need, args)), None)
         if need is not None:
             # A typed --task takes the place of a launch file's --prompt-data.
             because_of = (name_of(need), *["task"] * (name_of(need) in ("prompt_data", "eval_interval")))
             _refuse(args, option.flag, why_unmet(need, args), because_of, default=option.default)
             if option.flag in args.in_launch_file:
                 setattr(args, option.flag, option.default)
-    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
-        if name not in ENGINES[args.rollout_engine].settings:
-            users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
-            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
-            _refuse(args, name, why, ("rollout_engine",))
-            if name in args.in_launch_file:
-                setattr(args, name, flag_options()[name.replace("_", "-")][1].default)
-    source = Source(args.task, args.seed, args.reward)
-    if source.is_harmless and args.max_turns == 1 and not args.load_rollouts:
-        for name in ("reward_workers", "reward_timeout"):
-            _refuse(args, name, f"with {source.name}, which the trainer itself scores: drop it", ("task", "reward"))
-    if args.optimizer == "sgd" and not (args.sgd_momentum or args.bf16 or args.fp16):
-        why = "with --optimizer sgd, --sgd-momentum 0 and float32, which have no state: drop it"
-        _refuse(args, "optimizer_offload", why, ("optimizer", "sgd_momentum"), default=False)
 
 
 def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
@@ -67,13 +52,7 @@ def _refuse(args: argparse.Namespace, name: str, why: str, because_of: tuple[str
     if not is_typed and (name not in args.in_launch_file or not args.typed.isdisjoint(because_of)):
         return
     value = getattr(args.command_line if is_typed else args.launch_file, name)
-    if isinstance(value, bool):
-        if value == default:
-            return
-        typed, shown = flag(name) if value else flag(f"no_{name}"), str(value).lower()
-    else:
-        shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        typed = f"{flag(name)} {shown}"
-    if is_typed:
-        raise ConfigurationError(f"{typed} does nothing {why}")
-    raise ConfigurationError(f"--config {args.config}: {name.replace('_', '-')}: {shown} does nothing {why}")
+    if isinstance(value, bool) and value == default:
+        return
+    place = "" if is_typed else f"--config {args.config}: "
+    raise ConfigurationError(f"{place}{as_typed(name, value)} does nothing {why}")

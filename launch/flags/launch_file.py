@@ -7,7 +7,7 @@ of the correction may be nested below ``rollout_correction:``, with underscores.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,35 @@ def find_config(name: str) -> Path:
 
 def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
     """Read a launch file as flags."""
-    path = find_config(name)
-    options = long_options(parser)
-    words: list[str] = []
-    content = _read_mapping(path)
-    content.pop(_PROCESSES, None)
-    nested = _correction(path, content, options, parser)
-    for key, value in content.items():
+    path, options, found = find_config(name), long_options(parser), dict[str, list[str]]()
+    for where, key, value in _lines(path):
+        is_nested = where != str(path)
         if key not in options or key in ("config", "help"):
             nested_key = f"unknown key {key!r}: only {_CORRECTION} is nested; give other flags a line of their own"
             raise ConfigurationError(
-                f"{path}: {nested_key if isinstance(value, dict) else unknown('key', key, parser)}"
+                f"{where}: {nested_key if isinstance(value, dict) else unknown('key', key, parser)}"
             )
-        if options[key].dest in nested:
-            raise ConfigurationError(f"{path}: {key} is given twice, also below {_CORRECTION}: keep one")
-        words += _as_flag(path, key, value, options[key])
-    return [*words, *(word for found in nested.values() for word in found)]
+        field = options[key].dest
+        if is_nested and not is_correction_flag(field):
+            raise ConfigurationError(f"{where}: {key} is no field of the correction: give it a line of its own")
+        if is_correction_flag(field) and field in found:
+            raise ConfigurationError(f"{where}: {key} is given twice: keep one")
+        # Programs with nested settings write null to turn a field off.
+        value = "none" if is_nested and value in ("null", "~") and options[key].nargs != 0 else value
+        found[field] = found.get(field, []) + _as_flag(where, key, value, options[key])
+    return [word for words in found.values() for word in words]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, name and value of each flag in a file; those of the correction may be nested."""
+    content = _read_mapping(path)
+    content.pop(_PROCESSES, None)
+    nested = content.pop(_CORRECTION, {})
+    if not isinstance(nested, dict):
+        raise ConfigurationError(f"{path}: {_CORRECTION}: {nested!r} must be lines of `field: value` below it")
+    yield from ((str(path), key, value) for key, value in content.items())
+    for name, value in nested.items():
+        yield f"{path}: below {_CORRECTION}", str(name).replace("_", "-"), value
 
 
 def processes_of_file(name: str) -> int | None:
@@ -71,7 +84,7 @@ _ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", 
 
 def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[str]:
     """Read the model of a Hugging Face directory as flags."""
-    options, path = long_options(parser), Path(folder) / "config.json"
+    options, path = long_options(parser), f"{folder}/config.json"
     found = read_architecture(folder).items()
     return [word for name, value in found for word in _as_flag(path, name, value, options[name])]
 
@@ -90,30 +103,7 @@ def check_architecture_words(parser: argparse.ArgumentParser, args: argparse.Nam
             )
 
 
-def _correction(
-    path: Path, content: dict[str, Any], options: Mapping[str, argparse.Action], parser: argparse.ArgumentParser
-) -> dict[str, list[str]]:
-    """Take the nested correction out of the file's content; return its flags by their fields."""
-    fields, found = content.pop(_CORRECTION, {}), dict[str, list[str]]()
-    where = f"{path}: below {_CORRECTION}"
-    if not isinstance(fields, dict):
-        raise ConfigurationError(f"{path}: {_CORRECTION}: {fields!r} must be lines of `field: value` below it")
-    for name, value in fields.items():
-        key = str(name).replace("_", "-")
-        if key not in options:
-            raise ConfigurationError(f"{where}: {unknown('key', str(name), parser)}")
-        field = options[key].dest
-        if not is_correction_flag(field):
-            raise ConfigurationError(f"{where}: {name} is no field of the correction: give it a line of its own")
-        if field in found:
-            raise ConfigurationError(f"{where}: {name} is given twice: keep one")
-        # Programs with nested settings write null to turn a field off.
-        value = "none" if value in ("null", "~") and options[key].nargs != 0 else value
-        found[field] = _as_flag(where, key, value, options[key])
-    return found
-
-
-def _as_flag(where: Path | str, key: str, value: Any, action: argparse.Action) -> list[str]:
+def _as_flag(where: str, key: str, value: Any, action: argparse.Action) -> list[str]:
     if action.nargs == 0:
         if value not in ("true", "false"):
             raise ConfigurationError(f"{where}: {key}: {value!r} must be true or false")

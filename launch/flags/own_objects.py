@@ -14,12 +14,14 @@ from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.criteria import define as define_criterion
 from megatron_rc.settings.criterion import Criterion
 
-_TABLES: dict[type[Any], tuple[dict[str, Any], Any]] = {
-    Objective: (OBJECTIVES, define_objective),
-    Criterion: (CRITERIA, define_criterion),
+# Type of the objects that each flag names, their table, and the function that adds one.
+_Kind = tuple[type[Any], dict[str, Any], Any]
+_OBJECTIVE: _Kind = (Objective, OBJECTIVES, define_objective)
+_KINDS: dict[str, _Kind] = {
+    "policy_loss": _OBJECTIVE,
+    "loss_type": _OBJECTIVE,
+    "rollout_rs": (Criterion, CRITERIA, define_criterion),
 }
-# Types of the objects that flags name.
-_KINDS: dict[str, type[Any]] = {"policy_loss": Objective, "loss_type": Objective, "rollout_rs": Criterion}
 
 
 def define_own_objects(args: argparse.Namespace) -> dict[str, str]:
@@ -41,16 +43,15 @@ def as_given(name: str, value: Any, specs: Mapping[str, str]) -> Any:
     return ",".join(specs.get(part, part) for part in value.split(","))
 
 
-def _name_of(part: str, flag: str, kind: type[Any]) -> str:
+def _name_of(part: str, flag: str, kind: _Kind) -> str:
     """Name of the object that one entry of a flag's list stands for."""
     if not is_python_spec(part):
         return part
-    found = load_python(part, flag)
-    if not isinstance(found, kind):
+    found, (wanted, table, define) = load_python(part, flag), kind
+    if not isinstance(found, wanted):
         raise ConfigurationError(
-            f"{flag} {part} is of type {type(found).__name__}: name an object {kind.__name__} of {kind.__module__}"
+            f"{flag} {part} is of type {type(found).__name__}: name an object {wanted.__name__} of {wanted.__module__}"
         )
-    table, define = _TABLES[kind]
     name: str = found.name
     # The module may have defined its object already.
     if table.get(name) is not found:

@@ -16,8 +16,7 @@ from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
-from megatron_rc.launch.run_config.needs import in_words
-from megatron_rc.launch.run_config.options import Option, options_of
+from megatron_rc.launch.run_config.options import Option, in_words, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.flags import add_rollout_correction_args
@@ -51,14 +50,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     listing = "--help"
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but refuse the value ``--``, which argparse drops before Python 3.13."""
-        for word in args or ():
-            name, _, value = word.partition("=")
-            if value == "--":
-                self.error(f"argument {name}: expected a value, got '--'")
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's message as a ConfigurationError."""
@@ -102,6 +93,12 @@ def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {text[2:]: action for action in parser._actions for text in action.option_strings}
 
 
+def needs_of(option: Option) -> tuple[str, ...]:
+    """Conditions of a flag's effect, with the engines that take it."""
+    engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
+    return (*option.needs, *[f"rollout_engine={'|'.join(engines)}"] * bool(engines))
+
+
 def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Function that makes a flag's value, with a ValueError's own words in the parser's message."""
     if isinstance(read, type):
@@ -120,9 +117,7 @@ def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:
     """Add the flag of a field; ``resolve.py`` fills in the defaults of a section that may be absent."""
     name = f"--{option.flag.replace('_', '-')}"
-    default, help = option.default, option.help + "; required" * option.required + in_words(option.needs)
-    engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
-    help += f"; for --rollout-engine {' or '.join(engines)}" * bool(engines)
+    default, help = option.default, option.help + "; required" * option.required + in_words(needs_of(option))
     if is_optional and default is not None:
         default, help = None, f"{help}; default: {default}"
     if option.kind is not bool:
@@ -170,7 +165,7 @@ def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
     launch, parallel, layers = groups["launch"], groups["parallel"], groups["transformer"]
     switch = argparse.BooleanOptionalAction
     launch.add_argument(
-        "--config", metavar="FILE", help="launch file (YAML), or its name in configs/launch; flags override it"
+        "--config", metavar="FILE", help="launch file (YAML) or its name in configs/launch; flags override it"
     )
     text = "train on the CPU with gloo even if there is a GPU"
     launch.add_argument("--cpu", action=switch, default=False, help=text)

@@ -21,8 +21,7 @@ from megatron_rc.launch.flags.resolve_task import choose_prompts, resolve_task
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.layer_patterns import layers_of_layout
 from megatron_rc.launch.run_config.megatron import ExpertSection
-from megatron_rc.launch.run_config.needs import is_met
-from megatron_rc.launch.run_config.options import Option, Section, options_of, out_of_range
+from megatron_rc.launch.run_config.options import Option, Section, is_met, options_of, out_of_range
 from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -230,7 +229,6 @@ def _resolve_coefficients(args: argparse.Namespace, correction: RolloutCorrectio
 
 
 def _resolve_critic(args: argparse.Namespace, correction: RolloutCorrectionConfig) -> None:
-    """Fill in the critic's settings from the policy's."""
     args.critic_lr = args.lr if args.critic_lr is None else args.critic_lr
     args.critic_min_lr = min(args.min_lr, args.critic_lr) if args.critic_min_lr is None else args.critic_min_lr
     if args.correct_values is None:

@@ -9,7 +9,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.task import check_room
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.rewards.rules import EXACT
-from megatron_rc.launch.run_config.data import EVAL_ANSWERS, EVAL_PROBLEMS, EVAL_SAMPLES
+from megatron_rc.launch.run_config.data import EVAL_PROBLEMS
 from megatron_rc.launch.tasks import Task, Text, make_task
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
@@ -43,7 +43,6 @@ def choose_prompts(args: argparse.Namespace) -> None:
 
 
 def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
-    """Open the files and check every row."""
     if args.max_response_length is None:
         raise ConfigurationError(
             f"--prompt-data {' '.join(args.prompt_data)} needs --max-response-length: files do not say how long "
@@ -70,16 +69,6 @@ def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
     return data
 
 
-def _resolve_evaluation(args: argparse.Namespace, held_out: int) -> None:
-    """Fill in the settings of evaluations that were not given; ``held_out``: number of problems to try."""
-    args.eval_problems = args.eval_problems or held_out
-    args.eval_samples = args.eval_samples or EVAL_SAMPLES
-    if args.eval_temperature is None and args.eval_samples > 1:
-        args.eval_temperature = args.rl_default_temperature
-    if args.eval_answers is None:
-        args.eval_answers = EVAL_ANSWERS
-
-
 def resolve_task(args: argparse.Namespace) -> Task:
     """Make the task, and fill in the settings that follow from it."""
     text, most = _text(args), EVAL_PROBLEMS
@@ -90,7 +79,9 @@ def resolve_task(args: argparse.Namespace) -> Task:
     else:
         task = make_task(args.task, args.seed, text, args.seq_length, args.max_response_length)
         args.max_response_length = args.max_response_length or task.max_response_length
-    _resolve_evaluation(args, most)
+    args.eval_problems = args.eval_problems or most
+    if args.eval_temperature is None and args.eval_samples > 1:
+        args.eval_temperature = args.rl_default_temperature
     args.vocab_size = args.vocab_size or task.text.size
     if args.vocab_size < task.text.size:
         raise ConfigurationError(

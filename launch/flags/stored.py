@@ -8,11 +8,10 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks.experts import check_expert_layers
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.megatron import MegatronSection, ParallelSection
-from megatron_rc.launch.run_config.options import Option, Section, options_of, out_of_range
+from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -38,13 +37,7 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
         else:
             raise ConfigurationError(f"{where} has no section {name}: it was written by another version")
     loss = PolicyLossConfig()
-    config = _alone(RunConfig(**found, correction=RolloutCorrectionConfig.disabled(), loss=loss))
-    if config.experts is not None:
-        try:
-            check_expert_layers(config, config.experts)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}") from error
-    return config
+    return _alone(RunConfig(**found, correction=RolloutCorrectionConfig.disabled(), loss=loss))
 
 
 def _alone(config: RunConfig) -> RunConfig:
@@ -60,27 +53,18 @@ def _alone(config: RunConfig) -> RunConfig:
 
 
 def _section(kind: type[Section], values: Mapping[str, Any], where: str, *, strict: bool) -> Section:
-    hints, options = get_type_hints(kind), {option.field: option for option in options_of(kind)}
+    hints, defaults = get_type_hints(kind), {option.field: option.default for option in options_of(kind)}
     fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = [name for name in values if name not in fields]
     if strict and unknown:
         raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: a later megatron_rc wrote it")
     found = {}
     for name in fields:
-        option = options.get(name, Option(help=""))
-        value = values.get(name, option.default)
-        if not _is_of(value, hints[name]) or (strict and not _is_in_range(value, option)):
+        value = values.get(name, defaults.get(name))
+        if not _is_of(value, hints[name]):
             raise ConfigurationError(f"{where}: {name} is {value!r}: it was written by another version, or is broken")
         found[name] = tuple(value) if isinstance(value, list) else value
     return kind(**found)
-
-
-def _is_in_range(value: Any, option: Option) -> bool:
-    """Whether the flag would accept the value."""
-    try:
-        return not out_of_range(option, value) and (option.read is None or option.read(value) == value)
-    except ValueError:
-        return False
 
 
 def _is_of(value: Any, hint: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_rc.launch.run_config.options import option
 
-EVAL_PROBLEMS, EVAL_SAMPLES, EVAL_ANSWERS = 96, 1, 8
+EVAL_PROBLEMS = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,15 @@ class EvaluationSection:
         f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, or all of --eval-data", needs="eval_interval"
     )
     eval_samples: int = option(
-        f"responses to each problem, for pass@1, pass@2, pass@4, ... up to this number; default: {EVAL_SAMPLES}",
-        needs="eval_interval",
+        "responses to each problem, for pass@1, pass@2, pass@4, ... up to this number", default=1, needs="eval_interval"
     )
     eval_temperature: float | None = option(
         "temperature of evaluations; default: greedy, or --rl-default-temperature if --eval-samples is above 1",
         needs="eval_interval",
     )
     eval_answers: int = option(
-        f"problems whose graded answers an evaluation writes to eval/ in the run's folder; default: {EVAL_ANSWERS}",
+        "problems whose graded answers an evaluation writes to eval/ in the run's folder",
+        default=8,
         needs="eval_interval",
         not_negative=True,
     )

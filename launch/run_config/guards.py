@@ -11,7 +11,7 @@ from typing import Literal
 from megatron_rc.launch.run_config.options import option
 
 _COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_FORM = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+?)(?:\s+for\s+(\S+))?\s*")
+_FORM = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([-+.\deE]+)(?:\s+for\s+([1-9]\d*))?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +67,9 @@ class Condition:
         """Read a condition, or raise ValueError."""
         match = _FORM.fullmatch(text)
         if match is None:
-            raise ValueError("expected 'METRIC < NUMBER for STEPS', with <, <=, > or >=")
-        metric, comparison, number, times = match.groups()
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = math.nan
-        if not math.isfinite(limit):
-            raise ValueError(f"{number} is no finite number to compare {metric} with")
-        if times is not None and not (times.isdecimal() and int(times) > 0):
-            raise ValueError(f"'for {times}' is no number of steps: expected 1 or more")
-        return cls(text, metric, comparison, limit, int(times or 1))
+            raise ValueError("expected 'METRIC < NUMBER for STEPS', with <, <=, > or >=, and 1 or more steps")
+        metric, comparison, number, steps = match.groups()
+        return cls(text, metric, comparison, float(number), int(steps or 1))
 
     def holds(self, value: float) -> bool:
         """Whether a value meets the condition; NaN does."""

@@ -21,7 +21,7 @@ class RewardSection:
     reply: str | None = option(
         "function that replies to a turn, python:pkg.module:function, if --max-turns is above 1; default: the task's "
         "method reply",
-        needs="!load_rollouts",
+        needs="!load_rollouts !max_turns=1",
         metavar="FUNCTION",
     )
     reward_workers: int | None = option(
@@ -89,7 +89,7 @@ class AdvantageSection:
         "each response counts alike in the baseline of its prompt, or by its importance weight: the mean reward of the "
         "engine's policy, or an estimate of the trainer's",
         default="group",
-        needs="!advantage_estimator=remax|gae|reinforce-pp|optimal-token-baseline|grpo-passk-no-std",
+        needs="!grpo_group_size=1 !advantage_estimator=remax|gae|reinforce-pp|optimal-token-baseline|grpo-passk-no-std",
     )
     advantage_baseline_weights: Literal["ratio", "correction"] = option(
         "importance weight of a response in its prompt's baseline: the ratio of the whole response, or the mean of the "
@@ -161,7 +161,8 @@ class CriticSection:
         "Hugging Face directory of the critic's layers at the start; default: the policy's layers", metavar="DIR"
     )
     critic_offload: bool = option(
-        "keep the critic's weights, gradients and optimizer in host memory while it does not work"
+        "keep the critic's weights, gradients and optimizer in host memory while it does not work",
+        needs="!optimizer_cpu_offload",
     )
     correct_values: Literal["none", "mask", "weights"] = option(
         "correction of the critic's loss: none, the rejection mask, or mask and importance weights; default: mask, or "

@@ -18,13 +18,13 @@ class ParallelSection:
     ``virtual_pipeline_model_parallel_size``: model chunks of a pipeline stage; None: one, in the plain schedule.
     """
 
-    tensor_model_parallel_size: int = option("TP size: ranks that share each layer", default=1)
-    pipeline_model_parallel_size: int = option("PP size: number of pipeline stages", default=1)
-    context_parallel_size: int = option("CP size: ranks that share each sequence", default=1)
-    expert_model_parallel_size: int = option(
-        "EP size: data and context parallel ranks that share the experts", default=1
+    tensor_model_parallel_size: int = option("ranks that share each layer (TP)", default=1)
+    pipeline_model_parallel_size: int = option("number of pipeline stages (PP)", default=1)
+    context_parallel_size: int = option("ranks that share each sequence (CP)", default=1)
+    expert_model_parallel_size: int = option("data and context parallel ranks that share the experts (EP)", default=1)
+    sequence_parallel: bool = option(
+        "split norms and residuals over the sequence inside the TP group", needs="!tensor_model_parallel_size=1"
     )
-    sequence_parallel: bool = option("split norms and residuals over the sequence inside the TP group")
     virtual_pipeline_model_parallel_size: int | None
 
     @property
@@ -58,21 +58,22 @@ class ParallelSection:
 class TransformerSection:
     """Shape of a layer without experts: fields of ``TransformerConfig``."""
 
-    num_layers: int = option("number of transformer layers", required=True, most=1000)
-    hidden_size: int = option("width of the residual stream", required=True, most=2**20)
-    ffn_hidden_size: int = option("width of the MLP; default: 4 times --hidden-size", most=2**24)
-    num_attention_heads: int = option("number of query heads", required=True, most=2**16)
+    num_layers: int = option("number of transformer layers", required=True)
+    hidden_size: int = option("width of the residual stream", required=True)
+    ffn_hidden_size: int = option("width of the MLP; default: 4 times --hidden-size")
+    num_attention_heads: int = option("number of query heads", required=True)
     kv_channels: int = option(
         "width of an attention head; default: --hidden-size divided by --num-attention-heads",
         needs="!multi_latent_attention",
-        most=2**16,
     )
     num_query_groups: int = option("number of key and value heads", default=1, needs="group_query_attention")
     normalization: Literal["LayerNorm", "RMSNorm"] = option("kind of norm", default="LayerNorm")
     layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5)
     gated_linear_unit: bool = option("use a gated MLP with SiLU instead of one with GELU", flag="swiglu")
     add_bias_linear: bool = option("linear layers without a bias", flag="disable_bias_linear", inverted=True)
-    add_qkv_bias: bool = option("give the query, key and value projection a bias", needs="disable_bias_linear")
+    add_qkv_bias: bool = option(
+        "give the query, key and value projection a bias", needs="disable_bias_linear !multi_latent_attention"
+    )
     qk_layernorm: bool = option("normalise queries and keys")
     init_method_std: float = option("standard deviation of the initial weights", default=0.02)
     attention_dropout: float = option(
@@ -90,15 +91,15 @@ class LatentSection:
     NEEDS: ClassVar[str] = "multi_latent_attention"
 
     multi_latent_attention: bool = option("compute queries, keys and values from narrow latent vectors of each token")
-    q_lora_rank: int | None = option("width of the queries' latent; default: queries without a latent", most=2**16)
-    kv_lora_rank: int = option("width of the latent of keys and values", default=32, most=2**16)
-    qk_head_dim: int = option("width of a head's query and key without rotary position", default=128, most=2**16)
-    qk_pos_emb_head_dim: int = option("width of a head's query and key with rotary position", default=64, most=2**16)
-    v_head_dim: int = option("width of a head's value", default=128, most=2**16)
+    q_lora_rank: int | None = option("width of the queries' latent; default: queries without a latent")
+    kv_lora_rank: int = option("width of the latent of keys and values", default=32)
+    qk_head_dim: int = option("width of a head's query and key without rotary position", default=128)
+    qk_pos_emb_head_dim: int = option("width of a head's query and key with rotary position", default=64)
+    v_head_dim: int = option("width of a head's value", default=128)
     rope_type: Literal["rope", "yarn"] = option("rotary frequencies: plain, or stretched by YaRN", default="yarn")
     rotary_scaling_factor: float = option("YaRN's factor on the length", default=1.0, needs="rope_type=yarn")
     original_max_position_embeddings: int = option(
-        "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn", most=2**24
+        "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn"
     )
     beta_fast: float = option(
         "frequencies with more turns over the original length are not stretched by YaRN",
@@ -124,10 +125,8 @@ class ExpertSection:
 
     NEEDS: ClassVar[str] = "num_experts"
 
-    num_moe_experts: int = option(
-        "number of experts that replace each MLP; default: a dense model", flag="num_experts", most=2048
-    )
-    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", most=2**24)
+    num_moe_experts: int = option("number of experts that replace each MLP; default: a dense model", flag="num_experts")
+    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size")
     moe_router_topk: int = option("number of experts of each token", default=2)
     moe_router_pre_softmax: bool = option(
         "weigh a token's experts by their softmax over all experts, not the chosen ones",
@@ -140,7 +139,7 @@ class ExpertSection:
         metavar="PATTERN",
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        "total width of the experts that every token passes; default: none", most=2**24
+        "total width of the experts that every token passes; default: none"
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
         "function that makes an expert's score of its logit", default="softmax"
@@ -163,7 +162,12 @@ class ExpertSection:
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = option(
         "loss that spreads tokens over the experts", default="aux_loss"
     )
-    moe_aux_loss_coeff: float = option("weight of the load-balancing loss", default=0.0, not_negative=True)
+    moe_aux_loss_coeff: float = option(
+        "weight of the load-balancing loss",
+        default=0.0,
+        needs="!moe_router_load_balancing_type=none",
+        not_negative=True,
+    )
     moe_z_loss_coeff: float | None = option("weight of the router's z-loss; default: none", not_negative=True)
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = option(
         "transport of tokens to experts of other ranks; flex: DeepEP, on GPUs", default="allgather"
@@ -182,7 +186,8 @@ class RoutingSection:
     NEEDS: ClassVar[str] = "moe_enable_routing_replay"
 
     moe_enable_routing_replay: bool = option(
-        "give each token the experts that another pass chose for it, instead of the router's new choice"
+        "give each token the experts that another pass chose for it, instead of the router's new choice",
+        needs="num_experts",
     )
     moe_routing_replay_source: Literal["rollout", "old"] = option(
         "pass whose experts are replayed: rollout, the engine's, in all passes of the policy; old, the forward-only "
@@ -227,7 +232,9 @@ class OptimizerSection:
     adam_eps: float = option("Adam's epsilon", default=1e-8)
     sgd_momentum: float = option("momentum of --optimizer sgd", default=0.9, not_negative=True)
     clip_grad: float = option("largest gradient norm; 0: no clipping", default=1.0, not_negative=True)
-    use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks")
+    use_distributed_optimizer: bool = option(
+        "split the optimizer state over the data-parallel ranks", needs="optimizer=adam"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Optional, Union, get_args, get_origin
+from typing import Any, Literal, Optional, Union
 
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
+from megatron_rc.launch.run_config.options import kind_of, parts_of
 
 # Title of the group in --help, file below megatron/core, class; a base class comes first.
 _CONFIGS = (
@@ -27,49 +27,33 @@ _CONFIGS = (
     ),
     ("Megatron-Core's optimizer", "optimizer/optimizer_config.py", "OptimizerConfig"),
 )
-# Fields without a flag: the launcher sets them, another field has the flag, or Megatron-LM has none either.
+# Fields without a flag: the launcher sets them, or another flag says the same.
 NOT_FLAGS = frozenset(
-    "virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm batch_p2p_sync "
-    "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads bf16 barrier_with_L1_time "
-    "log_num_zeros_in_grad log_max_attention_logit fp8_param_gather fp4_param_gather "
-    "enable_autocast num_microbatches_with_partial_activation_checkpoints tp_comm_overlap_disable_qkv "
-    "tp_comm_overlap_disable_fc1 tp_comm_atomic_ag tp_comm_atomic_rs cpu_offloading cpu_offloading_activations "
-    "cpu_offloading_weights cpu_offloading_double_buffering softmax_scale activation_func_fp8_input_store "
-    "test_mode memory_efficient_layer_norm fused_single_qkv_rope fp8_dot_product_attention "
-    "fp8_multi_head_attention tp_only_amax_red moe_token_dropping moe_router_topk_limited_devices "
-    "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph disable_parameter_transpose_cache "
-    "inference_sampling_seed use_inference_optimized_layers heterogeneous_block_specs "
-    "hetereogenous_dist_checkpoint gtp_weight_remat_size expert_gtp_weight_remat_size is_hybrid_model "
-    "preserve_fp32_weights fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad "
-    "megatron_fsdp_cuda_graph_mode use_kitchen use_kitchen_attention kitchen_attention_backend".split()
+    "virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm batch_p2p_sync enable_autocast "
+    "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads barrier_with_L1_time "
+    "num_microbatches_with_partial_activation_checkpoints log_num_zeros_in_grad fp8_param_gather fp4_param_gather "
+    "moe_token_dropping is_hybrid_model heterogeneous_block_specs softmax_scale test_mode".split()
 )
-# Flags whose names do not follow from the field: names that set it or turn it on, names that turn it off.
-_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "overlap_p2p_comm": (("overlap-p2p-communication",), ("no-overlap-p2p-communication",)),
-    "bias_activation_fusion": (
-        ("bias-activation-fusion",),
-        ("no-bias-activation-fusion", "no-bias-swiglu-fusion", "no-bias-gelu-fusion"),
-    ),
-    "apply_rope_fusion": (("apply-rope-fusion",), ("no-apply-rope-fusion", "no-rope-fusion")),
-    "num_layers_in_first_pipeline_stage": (("decoder-first-pipeline-num-layers",), ()),
-    "num_layers_in_last_pipeline_stage": (("decoder-last-pipeline-num-layers",), ()),
-    "fp8_param": (("fp8-param-gather",), ("no-fp8-param-gather",)),
-    "fp4_param": (("fp4-param-gather",), ("no-fp4-param-gather",)),
-    "grad_reduce_in_fp32": (("accumulate-allreduce-grads-in-fp32",), ("grad-reduce-in-bf16",)),
-    "bucket_size": (("ddp-bucket-size",), ()),
-    "num_buckets": (("ddp-num-buckets",), ()),
-    "pad_buckets_for_high_nccl_busbw": (
-        ("ddp-pad-buckets-for-high-nccl-busbw",),
-        ("no-ddp-pad-buckets-for-high-nccl-busbw",),
-    ),
-    "reduce_scatter_with_fp32_accumulation": (
-        ("ddp-reduce-scatter-with-fp32-accumulation",),
-        ("no-ddp-reduce-scatter-with-fp32-accumulation",),
-    ),
-    "average_in_collective": (("ddp-average-in-collective",), ("no-ddp-average-in-collective",)),
-    "nccl_ub": (("use-nccl-ub",), ("no-use-nccl-ub",)),
-    "muon_split_qkv": (("muon-split-qkv",), ("muon-no-split-qkv",)),
-    "muon_use_nesterov": (("muon-nesterov",), ("no-muon-nesterov",)),
+# Flags whose names do not follow from the field: names that set it or turn it on | names that turn it off, if these are
+# others than with "no-" in front.
+_NAMES = {
+    "overlap_p2p_comm": "overlap-p2p-communication",
+    "bias_activation_fusion": "bias-activation-fusion"
+    " | no-bias-activation-fusion no-bias-swiglu-fusion no-bias-gelu-fusion",
+    "apply_rope_fusion": "apply-rope-fusion | no-apply-rope-fusion no-rope-fusion",
+    "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "fp8_param": "fp8-param-gather",
+    "fp4_param": "fp4-param-gather",
+    "grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32 | grad-reduce-in-bf16",
+    "bucket_size": "ddp-bucket-size",
+    "num_buckets": "ddp-num-buckets",
+    "pad_buckets_for_high_nccl_busbw": "ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "ddp-reduce-scatter-with-fp32-accumulation",
+    "average_in_collective": "ddp-average-in-collective",
+    "nccl_ub": "use-nccl-ub",
+    "muon_split_qkv": "muon-split-qkv | muon-no-split-qkv",
+    "muon_use_nesterov": "muon-nesterov",
 }
 # Values of the flags of fields of type torch.dtype.
 _DTYPES = {
@@ -160,15 +144,12 @@ def _names_of(name: str, is_switch: bool, is_on: bool, said: tuple[str, ...]) ->
 
     As in Megatron-LM, a switch that is on by default has ``--no-`` and ``--disable-``. Here each has its opposite too.
     """
-    if name in _NAMES:
-        return _NAMES[name]
     plain = name.replace("_", "-")
-    if not is_switch:
-        return said or (plain,), ()
-    if is_on:
+    if is_switch and is_on and name not in _NAMES:
         return (plain,), said or (f"no-{plain}", f"disable-{plain}")
-    on = said or (plain,)
-    return on, tuple(f"no-{each}" for each in on)
+    given, _, off = _NAMES.get(name, "").partition(" | ")
+    on = (given,) if given else said or (plain,)
+    return on, tuple(off.split() or (f"no-{each}" for each in on)) if is_switch else ()
 
 
 def _default_and_names(value: ast.expr | None) -> tuple[Any, tuple[str, ...]]:
@@ -205,7 +186,6 @@ _TYPES: dict[str, Any] = {
     "Union": Union,
     **_PLAIN,
 }
-_UNIONS = (Union, UnionType)
 
 
 class _Unknown:
@@ -223,13 +203,10 @@ def _kind_of(annotation: ast.expr, core: Path) -> dict[str, Any] | None:
         hint = eval(ast.unparse(annotation), names | _TYPES | enums)
     except (AttributeError, TypeError):  # as torch.dtype
         return None
-    parts = [part for part in (get_args(hint) if get_origin(hint) in _UNIONS else [hint]) if part is not NoneType]
+    parts = parts_of(hint)
     if len(parts) == 1:
-        origin, of = get_origin(parts[0]), get_args(parts[0])
-        if origin is Literal:
-            return {"kind": type(of[0]), "choices": of}
-        kind = of[0] if origin is list else parts[0]
-        return {"kind": kind, "many": origin is list} if kind in _PLAIN.values() else None
+        found = kind_of(parts[0])
+        return found if found["kind"] in _PLAIN.values() else None
     if parts == [int, list[int]]:  # a pattern is one word
         return {"kind": number_or_pattern}
     if parts[:2] == [str, list]:

@@ -35,45 +35,33 @@ def scoring_in_words(config: RunConfig) -> str:
 
 def why_scored(config: RunConfig) -> str | None:
     """The reason for a forward-only pass in decoupled mode; None if none is needed."""
-    steps, wanted, critic = config.updates_per_rollout, config.advantages, config.critic
-    if config.rollouts.always_score:
-        return "--always-score"
-    if steps > 1:
-        return f"it makes {steps} optimizer steps, and π_θ is π_old in the first alone"
-    if wanted.kl_in_reward:
-        return f"--kl-in-reward {wanted.kl_in_reward} needs log π_old before the update"
-    if wanted.advantage_scope == "accepted":
-        return "--advantage-scope accepted needs the rejected responses before the update"
-    if wanted.needs_squares:
-        return f"--advantage-estimator {wanted.advantage_estimator} needs π_old before the update"
-    if wanted.advantage_baseline == "weighted":
-        return "--advantage-baseline weighted needs log π_old before the update"
-    if critic is not None and critic.correct_values != "none":
-        return f"--correct-values {critic.correct_values} corrects the critic before the update"
-    if critic is not None and critic.num_critic_only_steps:
-        return f"--num-critic-only-steps {critic.num_critic_only_steps} makes steps without an update of the policy"
-    if config.rollouts.save_log_probs:
-        return "--save-log-probs writes log π_old"
-    if config.routing is not None and not config.replays_rollouts:
-        return "--moe-routing-replay-source old replays its experts"
-    known_before = _why_known_before(config)
-    if known_before is not None:
-        return known_before
-    if config.transformer.attention_dropout or config.transformer.hidden_dropout:
-        return "with dropout π_θ is not π_old"
-    formats = [value for name in ("fp8", "fp4") if (value := config.megatron.given.get(name))]
-    return f"layers in {formats[0]} round each pass by the passes before it" if formats else None
-
-
-def _why_known_before(config: RunConfig) -> str | None:
-    """The part of the correction that must be known before the update."""
-    correction, loss = config.correction, config.loss
-    if correction.needs_prompts:
-        names = ", ".join(criterion.name for criterion in correction.criteria if criterion.unit == "prompt")
-        return f"--rollout-rs {names} needs all responses of a prompt before the update"
-    if correction.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
-        name = "--grpo-kl-beta" if loss.kl_coef else "--grpo-entropy-term-weight"
-        return f"--rollout-is-batch-normalize with {name} needs the mean weight before the update"
-    if config.has_auxiliary_losses and denominator_is_unknown(correction, loss, one_pass=True):
-        return "the auxiliary losses of the experts need the number of accepted tokens before the update"
-    return None
+    correction, loss, wanted = config.correction, config.loss, config.advantages
+    steps, rollouts = config.updates_per_rollout, config.rollouts
+    corrects, alone = "none", 0
+    if config.critic is not None:
+        corrects, alone = config.critic.correct_values, config.critic.num_critic_only_steps
+    of_prompts = ", ".join(criterion.name for criterion in correction.criteria if criterion.unit == "prompt")
+    penalty = "--grpo-kl-beta" if loss.kl_coef else "--grpo-entropy-term-weight"
+    counts = config.has_auxiliary_losses and denominator_is_unknown(correction, loss, one_pass=True)
+    rounding = [value for name in ("fp8", "fp4") if (value := config.megatron.given.get(name))]
+    reasons = {
+        "--always-score": rollouts.always_score,
+        f"it makes {steps} optimizer steps, and π_θ is π_old in the first alone": steps > 1,
+        f"--kl-in-reward {wanted.kl_in_reward} needs log π_old before the update": wanted.kl_in_reward,
+        "--advantage-scope accepted needs the rejected responses before the update": (
+            wanted.advantage_scope == "accepted"
+        ),
+        f"--advantage-estimator {wanted.advantage_estimator} needs π_old before the update": wanted.needs_squares,
+        "--advantage-baseline weighted needs log π_old before the update": wanted.advantage_baseline == "weighted",
+        f"--correct-values {corrects} corrects the critic before the update": corrects != "none",
+        f"--num-critic-only-steps {alone} makes steps without an update of the policy": alone,
+        "--save-log-probs writes log π_old": rollouts.save_log_probs,
+        "--moe-routing-replay-source old replays its experts": config.routing and not config.replays_rollouts,
+        f"--rollout-rs {of_prompts} needs all responses of a prompt before the update": correction.needs_prompts,
+        f"--rollout-is-batch-normalize with {penalty} needs the mean weight before the update": (
+            correction.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef)
+        ),
+        "the auxiliary losses of the experts need the number of accepted tokens before the update": counts,
+        f"layers in {''.join(rounding[:1])} round each pass by the passes before it": rounding,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -36,7 +36,6 @@ class RolloutSection:
         "in all, and --max-response-length is the most tokens of a turn",
         default=1,
         needs="!load_rollouts",
-        most=1000,
     )
     grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32)
     grpo_group_size: int = option("responses sampled for each prompt", default=2)
@@ -44,7 +43,7 @@ class RolloutSection:
     dynamic_sampling: int = option(
         "replace a prompt whose responses all have the same reward, up to N times",
         default=0,
-        needs="!load_rollouts",
+        needs="!load_rollouts !grpo_group_size=1",
         not_negative=True,
     )
     rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0)
@@ -86,7 +85,6 @@ class RolloutSection:
         "processes sample ahead, older rollouts of --load-rollouts are an error; default: 0, no limit with "
         "--load-rollouts",
         not_negative=True,
-        most=10_000,
     )
     allow_truncated_sampling: bool = option(
         "accept truncated rollouts whose kept tokens are not known, so that their log-probs are not the policy's"
@@ -129,7 +127,7 @@ class EngineSection:
     rl_partial_rollouts: bool = option(
         "sync weights at every rollout batch, while responses are under way: these go on under the new weights; needs "
         "--rollout-engine vllm-server",
-        needs="rollout_staleness !load_rollouts",
+        needs="rollout_staleness !load_rollouts max_turns=1",
     )
     rollout_max_versions: int | None = option(
         "most versions of the weights within one response; a weight sync that would exceed it waits for the responses "
@@ -151,7 +149,9 @@ class EngineSection:
     rollout_engine_args: str | None = option(
         "YAML file of further arguments of vllm.LLM, such as gpu_memory_utilization: 0.5", metavar="FILE"
     )
-    rollout_colocate: bool = option("give vLLM's GPU memory to the trainer between two rollouts, by vLLM's sleep mode")
+    rollout_colocate: bool = option(
+        "give vLLM's GPU memory to the trainer between two rollouts, by vLLM's sleep mode", needs="!rollout_staleness"
+    )
     rollout_dtype: str = option(
         "number format of the engine's weights at every sync; servers keep the format of their start", default="bf16"
     )

@@ -36,19 +36,22 @@ class ModelSection:
     """Positions, vocabulary and implementation of the model."""
 
     max_position_embeddings: int = option(
-        "tokens of the longest sequence that the model accepts; default: --seq-length", most=2**31
+        "tokens of the longest sequence that the model accepts; default: --seq-length"
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = option(
         "kind of position embedding", default="learned_absolute"
     )
     rotary_base: int = option("base of the rotary frequencies", default=10000)
     rotary_percent: float = option(
-        "share of a head's width that is rotated, at most 1", default=1.0, needs="position_embedding_type=rope", most=1
+        "share of a head's width that is rotated, at most 1",
+        default=1.0,
+        needs="position_embedding_type=rope !multi_latent_attention",
+        most=1,
     )
     rope_scaling: bool = option(
         "lower the low rotary frequencies as Llama 3.1 does",
         flag="use_rope_scaling",
-        needs="position_embedding_type=rope",
+        needs="position_embedding_type=rope !multi_latent_attention",
     )
     rope_scaling_factor: float = option("divisor of the low rotary frequencies", default=8.0, needs="use_rope_scaling")
     sliding_window: int | None = option(
@@ -58,12 +61,12 @@ class ModelSection:
     untie_embeddings_and_output_weights: bool = option(
         "give the output layer weights of its own instead of the embedding's"
     )
-    vocab_size: int = option("tokens of the vocabulary; default: the tokenizer's", most=2**31)
+    vocab_size: int = option("tokens of the vocabulary; default: the tokenizer's")
     make_vocab_size_divisible_by: int = option(
-        "the padded vocabulary is a multiple of this number times the TP size", default=128, most=2**20
+        "the padded vocabulary is a multiple of this number times the TP size", default=128
     )
     padded_vocab_size: int = option(
-        "rows of the embedding; default: --vocab-size padded by --make-vocab-size-divisible-by", most=2**31
+        "rows of the embedding; default: --vocab-size padded by --make-vocab-size-divisible-by"
     )
     hf_model_type: str | None = option(
         "Hugging Face model_type of the exported model; default: the one of --load-hf, or the first that fits"
@@ -92,9 +95,11 @@ class ModelSection:
 class TrainingSection:
     """Batches, optimizer steps and checks of a step."""
 
-    seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True, most=2**31)
-    micro_batch_size: int = option("sequences of one forward-backward pass", default=1, most=2**21)
-    optimizer_offload: bool = option("keep the policy's optimizer state in host memory between optimizer steps")
+    seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True)
+    micro_batch_size: int = option("sequences of one forward-backward pass", default=1)
+    optimizer_offload: bool = option(
+        "keep the policy's optimizer state in host memory between optimizer steps", needs="!optimizer_cpu_offload"
+    )
     global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True)
     train_iters: int = option("optimizer steps of the run, including those before a loaded checkpoint", required=True)
     fused_linear_log_probs: bool = option("compute log-probs from hidden states in chunks, without storing logits")
@@ -213,7 +218,8 @@ class CheckpointSection:
         "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
     )
     load_hf: str | None = option(
-        "start with weights, shape and tokenizer of this Hugging Face directory; default: random weights", metavar="DIR"
+        "start from this Hugging Face directory: its weights, shape and tokenizer; default: random weights",
+        metavar="DIR",
     )
     weights_bridge: Literal["mbridge", "none"] = option(
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "

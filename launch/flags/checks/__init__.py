@@ -6,7 +6,6 @@ same error: one sentence with the flag, its value and the remedy.
 
 from __future__ import annotations
 
-from megatron_rc.launch.flags.checks.advantages import check_advantages, check_critic
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
 from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
@@ -14,12 +13,12 @@ from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.flags.checks.parallel import check_batches, check_intervals, check_parallelism
 from megatron_rc.launch.flags.checks.rollouts import (
+    check_advantages,
     check_correction,
     check_engine,
-    check_partial_rollouts,
     check_recorded,
 )
-from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts, check_rewards
+from megatron_rc.launch.flags.checks.task import check_prompts, check_rewards
 from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_reference
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
@@ -38,14 +37,11 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_recorded(config)
     check_correction(config)
     check_engine(config, samples)
-    check_partial_rollouts(config)
-    check_critic(config)
     check_guards(config)
     check_profiling(config)
     check_checkpoints(config)
     check_bridge(config, samples)
     check_reference(config)
     check_prompts(config, task)
-    check_evaluation(config, task)
     check_rewards(config, task, samples)
     check_advantages(config)

@@ -18,7 +18,6 @@ def check_experts(config: RunConfig) -> None:
         wrong = {
             "{expert_model_parallel_size} does nothing without --num-experts: drop it": splits,
             "{expert_tensor_parallel_size} does nothing without --num-experts: drop it": (etp or 1) != 1,
-            "{moe_enable_routing_replay} does nothing without --num-experts: drop it": config.routing is not None,
         }
         refuse(config, wrong)
         return
@@ -35,24 +34,20 @@ def check_experts(config: RunConfig) -> None:
 
 
 def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
-    """Check that every expert splits over the TP ranks, and the experts over data and CP ranks."""
-    parallel, etp = config.parallel, config.megatron.expert_tensor_parallel_size
+    parallel, etp = config.parallel, config.expert_tensor_parallel_size
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     require_multiple("num_experts", experts.num_moe_experts, "expert_model_parallel_size", ep)
-    width = "tensor_model_parallel_size" if etp is None else "expert_tensor_parallel_size"
-    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, width, tp if etp is None else max(etp, 1))
-    ranks = config.data_parallel_size * parallel.context_parallel_size
+    width = f"{'expert_tensor' if config.megatron.expert_tensor_parallel_size else 'tensor_model'}_parallel_size"
+    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, width, etp)
+    ranks = config.data_parallel_size * parallel.context_parallel_size * tp
     needs = "{num_experts} with {tensor_model_parallel_size} needs %s: Megatron does not train experts without it"
+    product = f"{{expert_model_parallel_size}} · {{{width}}}"
     wrong = {
-        "{expert_model_parallel_size} must divide the {ranks} data · context parallel ranks of each stage": (
-            etp is None and ranks % ep
-        ),
-        "{expert_tensor_parallel_size} · {expert_model_parallel_size} must divide the {all_ranks} tensor · data · "
-        "context parallel ranks of each stage": etp is not None and (etp < 1 or ranks * tp % (ep * etp)),
+        product + " must divide the {ranks} tensor · data · context parallel ranks of each stage": ranks % (ep * etp),
         needs % "--sequence-parallel": tp > 1 and not parallel.sequence_parallel,
         needs % "--disable-bias-linear": tp > 1 and config.transformer.add_bias_linear,
     }
-    refuse(config, wrong, ranks=ranks, all_ranks=ranks * tp)
+    refuse(config, wrong, ranks=ranks)
 
 
 def check_expert_layers(config: RunConfig, experts: ExpertSection) -> None:
@@ -68,7 +63,6 @@ def check_expert_layers(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def _check_router(config: RunConfig, experts: ExpertSection) -> None:
-    """Check how many experts a token gets, from which groups, and that their bias stays as it was loaded."""
     topk, number = experts.moe_router_topk, experts.num_moe_experts
     fewest = 1 if experts.moe_router_pre_softmax or experts.moe_router_score_function == "sigmoid" else 2
     reason = "" if fewest == 1 else ": the weight of a single expert is always 1"
@@ -95,9 +89,6 @@ def _check_auxiliary_losses(config: RunConfig, experts: ExpertSection) -> None:
     shards = config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size
     weighs = config.compute.calculate_per_token_loss and config.has_auxiliary_losses
     wrong = {
-        "{moe_aux_loss_coeff} does nothing with {moe_router_load_balancing_type}: use aux_loss, or drop it": (
-            balancing == "none" and experts.moe_aux_loss_coeff
-        ),
         "{moe_router_load_balancing_type} with {rl_use_sequence_packing} would take a packed micro-batch for one "
         "sequence: use aux_loss, or drop the packing": balancing == "seq_aux_loss" and packs,
         "{calculate_per_token_loss} weighs auxiliary losses by the tokens of each data-parallel rank, which "
@@ -130,7 +121,6 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
 
 
 def _check_replay(config: RunConfig) -> None:
-    """Check that Megatron's router uses the experts, in the engine's dtype, and that the replayed pass is made."""
     of_engine, of_trainer = _router_dtype_of_engine(config), config.dtype
     if config.megatron.given.get("moe_router_dtype") == "fp32":
         of_trainer = torch.float32

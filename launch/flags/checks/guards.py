@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
-
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
 
-# Metrics of an optimizer step, as far as they are known before the first step: folders, and names without a folder.
-_FOLDERS = ("data", "loss", "perf", "policy", "reward", "rollout")
-_SINGLE = (
-    *("grad_norm", "loss_scale", "lr", "lr_ess", "lr_ess_factor"),
-    *("skipped_steps", "bad_steps", "steps_without_signal"),
-)
-
 
 def check_guards(config: RunConfig) -> None:
-    """Check that each ``--stop-if`` can be read and names a metric of a step."""
-    for text in config.guards.stop_if or ():
-        try:
-            condition = Condition.parse(text)
-        except ValueError as error:
-            raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
-        _check_metric(condition, config)
-
-
-def _check_metric(condition: Condition, config: RunConfig) -> None:
-    name, prefix, given = condition.metric, config.correction.metric_prefix, f"--stop-if '{condition.text}'"
+    """Check that each ``--stop-if`` can be read; the first step shows whether it has the metric."""
+    scaling = ("--lr-ess-scaling", config.schedule.lr_ess_scaling)
     needed = {
         "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
         "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
-        **dict.fromkeys(("lr_ess", "lr_ess_factor"), ("--lr-ess-scaling", config.schedule.lr_ess_scaling)),
+        "lr_ess": scaling,
+        "lr_ess_factor": scaling,
     }
-    if name in needed and not needed[name][1]:
-        raise ConfigurationError(f"{given} does nothing without {needed[name][0]}: no step has {name}")
-    if name.startswith("eval/"):
-        raise ConfigurationError(f"{given} names a metric of evaluations, not of steps: use reward/mean, or another")
-    folder, slash, rest = name.partition("/")
-    if name in _SINGLE or name.startswith(prefix) or (slash and rest and folder in _FOLDERS):
-        return
-    close = difflib.get_close_matches(name, [*_SINGLE, f"{prefix}kl", f"{prefix}k3_kl", "reward/mean"], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use one of docs/metrics.md, like {prefix}k3_kl or reward/mean"
-    raise ConfigurationError(f"{given} names {name}, which no step has: {hint}")
+    for text in config.guards.stop_if or ():
+        try:
+            metric = Condition.parse(text).metric
+        except ValueError as error:
+            raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
+        other, is_given = needed.get(metric, ("", True))
+        if not is_given:
+            raise ConfigurationError(f"--stop-if '{text}' does nothing without {other}: no step has {metric}")
+        if metric.startswith("eval/"):
+            words = "names a metric of evaluations, not of steps: use reward/mean, or another"
+            raise ConfigurationError(f"--stop-if '{text}' {words}")
 
 
 def check_profiling(config: RunConfig) -> None:

@@ -6,7 +6,6 @@ schedule runs), or that engines cannot follow. Megatron's own errors become one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from megatron_rc.launch.run_config.megatron_configs import (
     build_transformer_config,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
-from megatron_rc.launch.run_config.options import MOST
 
 # Fields that must keep Megatron's default, by the reason.
 REFUSED = {
@@ -70,15 +68,10 @@ MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 def check_megatron(config: RunConfig) -> None:
     """Check the given fields, and let Megatron build its configs with them."""
-    flags = []
+    flags = [field.as_flag(value) for field, value in _chosen(config)]
     for field, value in _chosen(config):
-        flags.append(field.as_flag(value))
-        wrong = {
-            "{flag} cannot be used here: it {found}": _REASONS.get(field.name),
-            "{flag} must be a finite number": isinstance(value, float) and not math.isfinite(value),
-            f"{{flag}} must be at most {MOST}": isinstance(value, int) and abs(value) > MOST,
-        }
-        refuse(config, wrong, flag=flags[-1])
+        if field.name in _REASONS:
+            raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
     _check_numbers(config)
     _check_layers(config)
     # Without Transformer Engine here Megatron cannot judge settings for machines that have it.
@@ -105,7 +98,6 @@ def _has_engine(config: RunConfig) -> bool:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    """Refuse numbers that depend on earlier passes, and fields that change the function, its gradient or its start."""
     given, compute = config.megatron.given, config.compute
     is_loaded = config.checkpoints.load or config.checkpoints.load_hf
     depends_on_passes = given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed"
@@ -125,7 +117,6 @@ def _check_numbers(config: RunConfig) -> None:
 
 
 def _check_layers(config: RunConfig) -> None:
-    """Refuse fields that need Transformer Engine's layers, a GPU, or other flags."""
     given, training, is_split = config.megatron.given, config.training, config.optimizer.use_distributed_optimizer
     modules = [module for module in given.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
     flags = [typed(config, name) for name in _OF_ENGINE if given.get(name)]

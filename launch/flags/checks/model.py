@@ -39,23 +39,16 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_latents(config: RunConfig) -> None:
-    """Check multi-latent attention, whose heads have widths of their own."""
     latent, layers, parallel, model = config.latent, config.transformer, config.parallel, config.model
     if latent is None:
         return
     if not config.launch.on_cpu:
         require("transformer_engine", "--multi-latent-attention on a GPU", "gpu")
-    given = config.megatron.given
-    others = {
-        "--group-query-attention": layers.num_query_groups != layers.num_attention_heads,
-        "{add_qkv_bias}": layers.add_qkv_bias,
-        "{qk_l2_norm}": given.get("qk_l2_norm"),
-        "{no_rope_freq}": given.get("no_rope_freq"),
-        "{rotary_percent}": model.rotary_percent != 1,
-    }
+    excluded, given = " does not go with --multi-latent-attention: drop it", config.megatron.given
     wrong = {
-        **{f"{name} does not go with --multi-latent-attention: drop it": others[name] for name in others},
-        "{use_rope_scaling} does not go with --multi-latent-attention: use --rope-type yarn": model.rope_scaling,
+        "--group-query-attention" + excluded: layers.num_query_groups != layers.num_attention_heads,
+        "{qk_l2_norm}" + excluded: given.get("qk_l2_norm"),
+        "{no_rope_freq}" + excluded: given.get("no_rope_freq"),
         "{position_embedding_type} does not go with --multi-latent-attention: use rope": (
             model.position_embedding_type != "rope"
         ),

@@ -22,17 +22,8 @@ def check_parallelism(config: RunConfig) -> None:
     }
     refuse(config, wrong, size=size, world=world)
     _check_stages(config)
-    wrong = {
-        "{sequence_parallel} needs --tensor-model-parallel-size above 1: drop it": (
-            parallel.sequence_parallel and tp == 1
-        ),
-        "{sequence_parallel}: {seq_length} / {context_parallel_size} must be a multiple of "
-        "{tensor_model_parallel_size}": parallel.sequence_parallel and length // cp % tp,
-        "{use_distributed_optimizer} needs --optimizer adam, got {name}: drop one of them": (
-            config.optimizer.use_distributed_optimizer and config.optimizer.optimizer != "adam"
-        ),
-    }
-    refuse(config, wrong, name=config.optimizer.optimizer)
+    uneven = "{sequence_parallel}: {seq_length} / {context_parallel_size} must be a multiple of "
+    refuse(config, {uneven + "{tensor_model_parallel_size}": parallel.sequence_parallel and length // cp % tp})
     if cp > 1:
         require_multiple("seq_length", length, "context_parallel_size", cp, factor=2)
 
@@ -40,14 +31,12 @@ def check_parallelism(config: RunConfig) -> None:
 def _check_stages(config: RunConfig) -> None:
     """Check that layers spread evenly over the stages, apart from given numbers for the first and the last stage.
 
-    A layout of all stages was checked when it was read.
+    A layout of all stages was checked when it was read; Megatron refuses it beside such numbers.
     """
     layers, pp = config.transformer.num_layers, config.parallel.pipeline_model_parallel_size
     ends = dict(zip(("first", "last"), config.megatron.layers_at_ends, strict=True))
     given = {f"--decoder-{end}-pipeline-num-layers {n}": n for end, n in ends.items() if n is not None}
     if "pipeline_model_parallel_layout" in config.megatron.given:
-        doubled = {"{pipeline_model_parallel_layout} gives each stage its layers: drop {flags}": given}
-        refuse(config, doubled, flags=" and ".join(given))
         return
     if not given:
         require_multiple("num_layers", layers, "pipeline_model_parallel_size", pp)
@@ -68,7 +57,7 @@ def _check_stages(config: RunConfig) -> None:
 def check_batches(config: RunConfig) -> None:
     """Check that rollout batches split into mini-batches, these into micro-batches, and all of them over the ranks."""
     sequences, size, dp = config.rollouts.sequences, config.training.global_batch_size, config.data_parallel_size
-    tokens, product = size * config.training.seq_length, _SEQUENCES + " = {sequences} sequences"
+    product = _SEQUENCES + " = {sequences} sequences"
     wrong = {
         "{grpo_prompts_per_step} must be a multiple of {dp} data-parallel ranks": (
             config.rollouts.grpo_prompts_per_step % dp
@@ -77,11 +66,9 @@ def check_batches(config: RunConfig) -> None:
         product + " must be a multiple of {global_batch_size}": sequences % size,
         product + " make {batches} batches of {global_batch_size}: at most {most_batches} are possible; make them "
         "larger": sequences // size > _MOST_MINI_BATCHES,
-        "{calculate_per_token_loss} counts the {tokens} tokens of {global_batch_size} sequences of {seq_length} in 32 "
-        "bits: drop it, the gradients are the same": config.compute.calculate_per_token_loss and tokens >= 2**31,
     }
     numbers = {"most": NUM_SEQUENCE_IDS, "most_batches": _MOST_MINI_BATCHES, "batches": sequences // size}
-    refuse(config, wrong, dp=dp, sequences=sequences, tokens=tokens, **numbers)
+    refuse(config, wrong, dp=dp, sequences=sequences, **numbers)
     _check_micro_batches(config)
 
 

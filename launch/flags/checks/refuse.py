@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig, passed_through
+from megatron_rc.launch.run_config.options import as_typed
 
 
 def refuse(config: RunConfig, wrong: Mapping[str, object], **more: object) -> None:
@@ -27,10 +28,7 @@ def typed(config: RunConfig, name: str) -> str:
     """Text of a flag with its value, as typed; ``name`` has underscores."""
     if name in passed_through():
         return passed_through()[name].as_flag(config.megatron.given[name])
-    value = config.value_of(name.replace("_", "-"))
-    if isinstance(value, bool):
-        return flag(name if value else f"no_{name}")
-    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return as_typed(name, config.value_of(name.replace("_", "-")))
 
 
 class _Typed(dict[str, Any]):

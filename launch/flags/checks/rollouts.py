@@ -1,4 +1,4 @@
-"""Checks of the source of rollouts, their age, and the engine."""
+"""Checks of the source of rollouts, their age, the engine, and advantages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
+
+# Estimators that give the only response to a prompt the advantage 0.
+_OF_SEVERAL = ("grpo-passk", "grpo-passk-no-std", "rloo-vectorized")
 
 
 def check_recorded(config: RunConfig) -> None:
@@ -55,24 +58,6 @@ def check_correction(config: RunConfig) -> None:
     refuse(config, wrong, mode=mode, given=given, last=last, oldest=rollouts.rollout_staleness or 0)
 
 
-def check_partial_rollouts(config: RunConfig) -> None:
-    """Check that the bound of the versions within a response is one."""
-    bound, most = config.engine.rollout_max_versions, 1
-    most += (config.rollouts.rollout_staleness or 0) // config.updates_per_rollout
-    wrong = {
-        "{rollout_max_versions} leaves no response two versions: give 2 or more, or drop --rl-partial-rollouts": (
-            bound == 1
-        ),
-        "{max_turns} does not go with {rl_partial_rollouts}, by which weights change within a response: give "
-        "--max-turns 1, or drop --rl-partial-rollouts": (
-            config.engine.rl_partial_rollouts and config.rollouts.max_turns > 1
-        ),
-        "{rollout_max_versions} does nothing with {rollout_staleness}: no response has more than {most} versions; drop "
-        "it": bound is not None and bound >= most,
-    }
-    refuse(config, wrong, most=most)
-
-
 def check_engine(config: RunConfig, samples: bool) -> None:
     """Check the engine's package, the flags that it needs, its servers' addresses, and that it reports what is used."""
     name = config.engine.rollout_engine
@@ -113,7 +98,6 @@ def check_engine(config: RunConfig, samples: bool) -> None:
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Check the settings of vLLM in a process of the trainer's own."""
     engine, parallel = config.engine, config.parallel
     of_replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     is_large = engine.rollout_tensor_parallel_size > of_replica and config.data_parallel_size > 1
@@ -122,8 +106,6 @@ def _check_vllm(config: RunConfig) -> None:
         "ranks of a replica's first pipeline stage": is_large and not config.launch.on_cpu,
         "{rollout_colocate} needs a GPU, whose memory it shares: drop it": engine.rollout_colocate
         and config.launch.on_cpu,
-        "{rollout_colocate} does not go with {rollout_staleness}, by which the engine samples while the trainer works: "
-        "drop one of them": engine.rollout_colocate and bool(config.rollouts.rollout_staleness),
     }
     refuse(config, wrong, dp=config.data_parallel_size, most=of_replica)
     try:
@@ -133,7 +115,6 @@ def _check_vllm(config: RunConfig) -> None:
 
 
 def _check_transfer(config: RunConfig) -> None:
-    """Check that the weights can go to the servers in this way."""
     way, on_cpu = config.engine.rollout_weight_transfer, config.launch.on_cpu
     needs, other = "GPUs" if way == "nccl" else "CPUs", "gloo" if on_cpu else "nccl"
     wrong = {
@@ -145,3 +126,35 @@ def _check_transfer(config: RunConfig) -> None:
         ),
     }
     refuse(config, wrong, needs=needs, other=other)
+
+
+def check_advantages(config: RunConfig) -> None:
+    """Check that advantages and values have the responses and the correction that they are made from."""
+    wanted, correction, load = config.advantages, config.correction, config.rollouts.load_rollouts
+    of_accepted, weighs = wanted.advantage_scope == "accepted", wanted.advantage_baseline != "group"
+    is_alone = wanted.advantage_estimator in _OF_SEVERAL and config.rollouts.grpo_group_size == 1
+    corrects = config.critic.correct_values if config.critic else "none"
+    in_loss = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
+    early = " before the loss, which {in_loss} does without: "
+    of_the_loss: dict[str, object] = {
+        "{advantage_scope} needs a rejection" + early + "use all, or drop that": of_accepted,
+        "{advantage_baseline} needs log π_old" + early + "use group, or drop that": weighs,
+        "{advantage_estimator} needs log π_old" + early + "use another estimator, or drop that": wanted.needs_squares,
+        "{correct_values} needs a correction" + early + "use --correct-values none": corrects != "none",
+    }
+    wrong = {
+        "{advantage_estimator} asks the engine for the most likely response to each prompt, which {load_rollouts} does "
+        "not have: use another estimator": wanted.advantage_estimator == "remax" and load,
+        "{advantage_estimator} compares the responses to one prompt, and with {grpo_group_size} each would have the "
+        "advantage 0: raise that, or use another estimator": is_alone,
+        "{advantage_scope} does nothing without a rejection: give --rollout-rs": (
+            of_accepted and not correction.rejects and correction.bad_log_probs == "error"
+        ),
+        "{advantage_baseline_weights} needs importance weights: use ratio, or give --rollout-is": (
+            weighs and wanted.advantage_baseline_weights == "correction" and not correction.applies_weights
+        ),
+        "{correct_values} needs importance weights: use mask, or give --rollout-is": (
+            corrects == "weights" and not correction.applies_weights
+        ),
+    }
+    refuse(config, (of_the_loss if correction.corrects_in_loss else {}) | wrong, in_loss=in_loss)

@@ -21,36 +21,27 @@ def check_room(length: int, response: int) -> None:
 
 
 def check_prompts(config: RunConfig, task: Task) -> None:
-    """Check that the first rollout batch's prompts leave room for a response."""
-    check_room(config.training.seq_length, config.rollouts.max_response_length)
-    longest, is_too_long = _longest(config, task, config.rollouts.grpo_prompts_per_step)
-    too_short = "{seq_length} is too short for --task {task}: it does not hold a prompt of {longest} tokens and a "
-    words = too_short + "response of up to {response}"
-    refuse(
-        config,
-        {words: is_too_long},
-        task=config.task.task,
-        longest=longest,
-        response=config.rollouts.max_response_length,
+    """Check the number of held-out problems, and that the first prompts leave room for a response."""
+    length, response = config.training.seq_length, config.rollouts.max_response_length
+    check_room(length, response)
+    tried, evaluation, dp = (
+        {"prompt": config.rollouts.grpo_prompts_per_step},
+        config.evaluation,
+        config.data_parallel_size,
     )
-
-
-def check_evaluation(config: RunConfig, task: Task) -> None:
-    """Check the number of held-out problems, and the length of their prompts."""
-    number, dp = config.evaluation.eval_problems, config.data_parallel_size
-    if config.evaluation.eval_interval is None:
-        return
-    refuse(config, {"{eval_problems} is less than the {dp} data-parallel ranks: give more": number < dp}, dp=dp)
-    longest, is_too_long = _longest(config, task, number, held_out=True)
-    refuse(
-        config, {"{seq_length} is too short for a held-out prompt of {longest} tokens": is_too_long}, longest=longest
+    if evaluation.eval_interval is not None:
+        few = "{eval_problems} is less than the {dp} data-parallel ranks: give more"
+        refuse(config, {few: evaluation.eval_problems < dp}, dp=dp)
+        tried["held-out prompt"] = evaluation.eval_problems
+    words = (
+        "{seq_length} is too short for --task {task}: it does not hold a {kind} of {longest} tokens and a response of "
+        "up to {response}"
     )
-
-
-def _longest(config: RunConfig, task: Task, number: int, *, held_out: bool = False) -> tuple[int, bool]:
-    """Tokens of the longest of the first prompts, and whether they leave too little room for a response."""
-    longest = max(len(task.text.encode(problem)) for problem in task.problems(0, number, held_out=held_out))
-    return longest, longest > config.training.seq_length - config.rollouts.max_response_length
+    for kind, number in tried.items():
+        problems = task.problems(0, number, held_out=kind != "prompt")
+        longest = max(len(task.text.encode(problem)) for problem in problems)
+        found = {"task": config.task.task, "kind": kind, "longest": longest, "response": response}
+        refuse(config, {words: longest > length - response}, **found)
 
 
 def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
@@ -60,9 +51,6 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
         "{reward_on_error} must be a finite float32 number": not abs(rewards.reward_on_error) <= LARGEST,
         "{overlong} does nothing with {load_rollouts}, which has rewards: use --overlong mask or keep": (
             rewards.overlong == "penalise" and config.rollouts.load_rollouts
-        ),
-        "{reply} does nothing with {max_turns}: give --max-turns 2 or more, or drop --reply": (
-            rewards.reply is not None and config.rollouts.max_turns == 1
         ),
         "{overlong} does not know {max_turns}: its penalty is of responses of one turn; use --overlong mask or keep": (
             rewards.overlong == "penalise" and config.rollouts.max_turns > 1

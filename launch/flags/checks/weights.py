@@ -103,7 +103,6 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
 
 
 def _converts(config: RunConfig, samples: bool) -> bool:
-    """Whether this run converts weights to or from Hugging Face's names."""
     files = config.checkpoints
     others = (config.reference.ref_load_hf, config.critic and config.critic.critic_load_hf)
     return bool(samples or files.load_hf or files.save_hf or any(others))

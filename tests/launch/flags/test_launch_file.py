@@ -56,7 +56,7 @@ eps-clip: 0.2 :: 'eps-clip' | grpo-clamp-eps-lower
 algorithm: {adv_estimator: grpo} :: 'algorithm' | rollout_correction
 rollout_correction: token :: rollout_correction: 'token'
 rollout_correction: :: rollout_correction: ''
-BELOW rollout_is_treshold: 2 :: below rollout_correction | 'rollout_is_treshold' | rollout
+BELOW rollout_is_treshold: 2 :: below rollout_correction | 'rollout-is-treshold' | rollout
 BELOW lr: 1 :: below rollout_correction: lr
 BELOW rollout_is: token\\n  rollout_is: token :: 'rollout_is'
 BELOW rollout_is: token\\n  rollout-is: token :: below rollout_correction: rollout-is

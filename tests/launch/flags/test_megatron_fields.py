@@ -34,7 +34,6 @@ NEWER = set(
     "grad_norm_skip_threshold optimizer_cuda_graph use_mup".split()
 )
 SPLIT = "--tensor-model-parallel-size=2 --sequence-parallel"
-EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=16"
 
 
 def config_of(tmp_path, words, model=LLAMA, engine=False):
@@ -76,20 +75,14 @@ def test_defaults_are_those_of_the_dataclasses():
 
 GIVEN = {
     "--overlap-grad-reduce --ddp-bucket-size=5": {"overlap_grad_reduce": True, "bucket_size": 5},
-    "--overlap-param-gather --use-distributed-optimizer": {"overlap_param_gather": True},
     "--bf16 --grad-reduce-in-bf16": {"grad_reduce_in_fp32": False},
-    "--accumulate-allreduce-grads-in-fp32": {"grad_reduce_in_fp32": True},
     "--no-bias-swiglu-fusion --no-rope-fusion": {"bias_activation_fusion": False, "apply_rope_fusion": False},
     "--no-masked-softmax-fusion --attention-softmax-in-fp32": {"masked_softmax_fusion": False},
-    "--no-gradient-accumulation-fusion": {"gradient_accumulation_fusion": False},
     "--cross-entropy-loss-fusion --cross-entropy-fusion-impl=te": {"cross_entropy_fusion_impl": "te"},
     "--recompute-granularity=selective --recompute-modules core_attn mlp": {"recompute_modules": ["core_attn", "mlp"]},
-    "--decoupled-lr=0.5 --decoupled-min-lr=0.25": {"decoupled_lr": 0.5, "decoupled_min_lr": 0.25},
     "--disable-clone-scatter-output-in-embedding": {"clone_scatter_output_in_embedding": False},
-    f"{EXPERTS} --moe-router-dtype=fp32": {"moe_router_dtype": "fp32"},
     "--no-rope-freq=[0]*3+[1]": {"no_rope_freq": [0, 0, 0, 1]},
     "--fp16 --initial-loss-scale=65536 --hysteresis=1": {"initial_loss_scale": 65536.0, "hysteresis": 1},
-    "--no-decoupled-weight-decay --deterministic-mode": {"decoupled_weight_decay": False, "deterministic_mode": True},
 }
 
 

@@ -8,9 +8,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved_file import as_launch_file
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criteria import CRITERIA
-from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, rows, run_training
 
 USER = "python:tests.support.user_objects"
 RS = [f"--rollout-rs=token_k1,{USER}:SEQ_MIN", "--rollout-rs-threshold=0.5_2.5,0.01_100"]
@@ -77,14 +75,3 @@ REFUSED = {
 def test_what_cannot_work_is_one_sentence(tmp_path, words):
     with pytest.raises(ConfigurationError, match=REFUSED[words]):
         run_config(flags(tmp_path, *words.split()))
-
-
-def test_they_train_on_all_ranks(ranks, tmp_path):
-    layout = Layout(tp=2, pp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), *RS, f"--policy-loss={USER}:GOOD_ONLY", "--train-iters=2")
-    words = [word for word in words if "clamp-eps" not in word]
-    words += ["--reward=python:tests.support.user_rewards:length", "--reward-workers=1"]
-    assert ranks.run(run_training, layout, words) == [None] * 4
-    for row in rows(tmp_path):
-        assert row["rollout_corr/rollout_rs_own_seq_min_mean"] > 0
-        assert row["grad_norm"] > 0

@@ -1,16 +1,15 @@
 """Settings that cannot work: one sentence with the flag, its value and what it collides with."""
 
 import re
-import time
 
 import pytest
 
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.flags.parser import build_parser, needs_of
 from megatron_rc.launch.run_config import flag_options
-from megatron_rc.launch.run_config.needs import is_met
+from megatron_rc.launch.run_config.options import is_met
 from megatron_rc.records.rollout import save_rollouts
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
 from tests.support.refusals import refused
@@ -38,14 +37,13 @@ TABLES = {
         @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: = 4 | 6 processes
         @3 --tensor-model-parallel-size=3 :: --num-attention-heads 4 | --tensor-model-parallel-size = 3
         @4 --tensor-model-parallel-size=4 :: --num-query-groups 2 | --tensor-model-parallel-size = 4
-        @2 --tensor-model-parallel-size=2 --ffn-hidden-size=33 :: --ffn-hidden-size 33
         @3 --pipeline-model-parallel-size=3 :: --num-layers 4 | --pipeline-model-parallel-size = 3
         --num-layers-per-virtual-pipeline-stage=0 :: must be positive
         --num-layers-per-virtual-pipeline-stage=1 :: --pipeline-model-parallel-size above 1
         @2 PP --num-layers-per-virtual-pipeline-stage=3 :: --num-layers 4 | 2 · | = 6
         @2 PP --num-layers-per-virtual-pipeline-stage=1 --micro-batch-size=16 :: of 2 micro
         @2 --context-parallel-size=2 --seq-length=18 :: --seq-length 18 | 2 · --context-parallel-size = 4
-        --sequence-parallel :: --sequence-parallel | --tensor-model-parallel-size above 1
+        --sequence-parallel :: --sequence-parallel | --tensor-model-parallel-size 1
         @2 --tensor-model-parallel-size=2 --sequence-parallel --seq-length=15 :: --seq-length 15 | --tensor-model
         @2 --padded-vocab-size=15 --tensor-model-parallel-size=2 :: --padded-vocab-size 15 | --tensor-model
         --padded-vocab-size=12 :: --padded-vocab-size 12 | 13
@@ -55,20 +53,14 @@ TABLES = {
         @2 --grpo-prompts-per-step=3 :: --grpo-prompts-per-step 3 | 2 data-parallel
         --save=/tmp/none --save-interval=3 :: --save-interval 3 | 2 optimizer steps
         --rl-use-sequence-packing --rl-sequence-packing-bin-size=8 :: --rl-sequence-packing-bin-size 8 | --seq-length 16
-        --calculate-per-token-loss --seq-length=1048576 --grpo-prompts-per-step=512 --global-batch-size=2048 :: 21474836
-        @3 --rl-use-sequence-packing --grpo-prompts-per-step=3 --global-batch-size=4 :: 3 data-parallel
         @2 --rl-use-sequence-packing --rl-sequence-packing-bin-size=18 --context-parallel-size=2 :: bin-size 18
-        --optimizer=sgd --use-distributed-optimizer :: --use-distributed-optimizer | --optimizer adam | sgd
         --seq-length=64 --max-position-embeddings=32 :: --seq-length 64 | --max-position-embeddings 32
         --seq-length=10 :: --max-response-length 10 | --seq-length 10
         --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
         --kv-channels=7 :: --kv-channels 7 | --rotary-percent
         --rotary-percent=0.4 :: --kv-channels 8 | --rotary-percent 0.4 | 3
-        --rotary-percent=0.1 :: --kv-channels 8 | --rotary-percent 0.1 | 0
         --transformer-impl=transformer_engine
         --recompute-granularity=full :: --recompute-method | --recompute-num-layers
-        --recompute-method=block :: --recompute-method block | --recompute-granularity full
-        --normalization=LayerNorm :: --normalization | docs/models.md
         """,
     ),
     "values": (
@@ -87,13 +79,10 @@ TABLES = {
         --apply-chat-template
         ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
-        ALONE --advantage-estimator=rloo-vectorized :: --advantage-estimator rloo-vectorized | --grpo-group-size 1
         --grpo-clamp-eps-lower=1.5 :: --grpo-clamp-eps-lower
         --rollout-is=batch :: rollout_is='batch'
         --rollout-correction-preset=best :: preset='best'
         --task=chess
-        --task=count_up:x :: --task count_up | 'x'
-        --task=reasoning_gym:nothing :: nothing
         --tokenizer-model=/nowhere :: /nowhere
         --load-rollouts=/nowhere
         --config=/tmp
@@ -102,31 +91,30 @@ TABLES = {
         --runs-dir=/dev/null/x
         --load=/nowhere/at/all
         --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
-        --train-iters=4 --doctor-interval=5 :: --doctor-interval 5 | --train-iters 4
-        --train-iters=4 --save-hf=x --save-hf-interval=5 :: --save-hf-interval 5 | --train-iters 4
         --metric-prefix=step :: --metric-prefix 'step'
-        --metric-prefix= :: --metric-prefix ''
-        --rollout-engine=vllm-server :: --rollout-engine vllm-server needs --rollout-url
-        --rollout-top-p=1.5 :: --rollout-top-p 1.5 must be at most 1
         --rollout-top-k=1 :: --rollout-top-k 1 | 2 and more
-        --rollout-min-p=1 :: --rollout-min-p 1.0 must be below 1
         --entropy-over-support :: --entropy-over-support | --rollout-min-p
         @2 --num-experts=4 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 must divide the 1 tensor
         --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
-        --ref-load=/nowhere
         --ref-load-hf=nowhere
         --ref-load=. --ref-load-hf=nowhere :: --ref-load . | --ref-load-hf nowhere
-        --ref-update-interval=3
         --record-memory-history
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
         --profile --profile-ranks 4 :: --profile-ranks 4
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
-        --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo
         --advantage-baseline=weighted --bypass-mode :: --advantage-baseline weighted | --bypass-mode
         --advantage-estimator=optimal-token-baseline --bypass-mode :: optimal-token-baseline | --bypass-mode
         --advantage-baseline=weighted ALONE :: --advantage-baseline weighted | --grpo-group-size 1
-        --advantage-baseline=weighted --advantage-baseline-bound=0 :: --advantage-baseline-bound 0
+        --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
+        --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
+        --train-samples=64 --lr-warmup-iters=1 :: --lr-warmup-iters 1 | --lr-warmup-samples
+        --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
+        --lr-warmup-fraction=0.1 --lr-warmup-iters=2 :: --lr-warmup-fraction 0.1 | --lr-warmup-iters 2
+        --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
+        --weight-decay-incr-style=linear :: --start-weight-decay | --end-weight-decay
+        --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
+        --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
         """,
     ),
     "idle": (
@@ -136,9 +124,6 @@ TABLES = {
         """
         --save=. --keep-last=2 :: --keep-last 2 | --save-interval
         --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override | --use-checkpoint
-        --load=. --override-opt-param-scheduler --finetune :: --override-opt-param-scheduler | --finetune
-        --rollout-attempts=2 :: --rollout-attempts 2 | vllm-server or sglang-server
-        --rollout-url=http://a:1 :: --rollout-url http://a:1 | transformers | vllm-server or sglang-server
         --rollout-engine=vllm-server --rollout-url=http://a:1 :: --rollout-engine vllm-server | --rollout-weights-dir
         --rollout-engine=sglang-server --rollout-weights-dir=w :: --rollout-engine sglang-server | --rollout-url
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
@@ -146,51 +131,16 @@ TABLES = {
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
         --kl-estimator=k1 --grpo-kl-beta=0 :: --kl-estimator k1 | --grpo-kl-beta 0
         --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
-        --ref-load=. --grpo-kl-beta=0 :: --ref-load . | --grpo-kl-beta
         --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
-        --grpo-clamp-eps-lower=0.1 --policy-loss=sapo :: --grpo-clamp-eps-lower 0.1 | sapo, which has no bounds | cppo
-        --sapo-tau-pos=1.5 :: --sapo-tau-pos | tau_pos=1.5 does nothing with algorithm='ppo_clip'
         --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'
-        --sapo-tau-neg=1.5 --policy-loss=cppo :: --sapo-tau-neg | tau_neg=1.5 does nothing with algorithm='cppo'
-        --sapo-tau-neg=0 --policy-loss=sapo :: --sapo-tau-neg | tau_neg=0.0 must be positive
-        --ppo-dual-clip=3 --policy-loss=gmpo :: --ppo-dual-clip | dual_clip=3.0 does nothing with algorithm='gmpo'
-        --grpo-clamp-eps-upper=0.1 --rollout-correction-preset=bypass_pg_is :: --grpo-clamp-eps-upper 0.1 | reinforce
-        --position-embedding-type=learned_absolute --rotary-percent=0.5 :: --rotary-percent 0.5 | learned_absolute
         --openai-gelu :: --openai-gelu | --swiglu
-        --gamma=0.9 :: --gamma 0.9 | --advantage-estimator grpo
-        --advantage-estimator=grpo-passk --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo-passk
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
-        --advantage-estimator=remax --advantage-scope=accepted :: --advantage-scope accepted | remax
-        --advantage-estimator=grpo-passk-no-std --advantage-baseline=weighted :: --advantage-baseline weighted | passk
         --advantage-estimator=remax --advantage-baseline=weighted :: --advantage-baseline weighted | remax
         WEIGHTED --advantage-baseline-bound=2 :: --advantage-baseline-bound 2.0 | --advantage-baseline-weights
         WEIGHTED --no-rollout-is-apply :: correction | --rollout-is
-        --bad-samples=drop --bad-sample-attempts=2 :: --bad-sample-attempts 2 | --bad-samples drop
-        --optimizer=sgd --sgd-momentum=0 --optimizer-offload :: --optimizer-offload | --sgd-momentum 0
-        --reward-workers=2 :: --reward-workers 2 | --task count_up
-        --reward-timeout=2 --reward=exact :: --reward-timeout 2.0 | --reward exact
-        --reward-errors=stop --reward-on-error=1 :: --reward-on-error 1.0 | --reward-errors stop
-        --moe-layer-freq=[0,1,1,1] :: --moe-layer-freq [0]*1+[1]*3 | --num-experts
         @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
-        --moe-enable-routing-replay :: --moe-enable-routing-replay | --num-experts
         @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
         --sync-probe-interval=2 --rollout-staleness=2 :: --sync-probe-interval 2 | --rollout-staleness 2
-        """,
-    ),
-    "schedule": (
-        LLAMA,
-        "",
-        True,
-        """
-        --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
-        --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
-        --train-samples=64 --lr-warmup-iters=1 :: --lr-warmup-iters 1 | --lr-warmup-samples
-        --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
-        --lr-warmup-fraction=0.1 --lr-warmup-iters=2 :: --lr-warmup-fraction 0.1 | --lr-warmup-iters 2
-        --lr-warmup-init=1 :: --lr-warmup-init 1.0 | --lr 0.02
-        --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
-        --weight-decay-incr-style=linear :: --start-weight-decay | --end-weight-decay
-        --weight-decay-incr-style=linear --end-weight-decay=0.1 :: --start-weight-decay
         """,
     ),
     "experts": (
@@ -199,13 +149,11 @@ TABLES = {
         False,
         """
         @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
-        @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 data · context
-        @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 data
-        --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor · data · context
+        @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 tensor · data
+        @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 tensor
+        --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
         --moe-router-topk=9 :: --moe-router-topk 9 | [2, 8]
-        --moe-router-pre-softmax --moe-router-topk=9 :: --moe-router-topk 9 | [1, 8]
-        --moe-router-load-balancing-type=none --moe-aux-loss-coeff=0.1 :: --moe-aux-loss-coeff 0.1 | none
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
         @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
@@ -214,12 +162,10 @@ TABLES = {
         --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
         --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
         --moe-layer-freq=[0,2,1,1] :: -freq | '[0,2,1,1]'
-        --moe-layer-freq=0 :: -freq | '0'
         --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
         --moe-router-num-groups=4 --moe-router-group-topk=3 :: --moe-router-topk 4 | --moe-router-group-topk = 3
         --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
         --moe-router-bias-update-rate=0.1
-        --moe-router-score-function=sigmoid --moe-router-pre-softmax :: --moe-router-pre-softmax | sigmoid
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
         @2 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing :: --calculate-per-token-loss
         --moe-enable-routing-replay --moe-router-dtype=fp64 :: --moe-enable-routing-replay | --moe-router-dtype fp64
@@ -227,8 +173,6 @@ TABLES = {
         --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-score-function=sigmoid :: -dtype fp32
         --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype fp32 | bf
         --moe-enable-routing-replay --moe-routing-replay-source=old --bypass-mode :: -source old | --bypass-mode
-        --moe-routing-replay-source=old :: --moe-routing-replay-source old | --moe-enable-routing-replay
-        --moe-routing-replay-check-interval=2 --moe-enable-routing-replay --moe-routing-replay-source=old :: -interval 2
         """,
     ),
     "biased experts": (
@@ -245,12 +189,7 @@ TABLES = {
         --group-query-attention --num-query-groups=2 :: --group-query-attention | --multi-latent-attention
         --position-embedding-type=learned_absolute
         --rotary-percent=0.5
-        --use-rope-scaling :: --use-rope-scaling | yarn
-        --add-qkv-bias :: --add-qkv-bias | --multi-latent-attention
-        --kv-channels=8 :: --kv-channels 8 | --multi-latent-attention
         --qk-l2-norm :: --qk-l2-norm | --multi-latent-attention
-        --no-rope-freq=2 :: --no-rope-freq | --multi-latent-attention
-        --rope-type=rope --mscale=2 :: --mscale 2.0 | --rope-type rope | yarn
         --qk-pos-emb-head-dim=5
         @2 --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | --sequence-parallel
         """,
@@ -260,9 +199,6 @@ TABLES = {
         "--advantage-estimator=gae --rollout-is=none --rollout-is-threshold=none",
         False,
         """
-        --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
-        --critic-min-lr=1e-3 :: --critic-min-lr 0.001 | --critic-lr-decay-style constant
-        --num-critic-only-steps=100 :: --num-critic-only-steps 100 | --train-iters 100
         --num-critic-only-steps=3 :: --num-critic-only-steps 3 | 2 optimizer steps
         --critic-load-hf=nowhere
         --correct-values=mask --bypass-mode :: --correct-values mask | --bypass-mode
@@ -275,16 +211,13 @@ TABLES = {
         True,
         f"""
         --reward=exactly
-        --reward=python:nowhere:f
         --reward={USER}:nothing :: --reward | nothing
         --reward={USER}:NUMBER :: --reward | int
         --reward={USER} :: python:pkg.module:name
         --reward-on-error=nan
-        --reward-on-error=1e39 :: --reward-on-error 1e+39
         --reward={USER}:too_few :: --reward | prompt, response, label and record
         --task={USER}:BadReward :: --task | prompt, response, label and record
         --overlong=penalise :: --overlong penalise | --overlong-buffer
-        --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
         """,
     ),
     "evaluations": (
@@ -304,28 +237,11 @@ TABLES = {
         True,
         """
         --reward=exact :: --reward exact | --load-rollouts
-        --eval-interval=2 :: --eval-interval 2 | --load-rollouts
-        --reward-errors=stop :: --reward-errors stop | --load-rollouts
         --overlong=penalise --overlong-buffer=4 :: --overlong penalise | --load-rollouts
-        --save-rollouts=x :: --save-rollouts x | --load-rollouts
         --rollout-engine=vllm :: --rollout-engine vllm | --load-rollouts
-        --dynamic-sampling=2 :: --dynamic-sampling 2 | --load-rollouts
-        --bad-samples=drop :: --bad-samples drop | --load-rollouts
         --advantage-estimator=remax :: --advantage-estimator remax | --load-rollouts
         --train-iters=4 :: --train-iters 4 | 1 rollout batches | 2 optimizer steps
         --proximal-interpolation :: --proximal-interpolation | --rollout-staleness
-        """,
-    ),
-    "bounds": (
-        LLAMA,
-        "",
-        True,
-        """
-        --num-layers=1000000000 :: --num-layers 1000000000 must be at most 1000
-        --rollout-staleness=1000000000 :: at most 10000
-        --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
-        --overlap-grad-reduce --ddp-bucket-size=100000000000000000 :: --ddp-bucket-size 100000000000000000 | at most
-        --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
         """,
     ),
     "megatron": (
@@ -334,35 +250,26 @@ TABLES = {
         False,
         """
         --moe-input-jitter-eps=0.1 --num-experts=4 :: --moe-input-jitter-eps 0.1 | π_old and π_θ
-        --moe-router-force-load-balancing --num-experts=4 :: --moe-router-force-load-balancing | π_old and π_θ
         --moe-expert-capacity-factor=1 --num-experts=4 :: --moe-expert-capacity-factor 1.0
         --mtp-num-layers=1
         --fp8-param-gather :: --fp8-param-gather
         --use-megatron-fsdp :: --use-megatron-fsdp | --use-distributed-optimizer
         --num-distributed-optimizer-instances=2
-        --overlap-param-gather-with-optimizer-step :: --overlap-param-gather-with-optimizer-step
         --delay-wgrad-compute :: --delay-wgrad-compute
-        --overlap-moe-expert-parallel-comm --num-experts=4 :: --overlap-moe-expert-parallel-comm
         --hybrid-context-parallel :: --hybrid-context-parallel | one group | --context-parallel-size
         --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-size above 1
         @2 PP --pipeline-model-parallel-layout=Et|L :: Et|L with --num-layers 4 | must match
         @2 PP --pipeline-model-parallel-layout=Et|tt|tL :: --pipeline-model-parallel-size 2 | divisible
-        @2 PP --pipeline-model-parallel-layout=Ettx|tL :: Ettx|tL
-        @2 PP --pipeline-model-parallel-layout=ttE|ttL :: embedding
         @2 PP --pipeline-model-parallel-layout=||| :: ||| with --num-layers 4 | Et|ttL
         @2 PP --pipeline-model-parallel-layout=Ettt|tL --num-layers-per-virtual-pipeline-stage=1 :: drop --num-layers-p
-        @2 PP --pipeline-model-parallel-layout=Et|tttL --decoder-first-pipeline-num-layers=1 :: drop --decoder-first-p
-        --account-for-loss-in-pipeline-split :: --pipeline-model-parallel-layout
+        @2 PP --pipeline-model-parallel-layout=Et|tttL --decoder-first-pipeline-num-layers=1 :: Megatron-Core | --dec
         --cuda-graph-impl=local
-        --cuda-graph-scope=3 :: --cuda-graph-scope
         --experimental-attention-variant=gated_delta_net
-        --mamba-num-heads=8 :: --mamba-num-heads 8 | Mamba layers
         --fp16 --bf16 :: --fp16 and --bf16
         --fp16 --num-experts=4 :: --fp16 with --num-experts
         --fp8-format=hybrid :: --fp8-format hybrid | delayed
         --fp8-format=hybrid --fp8-recipe=mxfp8 :: --fp8-format hybrid | --transformer-impl transformer_engine
         --tp-comm-overlap :: --tp-comm-overlap | --transformer-impl transformer_engine
-        --use-te-activation-func :: --use-te-activation-func | --transformer-impl transformer_engine
         --optimizer-cpu-offload :: --optimizer-cpu-offload | GPU
         --use-nccl-ub :: --use-nccl-ub | GPU
         --overlap-param-gather :: --overlap-param-gather | --use-distributed-optimizer
@@ -372,12 +279,9 @@ TABLES = {
         --defer-embedding-wgrad-compute --fused-linear-log-probs :: --defer-embedding-wgrad-compute | --fused-linear
         --defer-embedding-wgrad-compute :: Megatron-Core refuses --defer-embedding-wgrad-compute
         --no-initialization :: --no-initialization | --load
-        --glu-linear-offset=nan
         --no-rope-freq=often :: --no-rope-freq | 'often'
-        --recompute-modules :: --recompute-modules
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
         @2 PP --decoder-first-pipeline-num-layers=4 :: --num-layers 4 | leaves 0
-        @2 PP --decoder-last-pipeline-num-layers=0
         @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: leaves 1
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
@@ -406,22 +310,20 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
     base = flags(tmp_path / "runs", *more.split(), model=model)
     if "--train-samples" in words and "--train-iters" not in words:
         base.remove("--train-iters=100")
-    begun = time.process_time()
     with refused(fragments or words.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
-    assert time.process_time() - begun < 5, "nothing of that size was made"
 
 
 DEFAULTS = build_parser().parse_args([])
 # Options with the first condition that the defaults do not meet.
 UNMET = [
-    (option, next((need for need in option.needs if not is_met(need, DEFAULTS)), ""))
+    (option, next((need for need in needs_of(option) if not is_met(need, DEFAULTS)), ""))
     for _, option in flag_options().values()
 ]
 
 
 def test_no_option_has_lost_its_need():
-    assert sum(bool(need) for _, need in UNMET) >= 89
+    assert sum(bool(need) for _, need in UNMET) >= 100
 
 
 @pytest.mark.parametrize(
@@ -431,34 +333,16 @@ def test_a_flag_without_the_one_that_it_needs_is_refused(tmp_path, option, need)
     word = flag(f"no_{option.flag}" if option.default is True else option.flag)
     value = (*option.choices, "0.5" if option.kind is float else "1")[0]
     words = [word] if option.kind is bool else [word, value]
-    name, _, values = need.partition("=")
+    name, _, values = need.removeprefix("!").partition("=")
     with refused(f"{word} | {flag(name)} | {values.replace('|', ' | ')}"):
         configure([*flags(tmp_path, model=GPT2), *words], 1, engine=False)
 
 
-# Flags of Megatron's that do nothing here go into its configs, as every other field does.
-PASSED = [
-    "--cross-entropy-loss-fusion",
-    "--sgd-momentum=0.5",
-    "--adam-beta1=0.8 --optimizer=sgd",
-    "--tp-comm-overlap-ag",
-    "--moe-grouped-gemm",
-    "--loss-scale=8",
-    "--qk-clip",
-    "--muon-momentum=0.5",
-    "--ddp-bucket-size=4",
-    "--overlap-p2p-communication",
-    "--recompute-modules mlp",
-    "--attention-softmax-in-fp32",
-    "--fp8-recipe=mxfp8",
-    "--no-critic-offload",
-    "--no-async-save",
-]
-
-
-@pytest.mark.parametrize("words", PASSED)
-def test_what_does_nothing_in_megatron_passes(tmp_path, words):
-    assert configure(flags(tmp_path, *words.split()), 1)
+def test_what_does_nothing_in_megatron_passes(tmp_path):
+    """Such flags go into its configs, as every other field does; nor is a switch refused that is off anyway."""
+    words = "--optimizer=sgd --adam-beta1=0.8 --cross-entropy-loss-fusion --tp-comm-overlap-ag --moe-grouped-gemm "
+    words += "--qk-clip --muon-momentum=0.5 --overlap-p2p-communication --recompute-modules mlp --fp8-recipe=mxfp8 "
+    assert configure(flags(tmp_path, *f"{words} --no-critic-offload --no-async-save".split()), 1)
 
 
 def test_an_engine_that_does_not_report_its_kept_tokens_is_refused(tmp_path, monkeypatch):

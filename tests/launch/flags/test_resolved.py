@@ -26,16 +26,12 @@ COUNT_UP = ["--config=count_up", "--cpu"]
 MORE = {
     "batch": "--global-batch-size=128 --micro-batch-size=128 --lr=1e-7 --min-lr=1e-08 --weight-decay=0.1",
     "named": "--run-name=0.5_2 --runs-dir=runs/ä --tensorboard-dir=1e5",
-    "taken-back": "--no-sequence-parallel --no-group-query-attention",
     "idle-in-the-file": "--policy-loss=reinforce --grpo-kl-beta=0",
-    "kl": "--grpo-kl-beta=0.1 --kl-estimator=k1",
     "experts": ROWS["a mixture of experts"] + " --moe-z-loss-coeff=1e-3",
     "no-weights": "--rollout-is=none --rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2,0.27",
-    "files": "--save=save --load=save --save-interval=2 --no-save-optim --no-load-optim",
     "megatron": "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef=3",
     "guards": "--bad-steps=skip --max-skipped-steps=3 --stop-if grad_norm>=1e3 lr<1e-9 --doctor-interval=5",
     "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
-    "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2",
     "evaluations": "--task=python:tests.support.user_rewards:Doubles --reward=exact --eval-interval=2",
     "samples": "--lr-decay-style=WSD --lr-wsd-decay-iters=4 --lr-warmup-fraction=0.1 --lr-warmup-init=1e-5",
     "passed-through": "--overlap-grad-reduce --no-rope-fusion --recompute-granularity=selective "

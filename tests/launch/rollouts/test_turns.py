@@ -277,7 +277,7 @@ REFUSED = [
     ),
     (
         ["--max-turns=2", f"--reply={REPLY}empty", "--rl-partial-rollouts", "--rollout-staleness=1", *SERVER],
-        "--max-turns 2 does not go with --rl-partial-rollouts, .* give --max-turns 1, or drop",
+        "--rl-partial-rollouts does nothing with --max-turns 2: drop it, or use 1",
     ),
     (["--max-turns=2", "--load-rollouts=."], "--max-turns 2 does nothing with --load-rollouts"),
 ]
