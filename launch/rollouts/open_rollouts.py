@@ -41,9 +41,9 @@ class OpenRollouts:
         with self._lock:
             loaded = self._calls.get(call, found)
             self._calls[call] = found
-        for index, sample in loaded.samples.items() if loaded.sampling == sampling else ():
-            if asked.get(index) == loaded.prompts[index] and self._fits(sample, step, longest):
-                found.samples[index] = sample
+            for index, sample in loaded.samples.items() if loaded.sampling == sampling else ():
+                if asked.get(index) == loaded.prompts[index] and self._fits(sample, step, longest):
+                    found.samples[index] = sample
         return found
 
     def forget_before(self, step: int) -> None:
