@@ -5,8 +5,8 @@
 
 import struct
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -136,32 +136,29 @@ def part(stage, seed=0):
 
 def send(engine, senders, seed=0):
     """Both senders at once; returns their errors."""
-    errors = []
 
-    parts = [part(stage, seed) for stage in range(2)]
-
-    def run(stage):
-        own = parts[stage]
+    def run(sender, own):
         try:
             tensors = engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
-            send_weights(tensors, [senders[stage]], BUCKET_BYTES)
+            send_weights(tensors, [sender], BUCKET_BYTES)
         except EngineError as error:
-            errors.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=run, args=(stage,)) for stage in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    with ThreadPoolExecutor(2) as pool:
+        return [error for error in pool.map(run, senders, [part(stage, seed) for stage in range(2)]) if error]
+
+
+def give(engine, senders, version, seed=0):
+    """A whole update."""
+    engine.begin_update(version)
+    assert send(engine, senders, seed) == []
+    engine.end_update()
 
 
 def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
     engine, senders = made(server := either, tmp_path)
     for version in (0, 1):
-        engine.begin_update(version)
-        assert send(engine, senders, version) == []
-        engine.end_update()
+        give(engine, senders, version, seed=version)
         want = {name: one.detach() for name, one in weights(version).items()}
         want["lm_head.weight"] = want["model.embed_tokens.weight"]
         for received in server.received:
@@ -201,10 +198,7 @@ def test_the_order_of_an_update(either, tmp_path):
 def test_another_trainers_groups_of_sglang_have_names_of_their_own(tmp_path):
     with running(kind=SglangStreamServer) as server:
         for version in (3, 4):
-            engine, senders = made(server, tmp_path)
-            engine.begin_update(version)
-            assert send(engine, senders) == []
-            engine.end_update()
+            give(*made(server, tmp_path), version)
         assert len({body["group_name"] for path, body in server.seen if path == server.joins}) == 4
         assert {body["abort_all_requests"] for path, body in server.seen if path == "/update_weight_version"} == {False}
 
@@ -304,9 +298,7 @@ def test_a_server_that_cannot_take_streams_is_told_how_to_start(either, tmp_path
 def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
     """The server's version is no number then, on the thread that samples; and a new batch may begin."""
     engine, senders = made(server, tmp_path)
-    engine.begin_update(0)
-    send(engine, senders)
-    engine.end_update()
+    give(engine, senders, 0)
     engine.begin_update(1)
     server.version = "0"  # of the responses
     server.always["/weight_info"] = lambda _: {"weight_version": INCOMPLETE}
@@ -316,9 +308,7 @@ def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
 @pytest.mark.parametrize("finds_it", [sample, lambda engine: engine.begin_update(5)], ids=["rollout", "update"])
 def test_a_server_that_was_started_again_ends_the_run(either, tmp_path, finds_it):
     engine, senders = made(server := either, tmp_path)
-    engine.begin_update(4)
-    send(engine, senders)
-    engine.end_update()
+    give(engine, senders, 4)
     server.version = "default"
     with pytest.raises(EngineError, match=r"lost the weights of step 4.*--max-restarts"):
         finds_it(engine)
