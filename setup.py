@@ -60,7 +60,7 @@ setup(
     ],
     entry_points={
         "console_scripts": ["megatron-rc=megatron_rc.launch.command:main"],
-        "vllm.general_plugins": ["megatron_rc=megatron_rc.launch.engines.vllm_plugin:register"],
+        "vllm.general_plugins": ["megatron_rc=megatron_rc.launch.engines.weight_stream:register"],
     },
     cmdclass={"sdist": SourceArchive},
     python_requires=">=3.10,<3.14",

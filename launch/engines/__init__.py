@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,14 +46,14 @@ class Progress:
 
     Attributes:
         batch: number of the rollout batch; requests of earlier batches go first.
-        prompts: the call's prompts, token ids.
+        prompts: the call's prompts, token ids; in a checkpoint those of ``samples``, by their index.
         sampling: the call's sampling parameters.
         samples: responses that are there, by the index of their prompt. The engine asks for the others and adds each
             one when it comes, so that a checkpoint can keep it.
     """
 
     batch: int
-    prompts: list[list[int]]
+    prompts: Sequence[list[int]] | Mapping[int, list[int]]
     sampling: SamplingParams
     samples: dict[int, Sample]
 
@@ -74,14 +74,9 @@ class RolloutEngine(Protocol):
     version: int
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over all weights of the model, one at a time.
+        """Take over all weights of the model, pairs of a Hugging Face name and a tensor, one at a time.
 
-        Args:
-            weights: pairs of a Hugging Face name and a tensor.
-            version: number of optimizer steps that made them.
-
-        Raises:
-            ValueError: a tensor is unknown, comes twice, has another shape, or is missing.
+        Raises ValueError if a tensor is unknown, comes twice, has another shape, or is missing.
         """
 
     def sample(
@@ -89,6 +84,5 @@ class RolloutEngine(Protocol):
     ) -> list[Sample]:
         """Sample one response for each prompt of token ids; the same seed and weights give the same responses.
 
-        Raises:
-            EngineError: the engine failed as a whole, not in a single response.
+        Raises EngineError if the engine failed as a whole, not in a single response.
         """

@@ -51,18 +51,24 @@ class Ask:
             "skip_special_tokens": False,
         }
 
+    @property
+    def sampling_of_vllm(self) -> dict[str, Any]:
+        """Sampling parameters as vLLM names them."""
+        own = {"n": 1, "max_tokens": self.max_new_tokens, "top_k": self.params.top_k, "seed": self.seed, "logprobs": 0}
+        # Stop at the trainer's end-of-text token, not at the one of the model's files.
+        return self.sampling | own | {"detokenize": False, "ignore_eos": True}
+
 
 def make_asks(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int, eos_token_id: int
 ) -> list[Ask]:
-    """Make one request for each prompt; seeds differ, so that equal prompts get different responses.
+    """One request for each prompt, with a seed of its own, so that equal prompts get different responses.
 
-    Raises:
-        ValueError: a prompt is empty.
+    Raises ValueError if a prompt is empty.
     """
-    empty = [index for index, prompt in enumerate(prompts) if not prompt]
-    if empty:
-        raise ValueError(f"prompt {empty[0]} is empty: a response needs at least one token before it")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty: a response needs at least one token before it")
     return [
         Ask(index, list(prompt), params, max_new_tokens, eos_token_id, derive_seed(seed, index))
         for index, prompt in enumerate(prompts)
@@ -88,11 +94,8 @@ def make_sample(
     """Make a sample of an answer's token ids, log-probs and finish reason; ``source`` names the engine in errors.
 
     ``experts`` and ``kept``: those of the answer, if the engine was asked for them; ``kept`` is a list of ids for each
-    token. An unusable log-prob becomes NaN and is described in ``Sample.fault``, because it concerns one response. The
-    errors below concern every answer of the engine.
-
-    Raises:
-        EngineError: a field is absent or has a wrong type or length, or the response ended too early.
+    token. An unusable log-prob concerns one response: it becomes NaN, and ``Sample.fault`` describes it. What concerns
+    every answer is an EngineError: a wrong type or length of a field, or a response that ended too early.
     """
     where = f"{source}, prompt {ask.index}:"
     if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
@@ -102,30 +105,23 @@ def make_sample(
         )
     if not token_ids:
         return Sample([], [], "stop")
-    if not isinstance(log_probs, list):
+    if not isinstance(log_probs, list) or len(log_probs) != len(token_ids):
         raise EngineError(
-            f"{where} the answer's log-probs are {_short(log_probs)}, expected a list: the engine must return them"
+            f"{where} the answer's log-probs are {_short(log_probs)}, expected a list of {len(token_ids)}: the engine "
+            "must return one for each token"
         )
-    if len(log_probs) != len(token_ids):
-        raise EngineError(f"{where} {len(log_probs)} log-probs for {len(token_ids)} tokens: the answer cannot be used")
     if len(token_ids) <= ask.max_new_tokens:
         _check_end(ask, token_ids, reason, where)
     numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
     # Engines write "length" if end-of-text comes exactly at the length limit.
     finish_reason = "stop" if token_ids[-1] == ask.eos_token_id else "length"
-    fault, support = fault_in_log_probs(log_probs, where), None if kept is None else _support(kept, token_ids, where)
-    return Sample(token_ids, numbers, finish_reason, fault, experts, support)
-
-
-def _support(kept: Any, token_ids: list[int], where: str) -> tuple[Tensor, Tensor]:
-    """(ids, counts) of the kept tokens of an answer."""
     try:
-        ids, counts = support_of(kept)
+        support = None if kept is None else support_of(kept)
     except ValueError as problem:
         raise EngineError(f"{where} {problem}") from None
-    if len(counts) != len(token_ids):
-        raise EngineError(f"{where} kept tokens of {len(counts)} positions came for {len(token_ids)} tokens")
-    return ids, counts
+    if support is not None and len(support[1]) != len(token_ids):
+        raise EngineError(f"{where} kept tokens of {len(support[1])} positions came for {len(token_ids)} tokens")
+    return Sample(token_ids, numbers, finish_reason, fault_in_log_probs(log_probs, where), experts, support)
 
 
 def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:

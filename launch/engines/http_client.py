@@ -33,14 +33,13 @@ AWAY = (502, 503, 504)  # answers of a proxy without a server behind it
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
-@dataclass(frozen=True)
-class _Failure:
+@dataclass(eq=False)
+class _Failure(Exception):
     """A failed attempt that may be retried."""
 
     problem: str
     is_away: bool  # no server answered
     is_busy: bool = False  # the server answered 429
-    asked: float = 0.0  # seconds that the server asks to wait
 
 
 @functools.cache
@@ -59,7 +58,6 @@ class HttpClient:
     Args:
         url: address that passes ``check_url``.
         timeout: seconds for one answer, from connecting to its last byte.
-        retries: rules of retries.
         api_key: bearer token that passes ``check_key``; never shown.
 
     Attributes:
@@ -77,70 +75,51 @@ class HttpClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request and read the answer as JSON.
-
-        Raises:
-            EngineError: see :meth:`call`; or the answer is not JSON.
-        """
+        """Send a request and read the answer as JSON; EngineError as :meth:`call`, or if the answer is not JSON."""
         return self._parsed(path, self.call(method, path, body))
 
     def call(self, method: str, path: str, body: Any = None) -> bytes:
         """Send a request and return the answer's body.
 
-        Raises:
-            HttpStatusError: the server refused the request.
-            EngineError: the answer is late or too large, or all attempts failed.
+        Raises HttpStatusError if the server refuses, EngineError if the answer is late or too large, or no attempt
+        succeeds.
         """
-        (answer,) = self._send([Request(method, path, body)], lambda _, data: data, 1, nullcontext)
-        return answer
+        return self._send([Request(method, path, body)], lambda _, data: data, 1, nullcontext)[0]
 
     def read_all(
         self, requests: Sequence[Request], read: Callable[[int, Any], Result], concurrency: int, slot: Slot
     ) -> list[Result]:
         """Send all requests and return ``read(index, answer)`` of each in their order; the first error ends all.
 
-        Args:
-            requests: requests whose answers are JSON.
-            read: called as soon as an answer is there.
-            concurrency: largest number of connections at a time.
-            slot: makes the context of each request.
-
-        Raises:
-            EngineError: see :meth:`json`; or an error of ``read``.
+        ``read`` gets JSON, as soon as an answer is there. ``concurrency`` is the largest number of connections at a
+        time, and ``slot`` makes the context of each request.
         """
-        paths = [request.path for request in requests]
-        return self._send(
-            requests, lambda index, data: read(index, self._parsed(paths[index], data)), concurrency, slot
-        )
+
+        def parse_and_read(index: int, data: bytes) -> Result:
+            return read(index, self._parsed(requests[index].path, data))
+
+        return self._send(requests, parse_and_read, concurrency, slot)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Request ``path`` until the server answers 2xx; it may still be loading its model.
-
-        Raises:
-            EngineError: the server is not ready after ``seconds``.
-        """
+        """Request ``path`` until the server answers 2xx; EngineError after ``seconds``."""
         problems: list[str] = []
 
         async def wait() -> None:
-            async with self._connections(1) as connections:
-                while True:
-                    problems.append("silence")
-                    try:
-                        answer = await self._attempt(connections, Request("GET", path))
-                    except HttpStatusError as error:
-                        problems[-1] = str(error)
-                    else:
-                        if isinstance(answer, bytes):
-                            return
-                        problems[-1] = answer.problem
-                    await anyio.sleep(min(1.0, self.retries.first_wait))
-
-        async def wait_in_time() -> None:
             with anyio.fail_after(max(seconds, self.retries.first_wait)):
-                await wait()
+                async with self._connections(1) as connections:
+                    while True:
+                        problems.append("silence")
+                        try:
+                            await self._attempt(connections, Request("GET", path))
+                            return
+                        except HttpStatusError as error:
+                            problems[-1] = str(error)
+                        except _Failure as failure:
+                            problems[-1] = failure.problem
+                        await anyio.sleep(min(1.0, self.retries.first_wait))
 
         try:
-            anyio.run(wait_in_time)
+            anyio.run(wait)
         except TimeoutError as error:
             last = ", then ".join(dict.fromkeys(problems[-2:]))
             raise EngineError(
@@ -192,55 +171,48 @@ class HttpClient:
         while True:
             try:
                 with anyio.fail_after(self.timeout):
-                    answer = await self._attempt(connections, request)
+                    return await self._attempt(connections, request)
             except TimeoutError as error:
                 raise EngineError(
                     f"{self.url}{request.path} gave no whole answer within {self.timeout:g} s: raise --rollout-timeout "
                     "or lower --rollout-concurrency, and look into the server's log"
                 ) from error
-            if isinstance(answer, bytes):
-                return answer
-            failures += 1
-            give_up = min(give_up, time.monotonic() + self.timeout)
-            self.absences += answer.is_away
-            failures_of_the_server += not (answer.is_away or answer.is_busy)
-            if failures_of_the_server == self.retries.attempts or time.monotonic() >= give_up:
-                raise EngineError(
-                    f"{self.url}{request.path} failed {failures} times, at last with {answer.problem}: check that the "
-                    "server runs"
-                )
-            await anyio.sleep(self.retries.wait(failures, answer.asked))
+            except _Failure as failure:
+                failures += 1
+                give_up = min(give_up, time.monotonic() + self.timeout)
+                self.absences += failure.is_away
+                failures_of_the_server += not (failure.is_away or failure.is_busy)
+                if failures_of_the_server == self.retries.attempts or time.monotonic() >= give_up:
+                    raise EngineError(
+                        f"{self.url}{request.path} failed {failures} times, at last with {failure.problem}: check "
+                        "that the server runs"
+                    ) from None
+            await anyio.sleep(self.retries.wait(failures))
 
-    async def _attempt(self, connections: httpx2.AsyncClient, request: Request) -> bytes | _Failure:
-        """Body of one answer, or a failure that may be retried; a status that is not retried is raised."""
+    async def _attempt(self, connections: httpx2.AsyncClient, request: Request) -> bytes:
+        """Body of one answer; _Failure if the attempt may be retried, HttpStatusError if not."""
+        content = None if request.body is None else json.dumps(request.body, allow_nan=False)
+        data = bytearray()
         try:
-            status, data, asked = await self._exchange(connections, request)
+            async with connections.stream(request.method, request.path, content=content) as response:
+                async for part in response.aiter_raw():
+                    data += part
+                    if len(data) > request.most_bytes and response.is_success:
+                        raise EngineError(
+                            f"{self.url}{request.path} answered with more than {request.most_bytes} bytes: is this "
+                            "the rollout server's address?"
+                        )
+                    if len(data) > MOST_BYTES and not response.is_success:
+                        break
         except httpx2.TransportError as error:
-            return _Failure(_cause(error), is_away=True)
-        if 200 <= status < 300:
-            return data
+            raise _Failure(_cause(error), is_away=True) from None
+        status = response.status_code
+        if response.is_success:
+            return bytes(data)
         problem = f"status {status}: {self._excerpt(data)}" if data else f"status {status}"
         if status != TOO_MANY and status < 500:
             raise HttpStatusError(f"{self.url}{request.path} refused the request with {problem}", status)
-        return _Failure(problem, status in AWAY, status == TOO_MANY, asked)
-
-    async def _exchange(self, connections: httpx2.AsyncClient, request: Request) -> tuple[int, bytes, float]:
-        """Send once; (status, body, seconds that the server asks to wait). A refusal's body may be cut."""
-        content = None if request.body is None else json.dumps(request.body, allow_nan=False)
-        data = bytearray()
-        async with connections.stream(request.method, request.path, content=content) as response:
-            async for part in response.aiter_raw():
-                data += part
-                if len(data) > request.most_bytes and response.is_success:
-                    raise EngineError(
-                        f"{self.url}{request.path} answered with more than {request.most_bytes} bytes: is this the "
-                        "rollout server's address?"
-                    )
-                if len(data) > MOST_BYTES and not response.is_success:
-                    break
-        asked = response.headers.get("Retry-After", "").strip()
-        # The other form of the header, a date, is ignored.
-        return response.status_code, bytes(data), float(asked) if asked.isdecimal() else 0.0
+        raise _Failure(problem, status in AWAY, status == TOO_MANY)
 
     def _parsed(self, path: str, data: bytes) -> Any:
         try:
@@ -251,7 +223,7 @@ class HttpClient:
                 "address?"
             ) from error
 
-    def _excerpt(self, data: bytes) -> str:
+    def _excerpt(self, data: bytes | bytearray) -> str:
         """The beginning of an answer in one line, without the key, which servers may repeat."""
         if self._key:
             data = data.replace(self._key.encode(), API_KEY.encode())

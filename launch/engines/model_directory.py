@@ -27,7 +27,6 @@ class ModelDirectory:
     Args:
         path: the directory, whose parent must exist; an older directory at this path is replaced.
         config: ``transformers`` config of the model.
-        eos_token_id: token that ends a response.
         dtype: round weights to this type, one of ``rounding.DTYPES``; default: no rounding.
         shard_bytes: size at which a file is closed and the next one begins.
     """
@@ -54,11 +53,8 @@ class ModelDirectory:
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write all weights, with one shard in memory at a time, and return the path of the directory.
 
-        The old model stays until the new one is complete, so that the file system needs room for both.
-
-        Raises:
-            ValueError: a tensor is unknown, comes twice, has another shape, or is missing.
-            EngineError: the files cannot be written.
+        The old model stays until the new one is complete, so that the file system needs room for both. Raises
+        ValueError as :meth:`RolloutEngine.load_weights`, and EngineError if the files cannot be written.
         """
         part, old = (self.path.with_name(self.path.name + end) for end in (".part", ".old"))
         try:
@@ -76,11 +72,7 @@ class ModelDirectory:
         return self.path
 
     def write_config(self, dtype: torch.dtype) -> None:
-        """Write ``config.json`` alone, for a server that gets its weights of this type in another way.
-
-        Raises:
-            EngineError: the file cannot be written.
-        """
+        """Write ``config.json`` alone, for a server that gets weights of this type in another way, or EngineError."""
         self._config.dtype = dtype
         try:
             self._config.save_pretrained(self.path)
@@ -90,11 +82,7 @@ class ModelDirectory:
     def tensors(
         self, weights: Iterable[tuple[str, Tensor]], names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Checked and rounded weights, with a separate output layer; ``names``: names of a part of the model.
-
-        Raises:
-            ValueError: as :meth:`write`.
-        """
+        """Checked and rounded weights, with a separate output layer; ``names``: names of a part of the model."""
         expected = self._expected if names is None else {name: self._expected[name] for name in names}
         for name, tensor in checked(weights, expected):
             if self._rounded is not None:

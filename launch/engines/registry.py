@@ -42,10 +42,7 @@ class EngineInputs:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One engine of the table; ValueError if a setting does not exist.
-
-    A setting of another engine is refused, because it would do nothing.
-    """
+    """One engine of the table; ValueError if a setting does not exist. Settings of other engines are refused."""
 
     make: Callable[[EngineInputs], RolloutEngine]  # called on the first rank of a replica; imports packages
     needs: tuple[str, ...] = ()  # required settings of the engine section
@@ -104,8 +101,8 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
 
 
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
+    from megatron_rc.launch.engines.streamed import VllmStreamedEngine
     from megatron_rc.launch.engines.vllm_server import VllmServerEngine
-    from megatron_rc.launch.engines.vllm_streamed import VllmStreamedEngine
 
     engine = inputs.config.engine
     settings = _server_arguments(inputs) | {
@@ -115,7 +112,7 @@ def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
     }
     if engine.rollout_weight_transfer == "files":
         return VllmServerEngine(**settings)
-    once = _client(inputs.config, inputs.replica, Retries(attempts=1))
+    once = _client(inputs.config, inputs.replica, 1)
     return VllmStreamedEngine(**settings, once=once, dtype=inputs.config.dtype)
 
 
@@ -124,8 +121,7 @@ def make_sender(config: RunConfig, replica: int, number: int) -> WeightSender:
     from megatron_rc.launch.engines.weight_sender import MemorySender, SglangSender, VllmSender
 
     engine = config.engine
-    # A part of an update must not be repeated.
-    client = _client(config, replica, Retries(attempts=1))
+    client = _client(config, replica, 1)  # a part of an update must not be repeated
     if engine.rollout_weight_transfer == "ipc":
         return MemorySender(client, number)
     kind = VllmSender if engine.rollout_engine == "vllm-server" else SglangSender
@@ -141,7 +137,7 @@ def served_model(config: RunConfig, eos_token_id: int, replica: int) -> ModelDir
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-    from megatron_rc.launch.engines.sglang_streamed import SglangStreamedEngine
+    from megatron_rc.launch.engines.streamed import SglangStreamedEngine
 
     if inputs.config.engine.rollout_weight_transfer == "files":
         return SglangServerEngine(**_server_arguments(inputs))
@@ -150,33 +146,24 @@ def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
 
 def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
     engine = inputs.config.engine
+    experts = inputs.config.experts if inputs.config.replays_rollouts else None
     return {
-        "client": _client(inputs.config, inputs.replica, Retries(attempts=engine.rollout_attempts)),
+        "client": _client(inputs.config, inputs.replica, engine.rollout_attempts),
         "directory": _directory(inputs),
         "eos_token_id": inputs.eos_token_id,
         "concurrency": engine.rollout_concurrency,
         "start_timeout": engine.rollout_timeout,
-        "experts_shape": _experts_shape(inputs.config),
+        "experts_shape": experts and (inputs.config.transformer.num_layers, experts.moe_router_topk),
         "reports_support": inputs.config.rollouts.replays_sampling,
     }
 
 
-def _client(config: RunConfig, replica: int, retries: Retries) -> HttpClient:
+def _client(config: RunConfig, replica: int, attempts: int) -> HttpClient:
     """Client of a replica's server."""
     from megatron_rc.launch.engines.http_client import HttpClient
 
-    engine = config.engine
-    if engine.rollout_url is None:
-        raise RuntimeError("a server needs an address: the settings were not checked")
-    url = engine.rollout_url.split(",")[replica]
-    return HttpClient(url, engine.rollout_timeout, retries, api_key=os.environ.get(API_KEY))
-
-
-def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
-    """(layers, experts of a token) of the model, if its engine must report experts."""
-    if config.experts is None or not config.replays_rollouts:
-        return None
-    return config.transformer.num_layers, config.experts.moe_router_topk
+    url = str(config.engine.rollout_url).split(",")[replica]
+    return HttpClient(url, config.engine.rollout_timeout, Retries(attempts), api_key=os.environ.get(API_KEY))
 
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")

@@ -14,12 +14,7 @@ DTYPES = ("fp32", "bf16", "fp8-e4m3", "int8")
 
 
 class Rounding:
-    """Rounds the weights of one model.
-
-    Args:
-        model: ``transformers`` model of the architecture; its values are not used.
-        dtype: one of ``DTYPES``.
-    """
+    """Rounds the weights of a ``transformers`` model to one of ``DTYPES``; the values of ``model`` are not used."""
 
     def __init__(self, model: torch.nn.Module, dtype: str) -> None:
         self.dtype, self._transposed = dtype, _linear_weights(model)
@@ -38,12 +33,8 @@ def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
     """Round to the values that ``dtype`` can hold; float32.
 
     ``fp8-e4m3`` and ``int8`` use one float32 scale for each output row of a linear layer, as engines do. Embeddings,
-    norms and the output layer are bfloat16 with these types. An engine that computes in bfloat16 rounds again.
-
-    Args:
-        tensor: [out, in]; any shape if not quantizable.
-        dtype: one of ``DTYPES``.
-        quantizable: the weight belongs to a linear layer.
+    norms and the output layer are bfloat16 with these types. An engine that computes in bfloat16 rounds again. The
+    weight of a linear layer is ``quantizable``: its shape is [out, in].
     """
     tensor = tensor.float()
     if dtype == "fp32":

@@ -16,8 +16,7 @@ from megatron_rc.launch.engines import EngineError, Progress, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
 from megatron_rc.launch.engines.http_client import HttpClient, Slot
 from megatron_rc.launch.engines.model_directory import ModelDirectory
-from megatron_rc.launch.engines.request_limit import RequestLimit
-from megatron_rc.launch.engines.requests import Request
+from megatron_rc.launch.engines.requests import Request, RequestLimit
 from megatron_rc.launch.engines.weight_versions import RestartedError, VersionRange
 from megatron_rc.records.rollout import SamplingParams
 
@@ -62,9 +61,6 @@ class ServerEngine(ABC):
     path. The first write comes before the wait for the server, so that a user can start the server on the directory.
 
     Args:
-        client: client of the server.
-        directory: directory of weights.
-        eos_token_id: token that ends a response.
         concurrency: largest number of requests at a time, of all rollout batches together.
         start_timeout: seconds to wait for the server's first answer.
         experts_shape: (layers, top_k) of the model, if samples must have the experts of their tokens.
@@ -76,6 +72,7 @@ class ServerEngine(ABC):
     """
 
     is_elsewhere = True
+    _keeps_version = True  # whether the server names the version of its weights, and forgets it at a restart
 
     def __init__(
         self,
@@ -94,37 +91,33 @@ class ServerEngine(ABC):
         self._of_rollouts = RequestLimit(concurrency)
         self.experts_shape, self.reports_support = experts_shape, reports_support
         self.partial_rollouts, self.open_samples = partial_rollouts, OpenSamples()
-        self.version, self.restarts = -1, 0
-        # Version of the newest update, also of one that is under way.
-        self._given = -1
-        # Held by an update: after a restart the sampling thread makes one too.
-        self._updating = threading.Lock()
-        # Whether the server knows the version of its weights, and forgets it at a restart.
-        self._keeps_version = False
-        self._is_checked = False
+        self.version, self.restarts, self._is_checked = -1, 0, False
+        self._given = -1  # version of the newest update, also of one that is under way
+        self._updating = threading.Lock()  # held by an update: after a restart the sampling thread makes one too
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights, let the server read them, and clear its prefix cache.
 
-        After a failure the engine samples nothing until a later call succeeds, because the server may hold a mixture.
-
-        Raises:
-            ValueError: wrong weights; see :meth:`ModelDirectory.write`.
-            EngineError: the server is absent, unfit, or did not take the weights.
+        After a failure, a ValueError of :meth:`ModelDirectory.write` or an EngineError, the engine samples nothing
+        until a later call succeeds, because the server may hold a mixture.
         """
         with self._updating:
             try:
                 path = str(self.directory.write(weights))
-                if not self._is_checked:
-                    self.client.wait_until_ready("/health", self.start_timeout)
-                    self._check_server()
-                    self._is_checked = True
+                self._wait_for_server()
                 self._given = version
                 self._update(path, version)
             except BaseException:  # an interrupt too
                 self.version = -1
                 raise
             self.version = version
+
+    def _wait_for_server(self) -> None:
+        """The first time, wait for the server and check it."""
+        if not self._is_checked:
+            self.client.wait_until_ready("/health", self.start_timeout)
+            self._check_server()
+            self._is_checked = True
 
     def sample(
         self,
@@ -139,10 +132,6 @@ class ServerEngine(ABC):
         A server that is restarted meanwhile gets its weights again, and samples again: with ``progress`` the responses
         that are not there yet, because each of them has its versions, without it all. Calls with ``progress`` share
         ``concurrency``; a call without it, for a check or an evaluation, does not wait for them.
-
-        Raises:
-            ValueError: a prompt is empty.
-            EngineError: the server failed, or an answer must not be trained on.
         """
         version = self.version
         if version < 0:
@@ -171,9 +160,8 @@ class ServerEngine(ABC):
 
         slot = self._slot(limit, 0 if progress is None else progress.batch)
         self.client.read_all([self._request(ask) for ask in missing], read, self.concurrency, slot)
-        if self._keeps_version:
-            self._check_version(version)
-        elif self.client.absences > absences:
+        self._check_version(version)
+        if self.client.absences > absences and not self._keeps_version:
             raise RestartedError(f"{self.client.url} was away, and may have lost the weights of step {version}")
         return [samples[ask.index] for ask in asks]
 
@@ -235,7 +223,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def _check_version(self, asked: int) -> None:
-        """After a batch, check the version of a server that keeps it and held ``asked`` before the batch."""
+        """After a batch, check the version of a server that held ``asked`` before the batch."""
 
     @abstractmethod
     def _request(self, ask: Ask) -> Request:

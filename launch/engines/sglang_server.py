@@ -28,7 +28,7 @@ PROBED_PROMPTS = 4
 class SglangServerEngine(ServerEngine):
     """Samples from ``/generate``; see :class:`ServerEngine`."""
 
-    _log_probs_are_processed = False
+    _keeps_version = _log_probs_are_processed = False
 
     def _check_server(self) -> None:
         self._log_probs_are_processed = False
@@ -101,7 +101,7 @@ class SglangServerEngine(ServerEngine):
         if answer.get("output_ids", token_ids) != token_ids:
             raise EngineError(f"{where} log-probs of other tokens than output_ids: the answer cannot be used")
         reason, log_probs = self._field(meta, "finish_reason", "type"), [pair[0] for pair in pairs]
-        experts, kept = None, None
+        experts = kept = None
         if self.experts_shape and token_ids:
             experts = self._experts(meta, (len(ask.prompt) + len(token_ids) - 1, *self.experts_shape), where)
         if self.wants_support(ask) and token_ids:

@@ -33,14 +33,9 @@ class TransformersEngine:
     Args:
         config: ``transformers`` config of the model.
         dtype: one of ``rounding.DTYPES``.
-        eos_token_id: token that ends a response.
         pad_token_id: token that fills batches; never part of a response.
-        device: device of the model.
-        reports_experts: whether samples have the experts of their tokens.
+        reports_experts: whether samples have the experts of their tokens; ValueError for a model without experts.
         reports_support: whether truncated samples have the tokens that were kept.
-
-    Raises:
-        ValueError: experts are wanted of a model without experts.
     """
 
     is_elsewhere = False
@@ -148,10 +143,7 @@ class TransformersEngine:
         return torch.tensor(rows, device=self.device), positions.clamp(min=0), (positions >= 0).long()
 
     def _draw(self, distribution: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens [b, 1] drawn from log-probs [b, v], and their log-probs [b].
-
-        A response whose log-probs are NaN ends, with NaN as its log-prob.
-        """
+        """Tokens [b, 1] drawn from log-probs [b, v], and their log-probs [b]; after NaN, which is kept, the end."""
         broken = distribution[:, :1].isnan()
         tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
         tokens = torch.where(broken, self.eos, tokens)

@@ -27,9 +27,7 @@ OWN = {
 def read_engine_args(path: str | None) -> dict[str, Any]:
     """Arguments of the file; none without a file.
 
-    Raises:
-        ValueError: the file cannot be read, is no table of names, has an argument of :data:`OWN`, or a share of the
-            GPU's memory that is none.
+    Raises ValueError for a file that is no table of names, or has an argument of :data:`OWN` or a share that is none.
     """
     import yaml
 

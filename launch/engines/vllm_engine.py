@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process, or in a process that it starts: no server to run, no restart between steps."""
+"""vLLM in a process that the trainer starts: no server to run, no restart between steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, Sample
@@ -27,32 +26,29 @@ TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_", "TORCHELASTIC_"),
 )
-MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class VllmEngine:
     """Samples from ``vllm.LLM``, which starts at the first :meth:`load_weights` and usually stays.
 
-    By default vLLM runs its model in a separate process and leaves the trainer's torch.distributed and random state
-    alone. ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` keeps it in the trainer's process.
+    vLLM runs its model in a process of its own and leaves the trainer's torch.distributed and random state alone.
 
     Args:
         directory: directory of weights, for this engine alone, best in memory (``/dev/shm``).
         dtype: ``fp32`` or ``bf16``.
-        eos_token_id: token that ends a response.
         max_model_len: largest number of tokens of a prompt with its response.
         reports_experts: whether samples have the experts of their tokens. On a CPU this module's extension of vLLM's
             worker records them, without vLLM's prefix cache: its tokens have no experts.
         reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
         takes_weights: whether a running vLLM takes new weights; if not, each :meth:`load_weights` starts it anew.
-        processes: number of processes that vLLM spreads the model over; on GPUs this rank's and the next ones.
+        processes: number of processes that vLLM spreads the model over, on this rank's GPU and the next ones;
+            EngineError if the rank sees too few.
         sleeps: whether :meth:`sleep` gives vLLM's GPU memory back, until the next :meth:`load_weights`.
         more: further arguments of ``vllm.LLM``; see :mod:`vllm_args`.
-
-    Raises:
-        EngineError: vLLM cannot run in this trainer's surroundings.
     """
+
+    is_elsewhere = True
 
     def __init__(
         self,
@@ -69,7 +65,6 @@ class VllmEngine:
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._devices = _devices(processes) if torch.cuda.is_available() else None
-        _check_surroundings()
         self._sleeps, self._is_asleep, self._has_more = sleeps, False, bool(more)
         self.directory, self.eos, self.version = directory, eos_token_id, -1
         self._takes_weights = takes_weights
@@ -88,15 +83,14 @@ class VllmEngine:
             "tensor_parallel_size": processes,
             "enable_sleep_mode": sleeps,
             **more,
-            **(_option_of_experts(self._records_experts) if reports_experts else {}),
             **({"return_sampling_mask": True} if reports_support else {}),
         }
+        if self._records_experts:
+            name = f"{RecordsExperts.__module__}.{RecordsExperts.__qualname__}"
+            self._options |= {"worker_extension_cls": name, "enable_prefix_caching": False}
+        elif reports_experts:
+            self._options["enable_return_routed_experts"] = True
         self._llm: Any = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether vLLM runs its model in a separate process."""
-        return os.environ.get(MULTIPROCESSING, "1") != "0"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights; start vLLM with them, or let it read them in place. See :class:`RolloutEngine`."""
@@ -131,8 +125,9 @@ class VllmEngine:
         if self.version < 0:
             raise EngineError("vLLM holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
-        inputs = [{"prompt_token_ids": ask.prompt} for ask in asks]
-        outputs = self._llm.generate(inputs, [_sampling_params(ask) for ask in asks], use_tqdm=False)
+        inputs, vllm = [{"prompt_token_ids": ask.prompt} for ask in asks], importlib.import_module("vllm")
+        sampling = [vllm.SamplingParams(**ask.sampling_of_vllm) for ask in asks]
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         experts = self._recorded_experts(outputs)
         return [_to_sample(ask, output, of_it) for ask, output, of_it in zip(asks, outputs, experts, strict=True)]
 
@@ -160,7 +155,7 @@ class VllmEngine:
     def _start(self, path: str) -> Any:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would inherit the trainer's threads
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # otherwise a hundred lines at each start
-        settings = {}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # else vLLM would join the trainer's process group
         if self._devices is not None:
             settings["CUDA_VISIBLE_DEVICES"] = self._devices
             if self._sleeps or "," in self._devices:
@@ -192,21 +187,9 @@ def without_torchrun(settings: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _check_surroundings() -> None:
-    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if distributed and os.environ.get(MULTIPROCESSING, "1") == "0":
-        raise EngineError(f"vLLM would join the trainer's process group of several ranks: remove {MULTIPROCESSING}=0")
-
-
 def _devices(number: int) -> str:
-    """CUDA_VISIBLE_DEVICES of vLLM's processes: this rank's GPU and the next ones.
-
-    Raises:
-        EngineError: the rank does not see as many GPUs, or vLLM would run in the trainer's process on another GPU.
-    """
+    """CUDA_VISIBLE_DEVICES of vLLM's processes: this rank's GPU and the next ones; EngineError if it sees fewer."""
     first, count = torch.cuda.current_device(), torch.cuda.device_count()
-    if first and os.environ.get(MULTIPROCESSING, "1") == "0":
-        raise EngineError(f"vLLM would take GPU 0, this rank has GPU {first}: remove {MULTIPROCESSING}=0")
     if first + number > count:
         raise EngineError(
             f"--rollout-tensor-parallel-size {number} needs as many GPUs from GPU {first} on, this rank sees {count}: "
@@ -215,25 +198,6 @@ def _devices(number: int) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(count)]
     return ",".join(names[first : first + number])
-
-
-def _option_of_experts(records: bool) -> dict[str, Any]:
-    if not records:
-        return {"enable_return_routed_experts": True}
-    name = f"{RecordsExperts.__module__}.{RecordsExperts.__qualname__}"
-    return {"worker_extension_cls": name, "enable_prefix_caching": False}
-
-
-def _sampling_params(ask: Ask) -> Any:
-    return importlib.import_module("vllm").SamplingParams(
-        **ask.sampling,
-        max_tokens=ask.max_new_tokens,
-        top_k=ask.params.top_k,
-        seed=ask.seed,
-        logprobs=0,
-        detokenize=False,
-        ignore_eos=True,  # stop at the trainer's end-of-text token, not at the model config's
-    )
 
 
 def _experts_of(output: Any) -> Tensor | None:

@@ -71,12 +71,10 @@ class VllmServerEngine(ServerEngine):
         try:
             self.client.call("POST", ROUTE, {})
         except HttpStatusError as error:
-            if error.status == 403:
-                raise EngineError(f"{self.client.url} takes no token ids at {ROUTE}: start it as {START}") from error
-            if error.status == 404:
-                version = self._field(self.client.json("GET", "/version"), "version")
+            if error.status in (403, 404):
                 raise EngineError(
-                    f"{self.client.url} is vLLM {version} without {ROUTE}: use vLLM 0.32 or newer"
+                    f"{self.client.url} takes no token ids at {ROUTE} (status {error.status}): use vLLM 0.32 or newer, "
+                    f"and start it as {START}"
                 ) from error
 
     def _swap(self, path: str, version: int) -> None:
@@ -103,36 +101,27 @@ class VllmServerEngine(ServerEngine):
         # Some versions answer nothing, because they do not know whether the reset worked.
         if reset and b"true" not in reset:
             raise EngineError(f"{self.client.url} kept its prefix cache, made with old weights: see its log")
-        self._keeps_version = self._name_version(str(version))
-        if self.partial_rollouts and not self._keeps_version:
-            raise EngineError(f"{self.client.url} keeps no version, --rl-partial-rollouts needs vLLM 0.32 or newer")
+        self._name_version(str(version))
         self.client.call("POST", "/resume")
         self.open_samples.updated(went_on=keeps)
 
-    def _name_version(self, version: str) -> bool:
-        """Tell the server the version; false if this vLLM keeps none."""
-        try:
-            self.client.call("POST", "/update_weight_version", {"new_version": version})
-        except HttpStatusError as error:
-            if error.status not in (404, 405):
-                raise
-            return False
-        return True
+    def _name_version(self, version: str) -> None:
+        self.client.call("POST", "/update_weight_version", {"new_version": version})
+
+    def _held_version(self) -> Any:
+        return self._field(self.client.json("GET", "/weight_info"), "weight_version")
 
     def _check_version(self, asked: int) -> None:
-        held = self._field(self.client.json("GET", "/weight_info"), "weight_version")
-        self._held(asked).read(held, self.client.url)
+        self._held(asked).read(self._held_version(), self.client.url)
 
     def _check_params(self, asks: Sequence[Ask]) -> None:
         """Nothing to do: vLLM's processed log-probs follow all parameters."""
 
     def _request(self, ask: Ask) -> Request:
-        own = {"n": 1, "max_tokens": ask.max_new_tokens, "top_k": ask.params.top_k, "seed": ask.seed, "logprobs": 0}
-        own |= {"detokenize": False, "ignore_eos": True}  # stop at the trainer's end-of-text token, not at the server's
         body = {
             "model": self.model,
             "token_ids": ask.prompt,
-            "sampling_params": ask.sampling | own,
+            "sampling_params": ask.sampling_of_vllm,
             "return_token_ids": True,
             "stream": False,
         }
@@ -156,9 +145,8 @@ class VllmServerEngine(ServerEngine):
         log_probs: Any = entries
         if isinstance(entries, list):
             log_probs = [self._field(entry, "logprob") for entry in entries]
-        experts, kept = None, None
-        if self.experts_shape and token_ids:
-            experts = self._experts(choice, where)
+        experts = self._experts(choice, where) if self.experts_shape and token_ids else None
+        kept = None
         if self.wants_support(ask) and token_ids:
             kept = self._reported(choice, "sampling_mask", "--return-sampling-mask", where)
         sample = make_sample(
@@ -171,7 +159,7 @@ class VllmServerEngine(ServerEngine):
     def _versions(self, choice: Any, ask: Ask, tokens: int, where: str) -> list[int] | None:
         """Version of the weights of each token; None: the answer has none, and all are of the engine's version."""
         spans = choice.get("weight_versions")
-        if not tokens or not self._keeps_version or (spans is None and not self.partial_rollouts):
+        if not tokens or (spans is None and not self.partial_rollouts):
             return None
         versions = self._held(ask.version).read_spans(spans, tokens, where)
         found, limit = len(set(versions)), self.max_versions

@@ -22,7 +22,6 @@ from megatron_rc.launch.engines.weight_stream import (
     BUCKET_BYTES,
     StreamGroup,
     address_towards,
-    awaits,
     buckets,
     open_store,
     shared,
@@ -37,16 +36,9 @@ def send_weights(
 ) -> None:
     """Send weights, one bucket after the other, each to one server after the other.
 
-    One after the other, because two senders that waited for two servers at once could wait for each other.
-
-    Args:
-        weights: names and tensors.
-        senders: one for each server.
-        bucket_bytes: largest number of bytes that are packed together; memory is twice as large for a moment.
-
-    Raises:
-        EngineError: a server, or one of its processes, did not take a bucket.
-        ValueError: from the iterator.
+    One after the other, because two senders that waited for two servers at once could wait for each other. A bucket has
+    at most ``bucket_bytes``; memory is twice as large for a moment. Raises EngineError if a server, or one of its
+    processes, did not take a bucket.
     """
     for entries, bucket in buckets(weights, bucket_bytes):
         for sender in senders:
@@ -60,8 +52,8 @@ def send_weights(
                 ) from problem
 
 
-class WeightSender(ABC):
-    """Sends this rank's part of an update to one server.
+class MemorySender:
+    """Sends this rank's part of an update to vLLM through memory of the machine that both run on; see :func:`shared`.
 
     Args:
         client: client of the server; a request that the server answers with an error must not be repeated.
@@ -71,25 +63,8 @@ class WeightSender(ABC):
     def __init__(self, client: HttpClient, number: int) -> None:
         self.client, self.number = client, number
 
-    @abstractmethod
     def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
-        """Send one bucket, which ``entries`` describe; see :func:`buckets`.
-
-        Raises:
-            EngineError: the server did not take it.
-            RuntimeError: from the process group.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the connection with the server, if this sender keeps one."""
-
-
-class MemorySender(WeightSender):
-    """Sends to vLLM through memory of the machine that both run on; see :func:`shared`."""
-
-    def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
-        """Let the server's processes read the bucket."""
+        """Let the server's processes read a bucket, see :func:`buckets`; EngineError if the server does not take it."""
         with shared(bucket) as place:
             self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **place, **entries}})
 
@@ -97,30 +72,30 @@ class MemorySender(WeightSender):
         """Do nothing: the memory of a bucket is given back when the server has answered."""
 
 
-class GroupSender(WeightSender):
-    """Sends to a server over a process group with the server's processes; ``transport``: ``gloo`` or ``nccl``."""
+class GroupSender(ABC):
+    """Sends as :class:`MemorySender`, over a process group with the server's processes; by ``gloo`` or ``nccl``."""
+
+    _counts_receivers = True  # whether the server's processes say when they wait for a bucket
 
     def __init__(self, client: HttpClient, number: int, transport: str) -> None:
-        super().__init__(client, number)
-        self.transport = transport
+        self.client, self.number, self.transport = client, number, transport
         self._group: StreamGroup | None = None
 
     def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
-        """Meet the server's processes, the first time, and broadcast the bucket to them."""
+        """Meet the server's processes, the first time, and broadcast a bucket to them, see :func:`buckets`.
+
+        Raises EngineError if the server did not take it, RuntimeError from the process group.
+        """
         if self._group is None:
-            self._group = self._met()
-        answer = _in_background(self._announce, entries)
-        self._wait(self._is_awaited, answer)
-        work = self._group.send(bucket)
+            parts = urlsplit(self.client.url)
+            address = address_towards(str(parts.hostname), parts.port or 80)
+            self._group = self._meet(address, open_store(address, self.client.timeout))
+        group, answer = self._group, _in_background(self._announce, entries)
+        self._wait(lambda: not self._counts_receivers or group.is_awaited(), answer)
+        work = group.send(bucket)
         self._wait(work.is_completed, answer)
         work.wait()
         answer.result()
-
-    def _met(self) -> StreamGroup:
-        """The group of this sender and the server's processes."""
-        parts = urlsplit(self.client.url)
-        address = address_towards(str(parts.hostname), parts.port or 80)
-        return self._meet(address, open_store(address, self.client.timeout))
 
     @abstractmethod
     def _meet(self, address: str, store: Any) -> StreamGroup:
@@ -129,10 +104,6 @@ class GroupSender(WeightSender):
     @abstractmethod
     def _announce(self, entries: dict[str, Any]) -> None:
         """Tell the server which tensors the next bucket has; it answers when it has loaded them."""
-
-    def _is_awaited(self) -> bool:
-        """Whether the server's processes wait for the next bucket, if they say when they do."""
-        return True
 
     def close(self) -> None:
         """Leave the group; this waits for a broadcast under way."""
@@ -157,16 +128,13 @@ class VllmSender(GroupSender):
         place = {"address": address, "port": store.port, "transport": self.transport}
         meeting = place | {"sender": self.number, "size": size, "timeout": self.client.timeout}
         answer = _in_background(self.client.call, "POST", "/init_weight_transfer_engine", {"init_info": meeting})
-        self._wait(lambda: awaits(store, ARRIVED, size - 1), answer)
+        self._wait(lambda: store.add(ARRIVED, 0) == size - 1, answer)
         group = StreamGroup(store, 0, size, self.transport, address, self.client.timeout)
         answer.result()
         return group
 
     def _announce(self, entries: dict[str, Any]) -> None:
         self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **entries}})
-
-    def _is_awaited(self) -> bool:
-        return self._group is not None and self._group.is_awaited()
 
 
 class SglangSender(GroupSender):
@@ -176,7 +144,7 @@ class SglangSender(GroupSender):
     under the name of the group, twice, and the kind of device.
     """
 
-    _name = ""
+    _counts_receivers, _name = False, ""
 
     def _meet(self, address: str, store: Any) -> StreamGroup:
         size = 1 + int(self.client.json("GET", "/get_server_info")["tp_size"])
@@ -205,6 +173,9 @@ class SglangSender(GroupSender):
             with contextlib.suppress(EngineError):
                 self.client.call("POST", "/destroy_weights_update_group", {"group_name": self._name})
         super().close()
+
+
+WeightSender = MemorySender | GroupSender
 
 
 def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:

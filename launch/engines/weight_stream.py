@@ -12,7 +12,7 @@ import mmap
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,23 @@ BUCKET_BYTES = 256 << 20
 ARRIVED = "arrived"  # key under which a server's processes count themselves before they join a group
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host; nothing is sent.
+def register() -> None:
+    """Register the receiver in a process of vLLM that has it, as its plugin; vLLM may call this several times.
 
-    Raises:
-        OSError: the host has no address, or no way leads to it.
+    vLLM finds this by an entry point of this package, which has to be installed beside vLLM. A server takes weights
+    with ``--weight-transfer-config '{"backend": "megatron_rc"}'``.
     """
+    with suppress(ImportError):  # vLLM before 0.32 has no such engines
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+        if BACKEND not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(
+                BACKEND, "megatron_rc.launch.engines.vllm_receiver", "StreamReceiver"
+            )
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host, to which nothing is sent; OSError if no way leads there."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, kind)) as end:
         end.connect(place)
@@ -54,12 +65,9 @@ def open_store(address: str, timeout: float) -> Any:
 class StreamGroup:
     """A sender, rank 0, and a server's processes, ranks 1 to ``size`` − 1; no part of torch's default group.
 
-    The constructor returns when all members are there.
+    The constructor returns when all members are there. ``store`` is the group's alone.
 
     Args:
-        store: store of this group alone.
-        rank: rank of this process.
-        size: number of members.
         transport: ``gloo`` or ``nccl``.
         address: gloo listens on this address of this machine.
         timeout: seconds to wait for the others, here and in each broadcast.
@@ -84,7 +92,7 @@ class StreamGroup:
 
     def is_awaited(self) -> bool:
         """Whether all receivers wait for the next broadcast; one that nobody waits for would block the sender."""
-        return awaits(self._store, f"round {self._rounds + 1}", self._receivers)
+        return int(self._store.add(f"round {self._rounds + 1}", 0)) >= self._receivers
 
     def send(self, bucket: Tensor) -> Any:
         """Begin to broadcast a bucket; returns torch's handle of the work."""
@@ -109,10 +117,7 @@ def join(rank: int, address: str, port: int, transport: str, size: int, timeout:
 
 @contextmanager
 def shared(bucket: Tensor) -> Iterator[dict[str, int]]:
-    """Memory with a copy of a bucket, until the end of the block or of this process.
-
-    Yields the first arguments of :func:`read_shared`, for processes of this machine.
-    """
+    """Copy a bucket to memory, until the end of the block; yields the first arguments of :func:`read_shared`."""
     memory = os.memfd_create("weights")
     try:
         os.truncate(memory, bucket.numel())
@@ -135,11 +140,6 @@ def read_shared(process: int, memory: int, device: torch.device) -> Tensor:
             "trainer's ranks and the server on one machine, in one container, as one user: give gloo or nccl"
         ) from problem
     return torch.frombuffer(mapped, dtype=torch.uint8).to(device)
-
-
-def awaits(store: Any, key: str, number: int) -> bool:
-    """Whether as many processes have counted themselves under a key."""
-    return int(store.add(key, 0)) >= number
 
 
 def buckets(
@@ -188,27 +188,15 @@ def opened(
     shapes: Sequence[Sequence[int]],
     checksum: int,
 ) -> list[tuple[str, Tensor]]:
-    """Names and tensors of a bucket, each in memory of its own.
-
-    Raises:
-        RuntimeError: other bytes have come than the sender had.
-    """
+    """Names and tensors of a bucket, each in memory of its own; RuntimeError for other bytes than the sender had."""
     found = sum_of(bucket)
     if found != checksum:
         raise RuntimeError(f"the bytes of {names[0]} to {names[-1]} have the sum {found}, the sender had {checksum}")
-    return list(zip(names, unpack(bucket, dtype_names, shapes), strict=True))
+    parts = zip(names, bucket.split(bytes_of(dtype_names, shapes)), dtype_names, shapes, strict=True)
+    # A part may begin at a byte at which no number of its type may.
+    return [(name, part.clone().view(getattr(torch, kind)).reshape(shape)) for name, part, kind, shape in parts]
 
 
 def bytes_of(dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
     """Bytes of each tensor of a bucket."""
     return [math.prod(shape) * getattr(torch, name).itemsize for name, shape in zip(dtype_names, shapes, strict=True)]
-
-
-def unpack(bucket: Tensor, dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Tensors of a bucket, each in memory of its own."""
-    parts = bucket.split(bytes_of(dtype_names, shapes))
-    return [
-        # A part may begin at a byte at which no number of this type may.
-        part.clone().view(getattr(torch, name)).reshape(shape)
-        for part, name, shape in zip(parts, dtype_names, shapes, strict=True)
-    ]

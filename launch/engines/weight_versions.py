@@ -17,15 +17,10 @@ class RestartedError(EngineError):
 
 @dataclass(frozen=True)
 class VersionRange:
-    """Versions that a server can hold; a version is the number of optimizer steps that made the weights.
+    """Versions that a server can hold; a version is the number of optimizer steps that made the weights."""
 
-    Attributes:
-        oldest: version that it held when it was asked.
-        newest: largest version that it was given.
-    """
-
-    oldest: int
-    newest: int
+    oldest: int  # version that it held when it was asked
+    newest: int  # largest version that it was given
 
     def read(self, held: Any, where: str) -> int:
         """The version that a server names; ``where`` names the server in errors.
@@ -51,12 +46,9 @@ class VersionRange:
         return version
 
     def read_spans(self, spans: Any, tokens: int, where: str) -> list[int]:
-        """Version of each of a response's tokens, from vLLM's ``weight_versions``.
+        """Version of each of a response's ``tokens`` tokens, from vLLM's ``weight_versions``.
 
-        Args:
-            spans: list of objects: ``version`` sampled the tokens from ``start`` to ``end``, without ``end``.
-            tokens: number of the response's tokens.
-            where: the server and the prompt, for errors.
+        ``spans`` is a list of objects: ``version`` sampled the tokens from ``start`` to ``end``, without ``end``.
 
         Raises:
             RestartedError: a span has no version.
@@ -65,15 +57,14 @@ class VersionRange:
         """
         versions: list[int] = []
         for span in spans if isinstance(spans, list) else [spans]:
-            if not isinstance(span, dict) or not {"version", "start", "end"} <= span.keys():
-                raise EngineError(f"{where} weight_versions has {repr(span)[:80]}, expected version, start and end")
-            start, end = span["start"], span["end"]
+            fields = span if isinstance(span, dict) else {}
+            start, end = fields.get("start"), fields.get("end")
             if type(start) is not int or type(end) is not int or not len(versions) == start <= end <= tokens:
                 raise EngineError(
-                    f"{where} weight_versions has a span from {repr(start)[:20]} to {repr(end)[:20]}, expected one "
-                    f"from {len(versions)} to at most {tokens}: the answer cannot be used"
+                    f"{where} weight_versions has {repr(span)[:80]}, expected version, start {len(versions)} and an "
+                    f"end of at most {tokens}: the answer cannot be used"
                 )
-            version = self.read(span["version"], where)
+            version = self.read(fields.get("version"), where)
             if versions and version < versions[-1]:
                 raise EngineError(f"{where} weights {version} sampled after weights {versions[-1]}: see its log")
             versions += [version] * (end - start)

@@ -29,12 +29,9 @@ def batch_of(
         length: columns of the batch.
         pad: token id of the padding.
         sampling: parameters that the responses were sampled with.
-        has_experts: whether the batch has the experts of each token, which the engine then reported.
-        has_support: whether the batch has the kept tokens, which the engine then reported.
+        has_experts: whether the batch has the experts of each token; EngineError if the engine reported none or others.
+        has_support: whether the batch has the kept tokens; EngineError as for experts.
         has_turns: whether the batch has the rewards of earlier turns.
-
-    Raises:
-        EngineError: experts or kept tokens are missing, or have a wrong shape.
     """
     rows, position = len(samples), torch.arange(length)
     starts = torch.tensor([len(sample.prompt) for sample in samples]).unsqueeze(1)
@@ -78,19 +75,6 @@ def samples_of(batch: RolloutBatch) -> list[tuple[list[int], Sample]]:
         )
         found.append((tokens[:begin].tolist(), sample))
     return found
-
-
-def versions_of(sample: Sample, version: int) -> list[int]:
-    """Version of each token's weights; ``version`` of all if the engine names none.
-
-    Raises:
-        EngineError: the engine named the versions of another number of tokens.
-    """
-    tokens = len(sample.token_ids)
-    versions = [version] * tokens if sample.versions is None else sample.versions
-    if len(versions) != tokens:
-        raise EngineError(f"the engine named the weights of {len(versions)} of {tokens} tokens")
-    return versions
 
 
 def _turn_rewards(samples: Sequence[Conversation], mask: Tensor) -> Tensor:

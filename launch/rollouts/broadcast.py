@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.launch.rollouts.routed_experts import ExpertsBroadcast
+from megatron_rc.launch.rollouts.sampler import SampledBatch
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.parallel.collectives import broadcast
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+
+# Bytes of a replica's metrics: enough for MAX_COMPONENTS with the longest names, and for the overlong penalty.
+_BYTES = 8192
 
 
 class ReplicaBroadcast:
@@ -71,6 +77,29 @@ class ReplicaBroadcast:
             routed_experts=None if self._experts is None else self._experts(batch, rows, length),
             **(self._support(None if batch is None else batch.support_ids, counts[0].int()) if counts else {}),
         )
+
+    def reward_metrics(self, sampled: SampledBatch | None) -> dict[str, float]:
+        """Means of reward components over the responses that have them, and counts of errors and bad responses.
+
+        They are equal on all ranks. ``sampled`` is None except on the first rank of each replica.
+
+        Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
+        """
+        row = torch.zeros(_BYTES, dtype=torch.uint8)
+        if sampled is not None:
+            message = json.dumps({"counts": sampled.counts, "sums": sampled.sums}).encode()
+            row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        row = self.tensor(row)
+        table = torch.zeros(group_size(self.groups.dp), _BYTES, dtype=torch.uint8, device=row.device)
+        table[group_rank(self.groups.dp)] = row
+        rows = all_reduce_sum(table, self.groups.dp).cpu().numpy()
+        replicas = [json.loads(row.tobytes().rstrip(b"\0")) for row in rows]
+        means = {}
+        for name in sorted({name for replica in replicas for name in replica["sums"]}):
+            pairs = [replica["sums"][name] for replica in replicas if name in replica["sums"]]
+            means[f"reward/{name}"] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        counted = replicas[0]["counts"]
+        return means | {name: float(sum(replica["counts"][name] for replica in replicas)) for name in counted}
 
     def _support(self, ids: Tensor | None, counts: Tensor) -> dict[str, Tensor | None]:
         """The fields of the supports, whose ``ids`` the first rank has; ``counts``, [rows, length], are on all ranks.

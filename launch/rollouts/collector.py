@@ -23,7 +23,6 @@ from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_o
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
-from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
@@ -64,7 +63,6 @@ class RolloutCollector:
         open_rollouts: OpenRollouts | None = None,
     ) -> None:
         self.config, self.task, self.groups, self.open_rollouts = config, task, groups, open_rollouts
-        self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = groups.is_first_of_replica
         self.work = EngineWork(config, self.replica, self.is_engine_rank, request or StopRequest())
@@ -72,25 +70,24 @@ class RolloutCollector:
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
         self.work.run(lambda: self._start(engine), "the start of the engines")
-        self.transfer = self._make_transfer()
+        self.transfer: WeightTransfer | None = None  # None: weights go through files, or there is no engine
+        if config.engine.rollout_weight_transfer != "files":
+            streamed = cast("StreamedEngine | None", self.engine)
+            self.transfer = WeightTransfer(config, groups, self.work, streamed, task.text.eos)
         self.sampling = config.rollouts.sampling
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(config, groups, self.sampling)
         self._rows = config.rollouts.sequences // config.data_parallel_size
-        # The experts of the newest batch in the records' form, on the engine's rank; else None.
-        self.routed_experts: Tensor | None = None
-        self._said_experts = False
-        self._restarts = 0
+        self.routed_experts: Tensor | None = None  # those of the newest batch as recorded, on the engine's rank
+        self._said_experts, self._restarts = False, 0
         steps = 0 if is_recorded else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
         self.is_partial = config.engine.rl_partial_rollouts and not is_recorded
-        # Whether the next batches are sampled by the weights of the last batch's step.
-        self.is_window_over, self._window_end = True, -1
+        self.is_window_over = True  # whether the next batches are sampled by the weights of the last batch's step
+        self._window_end = -1
         elsewhere = getattr(self.engine, "is_elsewhere", False)
-        # Metrics of the last batch's rewards, equal on all ranks; empty with --load-rollouts.
-        self.reward_metrics: dict[str, float] = {}
-        # [responses], see SampledBatch, on all ranks of the replica.
-        self.baselines: Tensor | None = None
+        self.reward_metrics: dict[str, float] = {}  # of the last batch, equal on all ranks; empty with --load-rollouts
+        self.baselines: Tensor | None = None  # [responses], see SampledBatch, on all ranks of the replica
         self._unscored = self._asked = 0
         threads = (self.window + 1 if self.is_partial else 1) if self.window and elsewhere else 0
         self.prefetched = PrefetchedRollouts(self._obtain, threads)
@@ -99,10 +96,10 @@ class RolloutCollector:
         """The rollout batch that starts at optimizer step ``step``; also syncs the engines' weights when it is time.
 
         Without ``--rollout-staleness``: sync the weights, then sample. With it: take the batch that was sampled ahead.
-        After the last one of a window, sync the weights and order the next window (see
-        :mod:`megatron_rc.launch.rollouts.prefetch`). ``weight_sync`` is called only while the engines have no open
-        request, ``lap`` with the name of each phase when it ends. With ``--rl-partial-rollouts``: sync the weights
-        while the engines sample, order the batches ahead, then take the batch.
+        After the last one of a window, sync the weights and order the next window (see :mod:`prefetch`).
+        ``weight_sync`` is called only while the engines have no open request, ``lap`` with the name of each phase when
+        it ends. With ``--rl-partial-rollouts``: sync the weights while the engines sample, order the batches ahead,
+        then take the batch.
 
         Raises AgreedError as :meth:`sync_weights` and :meth:`collect` do, or if no response could be scored.
         """
@@ -126,13 +123,6 @@ class RolloutCollector:
             if not is_fresh and (following or weight_sync.is_wanted):
                 weight_sync(lap)
             self._order(following, step)
-        return batch
-
-    def _collect_scored(self, step: int, lap: Callable[[str], None]) -> RolloutBatch:
-        """The batch of a step, some of whose responses have a score."""
-        batch = self.collect(step)
-        self._check_scored(step)
-        lap("rollout")
         return batch
 
     def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
@@ -161,18 +151,16 @@ class RolloutCollector:
         self.prefetched.close()
         if self.transfer is not None:
             self.transfer.close()
-        end = getattr(self.engine, "close", None)
-        if end is not None:
-            try:
-                end()
-            except Exception as problem:  # must not hide the error that ended the run
-                _log.error("the rollout engine did not end cleanly: %s", problem)
+        try:
+            getattr(self.engine, "close", lambda: None)()
+        except Exception as problem:  # must not hide the error that ended the run
+            _log.error("the rollout engine did not end cleanly: %s", problem)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
 
-        Returns True on every rank if an engine was started again since the last time. Raises AgreedError on every rank
-        if an engine refused the weights.
+        Returns True, on every rank, if an engine was started again since the last time. Raises AgreedError, on every
+        rank, if an engine refused the weights.
         """
         if self.config.rollouts.load_rollouts:
             return False
@@ -206,17 +194,15 @@ class RolloutCollector:
         if not self.is_engine_rank:
             self.prefetched.forget(step)
         sampled = self.work.run(lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}")
-        shared = self.broadcast.batch(
-            None if sampled is None else sampled.batch, self._rows, self.config.training.seq_length
-        )
+        batch, baselines = (None, None) if sampled is None else (sampled.batch, sampled.baselines)
+        shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
         if self.config.rollouts.load_rollouts is None:
-            self.reward_metrics = gather_reward_metrics(sampled, self.broadcast, self.groups)
+            self.reward_metrics = self.broadcast.reward_metrics(sampled)
             self._unscored += int(self.reward_metrics["reward/errors"])
             self._asked += self.config.rollouts.sequences
         if self.config.advantages.advantage_estimator == "remax":
-            given = None if sampled is None else sampled.baselines
-            self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if given is None else given)
-        self.routed_experts = None if sampled is None else sampled.batch.routed_experts
+            self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if baselines is None else baselines)
+        self.routed_experts = None if batch is None else batch.routed_experts
         if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
             _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
             self._said_experts = True
@@ -225,7 +211,7 @@ class RolloutCollector:
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Answers to the replica's first prompts, the same at each call, on all its ranks; ``length``: columns."""
         what = "the check of the rollout engine"
-        batch = self.work.run(lambda: self._required_sampler().probe(rows, longest, length), what)
+        batch = self.work.run(lambda: cast(RolloutSampler, self.sampler).probe(rows, longest, length), what)
         return self.broadcast.batch(batch, rows, length)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -235,7 +221,12 @@ class RolloutCollector:
 
         Collectives: one broadcast in the replica and one SUM over DP; one gather of texts between the engines' ranks.
         """
-        graded, answers = self.work.run(self._graded, "the evaluation") or ([], "")
+
+        def answer() -> tuple[list[Graded], str]:
+            graded = cast(RolloutSampler, self.sampler).evaluate()
+            return graded, answers_of(graded, self.config, self.replica)
+
+        graded, answers = self.work.run(answer, "the evaluation") or ([], "")
         # groups.dp of an engine's rank consists of the engines' ranks.
         written = every_text(answers, self.groups.dp) if self.is_engine_rank else []
 
@@ -254,8 +245,9 @@ class RolloutCollector:
             return ""
         return f"{self._unscored} of {self._asked} responses could not be scored, see {errors_file(self.config)}"
 
-    def _check_scored(self, step: int) -> None:
-        """Raise AgreedError, on every rank, if no response has a score or more than half were dropped."""
+    def _collect_scored(self, step: int, lap: Callable[[str], None]) -> RolloutBatch:
+        """The batch of a step; AgreedError on every rank if no response has a score or more than half were dropped."""
+        batch = self.collect(step)
         errors, number = int(self.reward_metrics.get("reward/errors", 0)), self.config.rollouts.sequences
         dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
         if 2 * dropped > number:
@@ -268,11 +260,8 @@ class RolloutCollector:
                 f"the rollout of step {step} failed: none of its {errors} responses could be scored by "
                 f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
             )
-
-    def _graded(self) -> tuple[list[Graded], str]:
-        """This replica's part of an evaluation, and its JSON lines for the file of answers."""
-        graded = self._required_sampler().evaluate()
-        return graded, answers_of(graded, self.config, self.replica)
+        lap("rollout")
+        return batch
 
     def data_metrics(self, step: int) -> dict[str, float]:
         """Metrics of ``--prompt-data``'s use up to and with the batch that starts at ``step``; empty without it."""
@@ -291,13 +280,6 @@ class RolloutCollector:
             return
         self.engine = engine or self._default_engine()
         self.sampler = RolloutSampler(config, self.task, self.engine, self.replica, self.open_rollouts)
-
-    def _make_transfer(self) -> WeightTransfer | None:
-        """This rank's part in updates over process groups; None: weights go through files, or there is no engine."""
-        if self.config.engine.rollout_weight_transfer == "files":
-            return None
-        engine = cast("StreamedEngine | None", self.engine)
-        return WeightTransfer(self.config, self.groups, self.work, engine, self.task.text.eos)
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
         """Check the records, and write them if ``--save-rollouts`` is given."""
@@ -327,7 +309,7 @@ class RolloutCollector:
         """Sample or read this replica's records; may run on a prefetching thread."""
         config = self.config
         if self.recorded is None:
-            return self._required_sampler().sample(step)
+            return cast(RolloutSampler, self.sampler).sample(step)
         batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
         self._check_sampling(batch.sampling)
         return SampledBatch(batch)
@@ -344,11 +326,6 @@ class RolloutCollector:
                     f"the rollouts in {self.config.rollouts.load_rollouts} were sampled at {name} {was}, --{flag} is "
                     f"{now}: set it alike"
                 )
-
-    def _required_sampler(self) -> RolloutSampler:
-        if self.sampler is None:
-            raise RuntimeError("an engine samples on the first rank of a replica only")
-        return self.sampler
 
     def _default_engine(self) -> RolloutEngine:
         return make_engine(self.config, self.task.text.eos, self.task.text.pad, self.replica)

@@ -23,23 +23,24 @@ _GRACE_SECONDS = 60
 
 
 class EngineWork:
-    """Runs work on the rank with the replica's engine, while all other ranks wait.
+    """Runs work on the rank with the replica's engine, while all other ranks wait; a ``request`` to stop interrupts it.
 
-    They wait through torch's default store, because engines may need longer than a collective may. A ``request`` to
-    stop the run interrupts the work.
+    They wait through torch's default store, because engines may need longer than a collective may.
     """
 
     def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool, request: StopRequest) -> None:
         self.config, self.replica, self.is_engine_rank, self.request = config, replica, is_engine_rank, request
         self.minutes = config.launch.rollout_wait_minutes
         self.meetings = 0
-        self._known = list[str]()
+        self._replicas = [str(number) for number in range(config.data_parallel_size)]
         self._store: Any = None
         if dist.get_world_size() > 1:
             store = _get_default_store()
             # All ranks of the same collector compute the same number here.
             before = (store.add("collectors of rollouts", 1) - 1) // dist.get_world_size()
             self._store = PrefixStore(f"rollouts of collector {before}", store)
+            for one in self._replicas:
+                self._store.add(one, 0)  # reading a key that does not exist would wait
 
     def meet(self, what: str) -> None:
         """Wait until the engines of all replicas have ended their work; TimeoutError if one does not in time."""
@@ -49,10 +50,11 @@ class EngineWork:
         self.meetings += 1
         if self.is_engine_rank:
             # A growing number, because this rank may have ended the next meeting before a late rank looks.
-            self._store.set(str(self.replica), str(self.meetings))
+            self._store.add(str(self.replica), 1)
         begun = time.monotonic()
         while (waited := time.monotonic() - begun) < 60 * self.minutes + _GRACE_SECONDS:
-            missing = self._missing()
+            met = zip(self._replicas, self._store.multi_get(self._replicas), strict=True)
+            missing = [replica for replica, meetings in met if int(meetings) < self.meetings]
             if not missing:
                 return
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
@@ -60,14 +62,6 @@ class EngineWork:
             f"{what} did not end in {self.minutes} minutes (--rollout-wait-minutes) on the data-parallel replicas "
             f"{', '.join(missing)}, and could not be interrupted"
         )
-
-    def _missing(self) -> list[str]:
-        """Replicas whose engine still works."""
-        replicas = [str(replica) for replica in range(self.config.data_parallel_size)]
-        # A key stays, so that most looks are one question to the store.
-        self._known += [replica for replica in replicas if replica not in self._known and self._store.check([replica])]
-        told = dict(zip(self._known, self._store.multi_get(self._known), strict=True)) if self._known else {}
-        return [replica for replica in replicas if int(told.get(replica, 0)) < self.meetings]
 
     def run(self, work: Callable[[], T], what: str) -> T | None:
         """Return the result of ``work`` on the engine's rank, None on others.

@@ -28,7 +28,7 @@ _PASS = "eval/pass@"
 class Graded:
     """A problem and its graded responses."""
 
-    problem: Problem  # the problem
+    problem: Problem
     responses: Sequence[str]  # texts without the end-of-text token
     rewards: Sequence[float]  # one for each response
     outcomes: Sequence[Outcome]  # the reward rule's result for each response
@@ -87,10 +87,7 @@ def share_of(config: RunConfig, replica: int) -> range:
 
 
 def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str:
-    """JSON lines with the first response to each problem of this replica among the first ``--eval-answers`` problems.
-
-    Concatenated over the replicas, the lines follow the order of the problems.
-    """
+    """JSON lines: the first response to each problem of this replica among the first ``--eval-answers`` problems."""
     wanted = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
     return "".join(json.dumps(_line(one), default=str) + "\n" for one in graded[:wanted])
 

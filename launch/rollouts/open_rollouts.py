@@ -29,10 +29,7 @@ class OpenRollouts:
     def __init__(self, config: RunConfig, replica: int | None) -> None:
         self.config, self.replica = config, replica
         self._calls: dict[_Call, Progress] = {}
-        # Responses of a checkpoint whose call was not made again yet.
-        self._loaded: dict[_Call, RolloutBatch] = {}
-        # Held while calls are added, removed or listed: threads sample, and the trainer saves.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the calls: threads sample while the trainer saves
 
     def progress(
         self, step: int, seed: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams, longest: int
@@ -40,47 +37,40 @@ class OpenRollouts:
         """Responses of one call for the batch that begins at ``step``, those of a checkpoint included."""
         call = self._number(step), seed
         found = Progress(call[0], [list(prompt) for prompt in prompts], sampling, {})
+        asked = dict(enumerate(found.prompts))
         with self._lock:
-            batch = self._loaded.pop(call, None)
+            loaded = self._calls.get(call, found)
             self._calls[call] = found
-            if batch is not None and batch.sampling == sampling:
-                for index, (prompt, sample) in zip(batch.sample_ids.tolist(), samples_of(batch), strict=True):
-                    if index < len(prompts) and prompt == found.prompts[index] and self._fits(sample, step, longest):
-                        found.samples[index] = sample
+            for index, sample in loaded.samples.items() if loaded.sampling == sampling else ():
+                if asked.get(index) == loaded.prompts[index] and self._fits(sample, step, longest):
+                    found.samples[index] = sample
         return found
 
     def forget_before(self, step: int) -> None:
         """Forget the batches that begin before ``step``: they were trained on."""
         with self._lock:
             self._calls = {call: one for call, one in self._calls.items() if call[0] >= self._number(step)}
-            self._loaded = {call: one for call, one in self._loaded.items() if call[0] >= self._number(step)}
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the responses of batches that have steps after ``step`` into the folder of a checkpoint.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write the responses of batches that have steps after ``step`` into the folder of a checkpoint, or OSError."""
         with self._lock:
-            held = self._loaded | self._calls
+            held = dict(self._calls)
         for (number, seed), one in held.items():
-            if number < self._number(step):
-                continue
-            batch = self._batch(one) if isinstance(one, Progress) else one
+            batch = self._batch(one) if number >= self._number(step) else None
             if batch is not None:
                 save_rollouts(batch, folder / f"{FILES}{self.replica:04d}-{number}-{seed}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote on this replica.
-
-        Raises:
-            OSError, ValueError: a file cannot be read.
-        """
+        """Read what :meth:`save` wrote on this replica; OSError or ValueError for a file that cannot be read."""
         if self.replica is None:
             return
         for path in folder.glob(f"{FILES}{self.replica:04d}-*.safetensors"):
             number, seed = map(int, path.stem.split("-")[2:])
-            self._loaded[number, seed] = load_rollouts(path)
+            batch = load_rollouts(path)
+            rows = dict(zip(batch.sample_ids.tolist(), samples_of(batch), strict=True))
+            prompts = {index: prompt for index, (prompt, _) in rows.items()}
+            samples = {index: sample for index, (_, sample) in rows.items()}
+            self._calls[number, seed] = Progress(number, prompts, batch.sampling, samples)
 
     def _number(self, step: int) -> int:
         """Number of the rollout batch of an optimizer step: a run that was stopped within a batch begins it again."""
@@ -94,7 +84,11 @@ class OpenRollouts:
     def _batch(self, progress: Progress) -> RolloutBatch | None:
         """The good responses of a call, numbered by their prompts; None if there are none."""
         # A copy, because the sampling thread adds responses meanwhile.
-        samples = {index: sample for index, sample in progress.samples.copy().items() if _is_good(sample)}
+        samples = {
+            index: sample
+            for index, sample in progress.samples.copy().items()
+            if sample.token_ids and sample.versions and sample.fault is None
+        }
         if not samples:
             return None
         rows = [Conversation(progress.prompts[index], (sample,)) for index, sample in samples.items()]
@@ -107,7 +101,3 @@ class OpenRollouts:
             has_support=any(sample.support is not None for sample in samples.values()),
         )
         return dataclasses.replace(batch, sample_ids=torch.tensor([*samples]))
-
-
-def _is_good(sample: Sample) -> bool:
-    return bool(sample.token_ids and sample.versions) and sample.fault is None

@@ -50,10 +50,7 @@ class PrefetchedRollouts(Generic[T]):
         return step in self._ordered
 
     def order(self, steps: Sequence[int]) -> None:
-        """Order the batches of these steps.
-
-        Without ``--rl-partial-rollouts`` the engine's weights must stay until all of them are taken.
-        """
+        """Order the batches of these steps; without ``--rl-partial-rollouts`` weights must stay until all are taken."""
         for step in steps:
             future: Future[T] | None = None
             if self._threads:
@@ -97,10 +94,9 @@ def check_versions(batch: RolloutBatch, step: int, limit: int) -> None:
     """Raise ValueError for tokens whose weights are newer than ``step``, or more than ``limit`` steps older."""
     versions = batch.policy_versions.long()
     odd = batch.response_mask & ((versions > step) | (versions < step - limit))
-    places = odd.nonzero()
-    if not len(places):
+    if not odd.any():
         return
-    row, token = places[0].tolist()
+    row, token = odd.nonzero()[0].tolist()
     sample, version = int(batch.sample_ids[row]), int(versions[row, token])
     where = f"sample {sample}, token {token} was sampled by weights of version {version}"
     if version > step:

@@ -61,8 +61,7 @@ def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
         raise ValueError(f"{folder}: no such folder")
     found: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in sorted(Path(folder).glob("*.safetensors")):
-        match = _NAME.fullmatch(path.name)
-        if match:
+        if match := _NAME.fullmatch(path.name):
             found[int(match[1])][int(match[2])] = path
     if not found:
         raise ValueError(f"{folder} holds no rollouts (step-<step>-replica-<replica>.safetensors)")
@@ -89,19 +88,16 @@ class RecordedRollouts:
         """
         paths = self.files[index]
         batch = RolloutBatch.concatenate([load_rollouts(path) for path in paths])
-        if batch.num_sequences != self.sequences:
-            raise ValueError(
-                f"{paths[0].parent}: the batch of {paths[0].name} has {batch.num_sequences} sequences, the flags ask "
-                f"for {self.sequences}: give the --grpo-prompts-per-step and --grpo-group-size that wrote it"
-            )
         if not batch.response_mask.any():
             raise ValueError(f"{paths[0].parent}: no response of the batch of {paths[0].name} has a token: remove it")
         # Some sources number their prompts on from batch to batch; here group ids start at 0 in each batch.
         names, group_ids = batch.group_ids.unique(return_inverse=True)
-        if len(names) != self.prompts or (group_ids.diff() < 0).any():
+        found = batch.num_sequences, len(names)
+        if found != (self.sequences, self.prompts) or (group_ids.diff() < 0).any():
             raise ValueError(
-                f"{paths[0].parent}: the batch of {paths[0].name} has {len(names)} prompts, not {self.prompts} one "
-                "after the other: give the --grpo-prompts-per-step that wrote it"
+                f"{paths[0].parent}: the batch of {paths[0].name} has {found[0]} sequences, the flags ask for "
+                f"{self.sequences}, of {self.prompts} prompts one after the other ({found[1]} found): give the "
+                "--grpo-prompts-per-step and --grpo-group-size that wrote it"
             )
         try:
             batch = dataclasses.replace(batch, group_ids=group_ids).at_length(self.length)

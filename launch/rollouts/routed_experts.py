@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -87,9 +88,7 @@ class ExpertsBroadcast:
 
     def _of_stages(self, batch: RolloutBatch, most: int) -> Sequence[Tensor]:
         """The experts of each stage's layers, padded to equally many layers."""
-        if batch.routed_experts is None:
-            raise RuntimeError("the batch has no routed experts: it was not checked")
-        experts = in_layers_with_experts(batch.routed_experts, self.config).to(torch.int16)
+        experts = in_layers_with_experts(cast(Tensor, batch.routed_experts), self.config).to(torch.int16)
         experts = without_unused(experts, batch.response_mask).to(self.config.launch.device)
         return [
             torch.nn.functional.pad(experts[:, :, places], (0, 0, 0, most - len(places))).contiguous()

@@ -14,7 +14,7 @@ from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed
 from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards, penalised
-from megatron_rc.launch.rollouts.batches import batch_of, versions_of
+from megatron_rc.launch.rollouts.batches import batch_of
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import GoodSamples
@@ -45,25 +45,20 @@ class SampledBatch:
 
 @dataclass(frozen=True)
 class Answered:
-    """A problem with its responses and their rewards; a dropped response has no token, reward 0 and no outcome."""
+    """A problem with its responses, and the reward and outcome of each; a dropped one has reward 0 and no outcome."""
 
     problem: Problem
     samples: list[Conversation]
-    values: list[float]
-    outcomes: list[Outcome | None]
+    scored: list[tuple[float, Outcome | None]]
 
     @property
     def is_flat(self) -> bool:
         """Whether the rewards are all equal, or there are none: such responses give no advantage."""
-        pairs = zip(self.values, self.outcomes, strict=True)
-        return len({value for value, outcome in pairs if outcome is not None}) <= 1
+        return len({value for value, outcome in self.scored if outcome is not None}) <= 1
 
 
 class RolloutSampler:
-    """Samples for one data-parallel replica, on its first rank. Makes no collective.
-
-    ``open_rollouts`` keeps the responses of rollout batches under way; None: nothing is kept.
-    """
+    """Samples for one data-parallel replica, on its first rank. Makes no collective."""
 
     def __init__(
         self,
@@ -91,7 +86,7 @@ class RolloutSampler:
         replaced = self._replace_flat(answered, first, seed, step)
         greedy = self._greedy(answered, seed, step) if config.advantages.advantage_estimator == "remax" else None
         samples = [sample for one in answered for sample in one.samples]
-        scored = [pair for one in answered for pair in zip(one.values, one.outcomes, strict=True)]
+        scored = [pair for one in answered for pair in one.scored]
         values = [value for value, _ in scored]
         batch = self._batch(samples, values, replica * prompts)
         rewards = Rewards(values, [outcome for _, outcome in scored if outcome is not None])
@@ -111,8 +106,7 @@ class RolloutSampler:
     def _replace_flat(self, answered: list[Answered], first: int, seed: int, step: int) -> int:
         """Replace prompts whose responses have equal rewards; return the number of replacements.
 
-        A replacement depends only on the step, the place and the try. Its number lies far above the numbers of
-        ordinary prompts.
+        A replacement depends only on the step, the place and the try.
         """
         replaced = 0
         for number in range(self.config.rollouts.dynamic_sampling):
@@ -132,7 +126,7 @@ class RolloutSampler:
         """[responses], reward of the greedy response to each response's prompt; 0 if that response was dropped."""
         problems, own = [one.problem for one in answered], derive_seed(seed, _GREEDY_FROM)
         best = self._scored(problems, 1, own, step, SamplingParams(top_k=1))
-        rewards = torch.tensor([one.values[0] for one in best], dtype=torch.float32)
+        rewards = torch.tensor([one.scored[0][0] for one in best], dtype=torch.float32)
         return rewards.repeat_interleave(self.config.rollouts.grpo_group_size)
 
     def _scored(
@@ -146,15 +140,11 @@ class RolloutSampler:
         asked, given = [problems[index // size] for index in kept], [samples[index] for index in kept]
         rewards = self._rewards(asked, given, step=step)
         rewards = penalised(rewards, [len(samples[index].token_ids) for index in kept], self.config)
-        values = [0.0] * len(samples)
-        outcomes: list[Outcome | None] = [None] * len(samples)
+        scored: list[tuple[float, Outcome | None]] = [(0.0, None)] * len(samples)
         for index, value, outcome in zip(kept, rewards.values, rewards.outcomes, strict=True):
-            values[index], outcomes[index] = value, outcome
+            scored[index] = value, outcome
         owns = [slice(start, start + size) for start in range(0, len(samples), size)]
-        return [
-            Answered(problem, samples[own], values[own], outcomes[own])
-            for problem, own in zip(problems, owns, strict=True)
-        ]
+        return [Answered(problem, samples[own], scored[own]) for problem, own in zip(problems, owns, strict=True)]
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Sample responses to the replica's first prompts, the same at each call, without rewards."""
@@ -259,8 +249,8 @@ class RolloutSampler:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
 
         def ask(texts: list[list[int]], seed: int) -> list[Sample]:
-            given = self.good_samples(texts, sampling, longest, seed, step)
-            return [replace(sample, versions=versions_of(sample, self.engine.version)) for sample in given]
+            given, version = self.good_samples(texts, sampling, longest, seed, step), self.engine.version
+            return [replace(one, versions=one.versions or [version] * len(one.token_ids)) for one in given]
 
         most = self.config.rollouts.max_turns
         return converse(encoded, ask, seed, reply=reply if most > 1 else None, most=most, room=room)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from megatron_rc.launch.engines.answers import derive_seed, fault_in_log_probs
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
-
-if TYPE_CHECKING:
-    from megatron_rc.launch.engines.server import ServerEngine
 
 BAD_FOLDER, SAMPLES_FILE = "bad", "samples.jsonl"
 _DROPPED, _CUT_OFF = FINISH_REASONS.index("abort"), FINISH_REASONS.index("length")
@@ -85,7 +82,7 @@ class GoodSamples:
         if step is None or self.open_rollouts is None:
             return self.engine.sample(prompts, params, longest, seed)
         progress = self.open_rollouts.progress(step, seed, prompts, params, longest)
-        return cast("ServerEngine", self.engine).sample(prompts, params, longest, seed, progress)
+        return list(cast(Any, self.engine).sample(prompts, params, longest, seed, progress))
 
     @property
     def bad(self) -> int:

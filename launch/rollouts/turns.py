@@ -21,10 +21,7 @@ _TURNS_FROM = 1 << 34
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt and its response.
-
-    The fields of tokens have one entry for each sampled token, none for observations.
-    """
+    """A prompt and its response. Fields of tokens have one entry for each sampled token, none for observations."""
 
     prompt: list[int]  # token ids
     turns: tuple[Sample, ...] = ()  # as the engine sampled them, with their versions
@@ -61,10 +58,7 @@ class Conversation:
 
     @property
     def turn_rewards(self) -> list[float]:
-        """For each sampled token the reward that came with its turn, if it ends an earlier turn, else 0.
-
-        All 0 if a reply failed.
-        """
+        """For each sampled token the reward of its turn, if it ends an earlier turn and no reply failed, else 0."""
         found: list[float] = []
         for number, turn in enumerate(self.turns):
             is_early = number + 1 < len(self.turns) and self.failed is None
@@ -152,7 +146,7 @@ def converse(
     """Converse until every conversation is over; all that go on are asked together, and replied to together.
 
     Args:
-        prompts: token ids of each prompt.
+        prompts: token ids.
         ask: samples a turn after each of some texts, with a seed.
         seed: seed of the first turns; later ones have others, which follow from it.
         reply: replies to conversations, whose places among the prompts come first; None: of one turn each.

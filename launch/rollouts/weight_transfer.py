@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,8 @@ _PHASE = "the weight sync"
 _log = logging.getLogger("megatron_rc")
 
 
-@dataclass(frozen=True)
-class Share:
-    """Weights that this rank sends, or helps to gather."""
-
-    units: Sequence[Unit]  # rules of the weights
-    replicas: Sequence[int]  # the data-parallel replicas whose servers get them from this rank; empty: none
+# Rules of weights that a rank sends, or helps to gather, and the data-parallel replicas whose servers get them from it.
+Share = tuple[list[Unit], list[int]]
 
 
 class WeightTransfer:
@@ -38,14 +34,7 @@ class WeightTransfer:
 
     The first rank of each pipeline stage sends the layers of its stage to its replica's server. Experts never leave the
     ranks that hold them for another rank: each expert-parallel rank sends its own, to the servers of all replicas whose
-    first rank is in its expert-parallel group.
-
-    Args:
-        config: settings of the run.
-        groups: process groups of this rank.
-        work: runs work on the engines' ranks.
-        engine: this replica's engine, on its first rank; None on the others.
-        eos_token_id: token that ends a response.
+    first rank is in its expert-parallel group. ``engine`` is this replica's, on its first rank; None on the others.
 
     Collectives of the constructor: one MAX of a number for each rank over the expert-parallel group.
     """
@@ -62,7 +51,7 @@ class WeightTransfer:
         self.experts = ExpertGroups.of_megatron()
         self.units = [unit for unit in units_of(config) if unit.is_here(groups, self.experts)]
         self.shares = self._find_shares()
-        served = sorted({replica for share in self.shares for replica in share.replicas})
+        served = sorted({replica for _, replicas in self.shares for replica in replicas})
         self.senders = {replica: make_sender(config, replica, dist.get_rank()) for replica in served}
         self.model = served_model(config, eos_token_id, work.replica) if served else None
         if engine is not None and work.replica == 0:
@@ -83,27 +72,27 @@ class WeightTransfer:
         served = [one for one in all_reduce_max(replicas, ep).tolist() if one >= 0 and holds_whole]
         served.sort(key=lambda one: (one - self.work.replica) % self.config.data_parallel_size)  # not all to one server
         return [
-            Share([unit for unit in self.units if unit.expert_rank is None], [replica] * is_first),
-            Share([unit for unit in self.units if unit.expert_rank is not None], served),
+            ([unit for unit in self.units if unit.expert_rank is None], [replica] * is_first),
+            ([unit for unit in self.units if unit.expert_rank is not None], served),
         ]
 
     def __call__(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Send the weights of all ranks at once.
 
-        Collectives: those of :func:`export_own`, three times those of :func:`agree`.
+        Raises AgreedError on every rank if a server or a sender failed; that server keeps the version ``incomplete``.
 
-        Raises:
-            AgreedError: on every rank, if a server or a sender failed; that server keeps the version ``incomplete``.
+        Collectives: those of :func:`export_own`, three times those of :func:`agree`.
         """
-        self.work.run(lambda: self._of_engine().begin_update(version), _PHASE)
+        engine = cast(StreamedEngine, self.engine)  # on the ranks that work
+        self.work.run(lambda: engine.begin_update(version), _PHASE)
         phases.enter(_PHASE)
         error, parameters = None, own_weights(chunks, self.units)
-        for share in self.shares:
-            weights = export_own(parameters, share.units, self.config, self.groups, self.experts)
-            if self.model is not None and share.replicas and error is None:
-                senders = [self.senders[replica] for replica in share.replicas]
+        for units, replicas in self.shares:
+            weights = export_own(parameters, units, self.config, self.groups, self.experts)
+            if self.model is not None and replicas and error is None:
+                senders = [self.senders[replica] for replica in replicas]
                 try:
-                    send_weights(self.model.tensors(weights, names_of(share.units)), senders)
+                    send_weights(self.model.tensors(weights, names_of(units)), senders)
                 except Exception as problem:  # all ranks raise it together below
                     error = f"the rollout engine refused the weights of step {version}: {problem}"
             # The iterator's collectives need every rank, so use it up even if the server failed.
@@ -111,14 +100,9 @@ class WeightTransfer:
                 pass
         self.work.meet(_PHASE)
         agree(self.config, error)
-        self.work.run(lambda: self._of_engine().end_update(), _PHASE)
+        self.work.run(lambda: engine.end_update(), _PHASE)
 
     def close(self) -> None:
         """Leave the groups, whose threads must not live until Python ends."""
         for sender in self.senders.values():
             sender.close()
-
-    def _of_engine(self) -> StreamedEngine:
-        if self.engine is None:
-            raise RuntimeError("only the first rank of a replica has an engine")
-        return self.engine

@@ -97,8 +97,6 @@ class Server(ThreadingHTTPServer):
 
     def answer(self, path, body):
         match path:
-            case "/version":
-                return {"version": "0.9.2"}
             case "/v1/models":
                 return {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
             case "/server_info":

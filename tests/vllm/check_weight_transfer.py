@@ -19,8 +19,7 @@ from megatron_rc.launch.engines import weight_stream
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.streamed import INCOMPLETE
-from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
+from megatron_rc.launch.engines.streamed import INCOMPLETE, STREAMED_START, VllmStreamedEngine
 from megatron_rc.launch.engines.weight_sender import MemorySender, VllmSender, send_weights
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.partial_rollouts import (

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from megatron_rc.launch.engines import Progress
-from megatron_rc.launch.engines.request_limit import RequestLimit
+from megatron_rc.launch.engines.requests import RequestLimit
 from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
 from megatron_rc.records.rollout import SamplingParams
 from tests.launch.engines.test_servers import in_choice
@@ -12,33 +12,6 @@ from tests.support.partial_rollouts import wait_until
 from tests.support.rollout_servers import TOKENS, given
 
 SECONDS = 60
-
-
-def test_slots_are_limited_over_threads_and_taken_in_their_order():
-    limit, taken, over = RequestLimit(2), [], {name: threading.Event() for name in "abcdef"}
-
-    async def request(order, name):
-        async with limit.slot(order):
-            taken.append(name)
-            while not over[name].is_set():
-                await asyncio.sleep(0.001)
-
-    async def both(order, names):
-        await asyncio.gather(*(request(order, name) for name in names))
-
-    threads = []
-    for order, names in ((5, "ab"), (7, "cd"), (6, "ef")):
-        threads.append(threading.Thread(target=asyncio.run, args=(both(order, names),)))
-        threads[-1].start()
-        wait_until(lambda: len(taken) + len(limit._waiting) == 2 * len(threads))
-    for number, name in enumerate("abefcd", start=2):
-        assert "".join(taken) == "abefcd"[:number]
-        over[name].set()
-        now = min(number + 1, 6)
-        wait_until(lambda now=now: len(taken) == now)
-    for thread in threads:
-        thread.join(SECONDS)
-    assert len(limit._waiting) == 0
 
 
 def test_a_request_that_is_cancelled_leaves_its_slot_to_others():
@@ -103,20 +76,6 @@ def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_pat
     assert (first, sorted(then)) == ([4] * 3 + [9] + [3] * 6, [3] * 2 + [4] * 5)
     for (_, found), samples in zip(threads, (later, earlier), strict=True):
         assert found == [samples[index] for index in range(8)]
-
-
-def test_what_is_there_is_not_asked_again(server, tmp_path):
-    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True)
-    (thread, found), first = call(engine, 3, known := {}), [[5, index] for index in range(8)]
-    thread.join(SECONDS)
-    assert sorted(asked(server)) == first
-    server.seen.clear()
-    part = {index: known[index] for index in (0, 1, 4, 7)}
-    thread, again = call(engine, 3, part)
-    thread.join(SECONDS)
-    assert sorted(asked(server)) == [first[index] for index in (2, 3, 5, 6)]
-    assert again == found
-    assert part == known
 
 
 def test_after_a_restart_the_missing_responses_alone_are_asked_again(server, tmp_path):

@@ -16,9 +16,7 @@ from megatron_rc.launch.engines.answers import derive_seed, make_asks
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _experts_of, _to_sample, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
-from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rollouts.samples import GoodSamples
-from megatron_rc.launch.rollouts.turns import converse
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import flags, run_config
 from tests.support.rollout_servers import (
@@ -102,28 +100,13 @@ def in_choice(**fields):
     return change
 
 
-def with_log_probs(change):
-    def apply(answer):
-        choice = answer["choices"][0]
-        values = change([entry["logprob"] for entry in choice["logprobs"]["content"]])
-        tokens = choice["token_ids"][: len(values)]
-        return in_choice(token_ids=tokens, logprobs=content_of(tokens, values))(answer)
-
-    return apply
-
-
-def shorter(answer):
-    choice = answer["choices"][0]
-    values = {"content": choice["logprobs"]["content"][:2]}
-    return in_choice(token_ids=choice["token_ids"][:2], logprobs=values)(answer)
-
-
 def with_prompt(prompt):
     return lambda answer: answer | {"prompt_token_ids": prompt}
 
 
-def ended(tokens):
-    return {"token_ids": tokens, "logprobs": content_of(tokens, [-1.0] * len(tokens))}
+def ended(tokens, *values):
+    """Fields of a choice; all log-probs are -1 but the first ones."""
+    return {"token_ids": tokens, "logprobs": content_of(tokens, [*values, *[-1.0] * (len(tokens) - len(values))])}
 
 
 NO_LOG_PROB = "expected a finite number of at most 0"
@@ -132,7 +115,6 @@ WRONG_COMPLETIONS = {
     "html": ((200, b"<html>Not here</html>"), "answered '<html>Not here</html>', expected JSON"),
     "number": ((200, b"7"), "answered without model"),
     "other-model": (lambda answer: answer | {"model": "large"}, "model large answered, not tiny"),
-    "no-choices": (lambda answer: answer | {"choices": []}, "has 0 choices, expected 1"),
     "two-choices": (lambda answer: answer | {"choices": answer["choices"] * 2}, "has 2 choices, expected 1"),
     "null-choices": (lambda answer: answer | {"choices": None}, "has None choices, expected 1"),
     "no-token-ids": (in_choice(token_ids="absent"), "answered without token_ids"),
@@ -140,20 +122,15 @@ WRONG_COMPLETIONS = {
     "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
     "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
     "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.content"),
-    "null-log-probs": (in_choice(logprobs={"content": None}), "log-probs are None, expected a list"),
-    "fewer-log-probs": (in_choice(logprobs=content_of([3] * 3, [-1.0] * 3)), "3 log-probs for 4 tokens"),
-    "other-log-probs": (
-        in_choice(logprobs=content_of([9] * TOKENS, [-1.0] * TOKENS)),
-        "log-probs of other tokens than",
-    ),
-    "null": (with_log_probs(lambda values: [None, *values[1:]]), f"token 0 is None, {NO_LOG_PROB}"),
-    "digits": (with_log_probs(lambda values: [-(10**400), *values[1:]]), f"token 0 is -10{{38}}, {NO_LOG_PROB}"),
-    "prompt-cut": (with_prompt([6]), "read 1 prompt tokens, not the 2 that were sent"),
+    "null-log-probs": (in_choice(logprobs={"content": None}), "log-probs are None, expected a list of 4"),
+    "fewer-log-probs": (in_choice(logprobs=content_of([3] * 3, [-1.0] * 3)), "-1.0], expected a list of 4"),
+    "other-log-probs": (in_choice(logprobs=content_of([9] * 4, [-1.0] * 4)), "log-probs of other tokens than"),
+    "null": (in_choice(**ended([3] * 4, None)), f"token 0 is None, {NO_LOG_PROB}"),
+    "digits": (in_choice(**ended([3] * 4, -(10**400))), f"token 0 is -10{{38}}, {NO_LOG_PROB}"),
     "prompt-completed": (with_prompt([0, 5, 6]), "read 3 prompt tokens, not the 2 that were sent"),
     "prompt-absent": (with_prompt(None), "read None prompt tokens"),
-    "cut": (shorter, "cut after 2 of 4 tokens: raise the engine's longest sequence"),
-    "other-stop": (lambda answer: in_choice(finish_reason="stop")(shorter(answer)), "which is not end-of-text token 1"),
-    "aborted": (in_choice(finish_reason="abort"), "ended with 'abort'"),
+    "cut": (in_choice(**ended([3, 3])), "cut after 2 of 4 tokens: raise the engine's longest sequence"),
+    "other-stop": (in_choice(**ended([3, 3]), finish_reason="stop"), "which is not end-of-text token 1"),
     "verbose": (in_choice(finish_reason="-" * 1000), "ended with '-{79}, expected"),
     "unfinished": (in_choice(finish_reason=None), "ended with None"),
     "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end-of-text token 1"),
@@ -182,12 +159,10 @@ WRONG_GENERATIONS = {
     "list": (lambda answer: [answer, answer], "2 answers came, expected 1"),
     "no-meta": (lambda answer: {"text": "a"}, "answered without meta_info"),
     "no-log-probs": (in_meta(output_token_logprobs="absent"), "answered without output_token_logprobs"),
-    "null-log-probs": (in_meta(output_token_logprobs=None), r"is no list of \[log-prob, token id, text\]"),
     "bare-log-probs": (in_meta(output_token_logprobs=[-1.0] * TOKENS), "is no list of"),
     "other-tokens": (lambda answer: answer | {"output_ids": [7]}, "log-probs of other tokens than output_ids"),
     "nan": (pairs((float("nan"), 5), (-1, 5), (-1, 5), (-1, 5)), f"token 0 is nan, {NO_LOG_PROB}"),
     "prompt": (in_meta(prompt_tokens=3), "read 3 prompt tokens, 2 were sent"),
-    "cut": (pairs((-1, 5)), "cut after 1 of 4 tokens"),
     "too-long": (pairs(*[(-1, 5)] * 5), "5 tokens came, 4 were asked for"),
     "aborted": (in_meta(finish_reason={"type": "abort", "message": "no"}), "ended with 'abort'"),
     "weights": (in_meta(weight_version="2"), "holds weights 2, expected 0"),
@@ -256,17 +231,19 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
         assert other.support is None, "a greedy answer is not trained on; else no token was left out"
 
 
+PICKLE = numpy_file(numpy.array([print], dtype=object))
 REPORTS = [
     (VllmServerEngine, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
     (VllmServerEngine, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
     (VllmServerEngine, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
     (VllmServerEngine, {"routed_experts": 7}, "routed_experts is no NumPy array in base64"),
+    (VllmServerEngine, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
     (VllmServerEngine, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
     (VllmServerEngine, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
     (SglangServerEngine, {"routed_experts": "absent"}, "answered without routed_experts"),
     (SglangServerEngine, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
     (SglangServerEngine, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
-    (SglangServerEngine, {"output_token_sampling_logprobs": [-1.0]}, "1 log-probs for 4 tokens"),
+    (SglangServerEngine, {"output_token_sampling_logprobs": [-1.0]}, r"log-probs are \[-1.0\], expected a list of 4"),
 ]
 
 
@@ -279,23 +256,6 @@ def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
         sample(engine, top_p=0.9)
 
 
-def numpy_archive(array):
-    file = io.BytesIO()
-    numpy.savez(file, array)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-PICKLE = numpy.array([print], dtype=object)
-
-
-@pytest.mark.parametrize("content", [numpy_file(PICKLE), numpy_archive(EXPERTS)], ids=["pickle", "archive"])
-def test_other_numpy_files_are_not_read(server, tmp_path, content):
-    engine = given(VllmServerEngine, server, tmp_path, experts_shape=(3, 2))
-    server.always[ROUTE] = in_choice(routed_experts=content)
-    with pytest.raises(EngineError, match="routed_experts is no NumPy array"):
-        sample(engine)
-
-
 @pytest.mark.parametrize("kind", GENERATE, ids=["vllm", "sglang"])
 def test_an_empty_answer_needs_no_experts(server, tmp_path, kind):
     """The trainer handles it as one bad response."""
@@ -306,44 +266,21 @@ def test_an_empty_answer_needs_no_experts(server, tmp_path, kind):
     assert got.token_ids == []
 
 
-def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path):
-    server.route_status = 403
-    with pytest.raises(EngineError, match="start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --enable-scale-out"):
-        given(VllmServerEngine, server, tmp_path)
-    server.route_status = 404
-    with pytest.raises(EngineError, match=r"is vLLM 0\.9\.2 without /inference/v1/generate: use vLLM 0\.32 or newer"):
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status):
+    server.route_status = status
+    with pytest.raises(EngineError, match=rf"{status}.*0\.32.*VLLM_SERVER_DEV_MODE=1 vllm serve .*--enable-scale-out"):
         given(VllmServerEngine, server, tmp_path)
 
 
 ENDS, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
 
 
-def with_an_end(engine):
-    if type(engine) is VllmServerEngine:
-        return in_choice(token_ids=ENDS, logprobs=content_of(ENDS, VALUES))
-    return pairs(*zip(VALUES, ENDS, strict=True))
-
-
 def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
     """Servers call it ``length``."""
-    server.faults[generate_path(engine)] = [with_an_end(engine)]
+    of_vllm, of_sglang = in_choice(**ended(ENDS)), pairs(*zip(VALUES, ENDS, strict=True))
+    server.faults[generate_path(engine)] = [of_vllm if type(engine) is VllmServerEngine else of_sglang]
     assert sample(engine) == [Sample(ENDS, VALUES, "stop", versions=[3] * TOKENS)]
-
-
-def test_a_later_turn_is_asked_for_behind_all_tokens_so_far(engine, server):
-    server.always[generate_path(engine)] = with_an_end(engine)
-
-    def reply(places, conversations):
-        return [Outcome(0.0, observation=[7, 8])] * len(places)
-
-    def ask(texts, seed):
-        return engine.sample(texts, SamplingParams(), TOKENS, seed)
-
-    (found,) = converse([[2, 3]], ask, 9, reply=reply, most=2, room=20)
-    bodies = [body for path, body in server.seen if path == generate_path(engine)]
-    asked = [body.get("token_ids", body.get("input_ids")) for body in bodies]
-    assert asked == [[2, 3], [2, 3, *ENDS, 7, 8]]
-    assert (found.token_ids, found.versions) == ([*ENDS, 7, 8, *ENDS], [3] * 2 * TOKENS)
 
 
 SWAP = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
@@ -359,12 +296,10 @@ def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
     engine.load_weights(weights(seed=1).items(), 1)
     assert server.paths() == SWAP, "a server is met once"
     assert engine.version == 1
-    # One that keeps no versions is not asked for them; of several models the named one is chosen.
-    server.faults["/update_weight_version"] = [(404, b"")]
+    # Of several models the named one is chosen.
     server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
     sample(given(VllmServerEngine, server, tmp_path, 5, model="b"))
-    assert server.paths()[-2:] == ["/resume", ROUTE]
-    assert server.seen[-1][-1]["model"] == "b"
+    assert {body["model"] for path, body in server.seen if path == ROUTE} == {"b"}
 
 
 def test_sglang_takes_weights_over_and_flushes(server, tmp_path):
@@ -424,16 +359,13 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
 
 
 def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    server.faults["/update_weight_version"] = [(404, b"")] * 3
-    engine.load_weights(weights().items(), 5)
-    server.faults[ROUTE] = [(503, b"")]
-    server.seen.clear()
-    assert sample(engine)
-    assert server.paths().count("/collective_rpc") == 1
-    server.seen.clear()
-    assert sample(engine)
-    assert server.paths() == [ROUTE]
+    engine = given(SglangServerEngine, server, tmp_path, 5)
+    server.always["/generate"] = in_meta(weight_version="absent")
+    for faults, swaps in (([(503, b"")], 1), ([], 0)):
+        server.faults["/generate"] = faults
+        server.seen.clear()
+        assert sample(engine)
+        assert server.paths().count("/update_weights_from_disk") == swaps
 
 
 def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):

@@ -108,7 +108,7 @@ def test_int8_keeps_the_largest_of_each_row():
     assert torch.equal(round_weight(tensor, "int8", False), tensor.bfloat16().float())
 
 
-def test_greedy_and_truncated_sampling(tmp_path):
+def test_greedy_sampling(tmp_path):
     engine = engine_of(flags(tmp_path, "--init-method-std=0.5"))
     torch.manual_seed(0)
     engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
@@ -118,12 +118,7 @@ def test_greedy_and_truncated_sampling(tmp_path):
     logits = engine.model(torch.tensor([prompts[0]])).logits[0, -1]
     assert one[0].token_ids[0] == int(logits.argmax())
     assert all(value == 0 for sample in one for value in sample.log_probs)
-    two = engine.sample([[3, 4]] * 64, SamplingParams(top_k=2), 1, seed=0)
-    best = logits.topk(2)
-    want = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
-    found = {sample.token_ids[0]: sample.log_probs[0] for sample in two}
-    assert found == pytest.approx(want, rel=1e-5)
-    assert all(sample.support is None for sample in (*one, *two)), "the engine was not asked for kept tokens"
+    assert all(sample.support is None for sample in one), "the engine was not asked for kept tokens"
 
 
 def kept_by_hand(logits, params):

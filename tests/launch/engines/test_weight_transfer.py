@@ -4,25 +4,24 @@
 """
 
 import struct
-import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from transformers import DeepseekV3Config, LlamaConfig
 
-from megatron_rc.launch.engines import EngineError, vllm_plugin
+from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.sglang_streamed import SglangStreamedEngine
-from megatron_rc.launch.engines.streamed import INCOMPLETE
-from megatron_rc.launch.engines.vllm_streamed import STREAMED_START, VllmStreamedEngine
+from megatron_rc.launch.engines.streamed import INCOMPLETE, STREAMED_START, SglangStreamedEngine, VllmStreamedEngine
 from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender, send_weights
 from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
-from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, opened, read_shared, shared, sum_of, unpack
+from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, opened, read_shared, register, shared, sum_of
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from tests.support.paths import ROOT
 from tests.support.rollout_servers import make_engine, running, sample, weights
@@ -45,14 +44,14 @@ def test_buckets_hold_all_tensors_in_their_order_and_no_more_bytes_than_the_boun
     assert [entries["names"] for entries, _ in packed] == [["0", "1", "2"], ["3"], ["4", "5"]]
     found = []
     for entries, bucket in packed:
-        kinds = entries["dtype_names"], entries["shapes"]
-        assert (bucket.dtype, bucket.numel()) == (torch.uint8, sum(bytes_of(*kinds)))
+        size = sum(bytes_of(entries["dtype_names"], entries["shapes"]))
+        assert (bucket.dtype, bucket.numel()) == (torch.uint8, size)
         numbers, end = bytes(bucket.tolist()), bucket.numel() // 8 * 8
         total = sum(struct.unpack(f"{end // 8}q", numbers[:end]))
         wrapped = (total + 2**63) % 2**64 - 2**63
         shifted = torch.cat([bucket.new_zeros(3), bucket])[3:]  # at a place where no integer of eight bytes may begin
         assert entries["checksum"] == sum_of(bucket) == sum_of(shifted) == wrapped + sum(numbers[end:])
-        found += unpack(bucket, *kinds)
+        found += [one for _, one in opened(bucket, **entries)]
     assert [one.data_ptr() for one in found if one.numel() == 0] == [0]
     for one, other in zip(found, tensors, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -103,7 +102,7 @@ def test_the_page_starts_the_server_as_errors_say():
 
 def test_the_plugin_leaves_an_older_vllm_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", None)
-    assert vllm_plugin.register() is None
+    assert register() is None
 
 
 @pytest.fixture
@@ -137,32 +136,29 @@ def part(stage, seed=0):
 
 def send(engine, senders, seed=0):
     """Both senders at once; returns their errors."""
-    errors = []
 
-    parts = [part(stage, seed) for stage in range(2)]
-
-    def run(stage):
-        own = parts[stage]
+    def run(sender, own):
         try:
             tensors = engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
-            send_weights(tensors, [senders[stage]], BUCKET_BYTES)
+            send_weights(tensors, [sender], BUCKET_BYTES)
         except EngineError as error:
-            errors.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=run, args=(stage,)) for stage in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    with ThreadPoolExecutor(2) as pool:
+        return [error for error in pool.map(run, senders, [part(stage, seed) for stage in range(2)]) if error]
+
+
+def give(engine, senders, version, seed=0):
+    """A whole update."""
+    engine.begin_update(version)
+    assert send(engine, senders, seed) == []
+    engine.end_update()
 
 
 def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
     engine, senders = made(server := either, tmp_path)
     for version in (0, 1):
-        engine.begin_update(version)
-        assert send(engine, senders, version) == []
-        engine.end_update()
+        give(engine, senders, version, seed=version)
         want = {name: one.detach() for name, one in weights(version).items()}
         want["lm_head.weight"] = want["model.embed_tokens.weight"]
         for received in server.received:
@@ -177,87 +173,62 @@ def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
     assert server.paths().count(server.joins) == 2, "groups are kept"
 
 
-def test_the_order_of_an_update(server, tmp_path):
-    engine, senders = made(server, tmp_path)
+# Requests before and after the buckets of a first update.
+ORDERS = {
+    StreamServer: (
+        ["/pause", "/weight_info", "/update_weight_version", "/start_weight_update"],
+        ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"],
+    ),
+    SglangStreamServer: (["/update_weight_version"], ["/flush_cache", "/update_weight_version"]),
+}
+
+
+def test_the_order_of_an_update(either, tmp_path):
+    engine, senders = made(server := either, tmp_path)
     engine.begin_update(3)
     assert server.version == INCOMPLETE
-    send(engine, senders)
+    assert send(engine, senders) == []
     engine.end_update()
-    found = [path for path in server.paths() if path not in ("/get_world_size", "/init_weight_transfer_engine")]
-    begun = found.index("/pause")
-    assert found[begun : begun + 4] == ["/pause", "/weight_info", "/update_weight_version", "/start_weight_update"]
-    assert set(found[begun + 4 : -4]) == {"/update_weights"}
-    assert found[-4:] == ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    first, last = ORDERS[type(server)]
+    found = server.paths()[server.paths().index(first[0]) :]
+    assert (found[: len(first)], found[-len(last) :]) == (first, last)
+    assert set(found[len(first) : -len(last)]) <= {"/get_world_size", "/get_server_info", server.joins, server.takes}
 
 
-def test_the_order_of_an_update_of_sglang(tmp_path):
+def test_another_trainers_groups_of_sglang_have_names_of_their_own(tmp_path):
     with running(kind=SglangStreamServer) as server:
-        engine, senders = made(server, tmp_path)
-        engine.begin_update(3)
-        assert server.version == INCOMPLETE
-        assert send(engine, senders) == []
-        engine.end_update()
-        first = ["/health", "/get_model_info", "/get_server_info", "/update_weight_version"]
-        assert server.paths()[:4] == first
-        assert set(server.paths()[4:-2]) == {"/get_server_info", server.joins, server.takes}
-        assert server.paths()[-2:] == ["/flush_cache", "/update_weight_version"]
-        # Another trainer: its groups have names of their own.
-        other, others = made(server, tmp_path)
-        other.begin_update(4)
-        assert send(other, others) == []
-        other.end_update()
-        names = [body["group_name"] for path, body in server.seen if path == server.joins]
-        assert len(set(names)) == 4
+        for version in (3, 4):
+            give(*made(server, tmp_path), version)
+        assert len({body["group_name"] for path, body in server.seen if path == server.joins}) == 4
         assert {body["abort_all_requests"] for path, body in server.seen if path == "/update_weight_version"} == {False}
 
 
-def test_stages_of_sglang_are_refused(tmp_path):
-    with running(kind=SglangStreamServer) as server:
-        server.always["/get_server_info"] = lambda answer: answer | {"pp_size": 2}
-        engine, _ = made(server, tmp_path)
-        with pytest.raises(EngineError, match=r"has 2 pipeline stages.*--pp-size"):
-            engine.begin_update(0)
-
-
-SGLANG = """
-import sys, torch, torch.distributed as dist
-from datetime import timedelta
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
-
-place, name, rank, size, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # SGLang's own group
-store, rank, size = next(rendezvous(place, rank, size, timeout=timedelta(seconds=60)))
-group, _ = _new_process_group_helper(
-    size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=60)
-)
-bucket = torch.empty(count, dtype=torch.uint8)
-dist.distributed_c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
-dist.broadcast(bucket, src=0, group=group)
-print(bytes(bucket.tolist()).hex())
-"""
-
-
-def test_torchs_own_groups_find_the_sender(tmp_path):
-    """SGLang makes its group by torch's functions; here they run in a process of their own, as in SGLang's."""
-    found = []
+def test_torchs_own_groups_find_the_sender():
+    """SGLang makes its group by these functions of torch."""
+    found, tensor, limit = [], torch.arange(11, dtype=torch.float32), timedelta(seconds=60)
 
     class Server(SglangStreamServer):
         processes = 1
 
         def _join(self, rank, info):
-            place = f"tcp://{info['master_address']}:{info['master_port']}"
-            words = [place, info["group_name"], info["rank_offset"] + rank, info["world_size"], tensor.nbytes]
-            command = [sys.executable, "-c", SGLANG, *map(str, words)]
-            self.groups[0] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            place, name = f"tcp://{info['master_address']}:{info['master_port']}", info["group_name"]
+            meeting = distributed_c10d.rendezvous(place, info["rank_offset"] + rank, info["world_size"], timeout=limit)
+            store, rank, size = next(meeting)
+            self.groups[0], _ = distributed_c10d._new_process_group_helper(
+                *(size, rank, [], "gloo", distributed_c10d.PrefixStore(name, store)), group_name=name, timeout=limit
+            )
 
         def _receive(self, rank, info):
-            found.append(self.groups[0].communicate(timeout=60)[0].strip())
+            bucket = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            self.groups[0].broadcast(bucket, 0).wait()
+            found.append(bucket.view(torch.float32))
 
-    tensor = torch.arange(11, dtype=torch.float32)
     with running(kind=Server) as server:
         sender = SglangSender(HttpClient(server.url, 60, Retries(attempts=1)), 0, "gloo")
         send_weights([("weight", tensor)], [sender])
-    assert found == [bytes(tensor.view(torch.uint8).tolist()).hex()]
+        distributed_c10d._world.pg_group_ranks[server.groups[0]] = {}  # torch forgets the group
+        distributed_c10d.destroy_process_group(server.groups[0])
+    assert torch.equal(found[0], tensor)
 
 
 def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
@@ -302,21 +273,32 @@ def test_a_process_that_falls_silent_ends_at_the_limit(server, tmp_path):
         send_weights(part(0), senders[:1], BUCKET_BYTES)
 
 
-def test_a_server_that_takes_no_streams_is_told_how_to_start(server, tmp_path):
-    server.always["/server_info"] = lambda answer: {
-        "vllm_config": answer["vllm_config"] | {"weight_transfer_config": None}
-    }
-    engine, _ = made(server, tmp_path)
-    with pytest.raises(EngineError, match=r"--rollout-weight-transfer.*--weight-transfer-config"):
+UNFIT = {
+    StreamServer: (
+        "/server_info",
+        lambda answer: {"vllm_config": answer["vllm_config"] | {"weight_transfer_config": None}},
+        r"--rollout-weight-transfer.*--weight-transfer-config",
+    ),
+    SglangStreamServer: (
+        "/get_server_info",
+        lambda answer: answer | {"pp_size": 2},
+        r"has 2 pipeline stages.*--pp-size",
+    ),
+}
+
+
+def test_a_server_that_cannot_take_streams_is_told_how_to_start(either, tmp_path):
+    path, change, message = UNFIT[type(either)]
+    either.always[path] = change
+    engine, _ = made(either, tmp_path)
+    with pytest.raises(EngineError, match=message):
         engine.begin_update(0)
 
 
 def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
     """The server's version is no number then, on the thread that samples; and a new batch may begin."""
     engine, senders = made(server, tmp_path)
-    engine.begin_update(0)
-    send(engine, senders)
-    engine.end_update()
+    give(engine, senders, 0)
     engine.begin_update(1)
     server.version = "0"  # of the responses
     server.always["/weight_info"] = lambda _: {"weight_version": INCOMPLETE}
@@ -326,9 +308,7 @@ def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
 @pytest.mark.parametrize("finds_it", [sample, lambda engine: engine.begin_update(5)], ids=["rollout", "update"])
 def test_a_server_that_was_started_again_ends_the_run(either, tmp_path, finds_it):
     engine, senders = made(server := either, tmp_path)
-    engine.begin_update(4)
-    send(engine, senders)
-    engine.end_update()
+    give(engine, senders, 4)
     server.version = "default"
     with pytest.raises(EngineError, match=r"lost the weights of step 4.*--max-restarts"):
         finds_it(engine)

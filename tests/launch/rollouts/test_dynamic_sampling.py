@@ -8,7 +8,6 @@ import torch
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
-from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
@@ -96,6 +95,7 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
     sampled, plain = made.sample(0), sampler(tmp_path, "--dynamic-sampling=1").sample(0)
     prompts, top_k, _ = made.engine.asked[-1]
     assert (top_k, len(prompts)) == (1, 4)
+    assert len({seed for *_, seed in made.engine.asked}) == len(made.engine.asked), "no two calls share a seed"
     assert torch.equal(sampled.batch.tokens, plain.batch.tokens)
     assert [list(row[:2]) for row in sampled.batch.tokens[::GROUP].tolist()] == [prompt[:2] for prompt in prompts]
     text, wanted = made.task.text, []
@@ -115,7 +115,7 @@ def counted_replaced(words):
     broadcast = ReplicaBroadcast(run_config(words, 4, engine=False), groups, batch.sampling)
     is_first = group_rank(groups.pp) == 0
     sampled = SampledBatch(batch, {"rollout/replaced_prompts": 3 + group_rank(groups.dp), "rollout/flat_prompts": 2})
-    return gather_reward_metrics(sampled if is_first else None, broadcast, groups)
+    return broadcast.reward_metrics(sampled if is_first else None)
 
 
 def test_what_was_replaced_is_counted_over_all_replicas(ranks, tmp_path):

@@ -76,16 +76,10 @@ def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
     assert [one.tolist() for one in found.support] == [one.tolist() for one in support]
 
 
-BAD = {
-    "empty": response([], []),
-    "fault": response([3, 9, 9, 9], [4] * 4, fault="the log-prob is nan"),
-}
-
-
-@pytest.mark.parametrize("sample", BAD.values(), ids=BAD)
-def test_bad_responses_are_not_kept(made, tmp_path, sample):
+def test_bad_responses_are_not_kept(made, tmp_path):
     before = made()
-    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples[0] = sample
+    bad = [response([], []), response([3, 9, 9, 9], [4] * 4, fault="the log-prob is nan")]
+    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples.update(enumerate(bad))
     assert through_a_checkpoint(before, made(), tmp_path / "step", 4) == []
 
 
@@ -97,6 +91,7 @@ OTHERS = {
     "too-long-now": (WHOLE, PROMPTS, SamplingParams(), 3, 0),
     "cut-off-before": (WHOLE, PROMPTS, SamplingParams(), 5, 0),
     "ended-before": (ENDED, PROMPTS, SamplingParams(), 5, 1),
+    "too-old": (response([3, 9, 9, 9], [2, 2, 4, 4]), PROMPTS, SamplingParams(), LONGEST, 0),
     "as-it-was": (WHOLE, PROMPTS, SamplingParams(), LONGEST, 1),
 }
 
@@ -109,15 +104,6 @@ def test_responses_that_other_flags_would_not_give_are_asked_for_again(
     before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples[0] = sample
     through_a_checkpoint(before, after, tmp_path / "step", 4)
     assert len(after.progress(4, 1, prompts, params, longest).samples) == kept
-
-
-def test_responses_that_became_too_old_are_asked_for_again(made, tmp_path):
-    """A run that goes on with a smaller --rollout-staleness."""
-    before, after = made(0, "--rollout-staleness=2"), made(0, "--rollout-staleness=1")
-    progress = before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST)
-    progress.samples.update({0: response([3, 9, 9, 9], [2, 2, 4, 4]), 1: WHOLE})
-    through_a_checkpoint(before, after, tmp_path / "step", 4)
-    assert after.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples == {1: WHOLE}
 
 
 def test_a_rank_without_an_engine_reads_nothing(made, tmp_path):
@@ -246,35 +232,3 @@ def run_full_disk(words):
 
     with mock.patch("safetensors.torch.save_file", save_file):
         return run_half(words, functools.partial(stop_after, 3), 1)
-
-
-class GreedyToo(OpenEngine):
-    """Keeps each call's progress."""
-
-    def __init__(self):
-        super().__init__()
-        self.given = []
-
-    def sample(self, prompts, params, max_new_tokens, seed, progress=None):
-        self.given.append((seed, params.top_k))
-        return super().sample(prompts, params, max_new_tokens, seed, progress)
-
-
-def run_remax(words):
-    made = []
-
-    class Engine(GreedyToo):
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-
-    error, *_ = run_with(words, Engine)
-    return error, [engine.given for engine in made]
-
-
-def test_greedy_responses_take_no_other_calls_place(ranks, tmp_path):
-    words = partial(tmp_path, "--train-iters=2", "--advantage-estimator=remax")
-    ((error, (given,)),) = ranks.run(run_remax, Layout(), words)
-    assert error is None
-    assert {top_k for _, top_k in given} == {0, 1}
-    assert len({seed for seed, _ in given}) == len(given) == 4

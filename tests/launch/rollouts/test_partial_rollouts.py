@@ -7,7 +7,6 @@ import pytest
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rollouts.batches import versions_of
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.rollouts.test_prefetch import SECONDS, CountingEngine, run_with
 from tests.support.ranks import Layout
@@ -121,17 +120,6 @@ def test_evaluations_are_made_while_responses_are_under_way(ranks, tmp_path):
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 1, 2, 3, 4]
 
 
-def test_a_resumed_run_asks_for_each_batch_once(ranks, tmp_path):
-    """What was under way is begun again, from the weights of the checkpoint."""
-    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-rollouts={tmp_path}/rollouts"]
-    for end, begun in ((2, [0, 0]), (4, [2, 2])):
-        words = partial(tmp_path, *save, f"--train-iters={end}")
-        ((error, calls, _, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
-        assert (error, left, calls) == (None, [], [begun])
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1]
-
-
 class FailingEngine(OpenEngine):
     """Refuses its third weights while responses wait for them."""
 
@@ -151,14 +139,6 @@ def test_an_update_that_fails_ends_the_run_while_responses_are_under_way(ranks, 
     for error, *_ in found:
         assert error == "AgreedError: the rollout engine refused the weights of step 2: the disk is full"
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-
-
-def test_a_response_needs_as_many_versions_as_tokens():
-    assert versions_of(Sample([3, 4], [-1.0, -1.0], "stop"), 7) == [7, 7]
-    assert versions_of(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5, 6]), 7) == [5, 6]
-    assert versions_of(Sample([], [], "abort"), 7) == []
-    with pytest.raises(EngineError, match="weights of 1 of 2 tokens"):
-        versions_of(Sample([3, 4], [-1.0, -1.0], "stop", versions=[5]), 7)
 
 
 REFUSED = [

@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.rollouts.routed_experts import NOT_NEEDED
+from megatron_rc.launch.rollouts.routed_experts import NOT_NEEDED, check_routed_experts
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import save_rollouts
 from tests.support.ranks import Layout
-from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch
+from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch, run_config
 
 LAYERS, TOP_K, EXPERTS = 4, 3, 2000
 PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
@@ -54,17 +54,15 @@ def table():
     return ((sample * LENGTH + position) * LAYERS * TOP_K + own) % EXPERTS
 
 
-@pytest.mark.parametrize("of_all_layers", [True, False])
 @pytest.mark.parametrize(
-    ("layout", "more"),
+    ("layout", "more", "of_all_layers"),
     [
-        (Layout(), PACKED),
-        (Layout(pp=2, cp=2), []),
-        (Layout(pp=2, vpp=True), []),
-        (Layout(dp=2), []),
-        (Layout(cp=2, dp=2), PACKED),
+        (Layout(), PACKED, False),
+        (Layout(pp=2, cp=2), [], False),
+        (Layout(pp=2, vpp=True), [], True),
+        (Layout(cp=2, dp=2), PACKED, True),
     ],
-    ids=["packed", "pp2-cp2", "vpp", "dp2", "cp2-dp2-packed"],
+    ids=["packed", "pp2-cp2", "vpp", "cp2-dp2-packed"],
 )
 def test_every_rank_has_the_experts_of_its_tokens_and_layers(ranks, tmp_path, layout, more, of_all_layers):
     batch, whole = recorded_batch(0), table()
@@ -112,24 +110,12 @@ def change(row, token, layer, slot, value):
     ],
     ids=["none", "layers", "top_k", "too-large", "negative", "twice"],
 )
-def test_experts_that_do_not_fit_are_named_on_every_rank(ranks, tmp_path, made, words):
-    experts = table()
+def test_experts_that_do_not_fit_are_named(tmp_path, made, words):
+    batch, experts = recorded_batch(0), table()
     experts[1, 6, 3, 0] = 76
-    record(tmp_path / "rollouts", replace(recorded_batch(0), routed_experts=made(experts.clone())))
-    given = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL)
-    for error in ranks.run(refused, Layout(pp=2), [*given, *REPLAY]):
-        assert words in error
-
-
-def refused(words):
-    from megatron_rc.launch.distributed import AgreedError
-
-    with pytest.raises(AgreedError) as caught:
-        collected(words)
-    return str(caught.value)
-
-
-def test_wrong_experts_of_dense_layers_do_not_matter(ranks, tmp_path):
-    record(tmp_path / "rollouts", replace(recorded_batch(0), routed_experts=change(0, 3, 0, 0, -7)(table())))
-    given = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *MODEL, *REPLAY)
-    assert len(ranks.run(collected, Layout(), given)) == 1
+    record(tmp_path / "rollouts", batch)
+    load = [f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4"]
+    config = run_config(flags(tmp_path, *load, *MODEL, *REPLAY))
+    with pytest.raises(ValueError, match=words):
+        check_routed_experts(replace(batch, routed_experts=made(experts)), config)
+    check_routed_experts(replace(batch, routed_experts=change(0, 3, 0, 0, -7)(table())), config)  # of a dense layer

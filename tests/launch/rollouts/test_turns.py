@@ -51,7 +51,8 @@ def talk(engine, replies, prompts=((2, 3), (2,)), **limits):
 
     def reply(places, conversations):
         asked.append(places)
-        return [Outcome(reward, observation=ids) for ids, reward in replies[len(asked) - 1]]
+        given = replies[len(asked) - 1]
+        return [one if isinstance(one, Outcome) else Outcome(one[1], observation=one[0]) for one in given]
 
     found = converse(prompts, lambda texts, seed: engine.sample(texts, seed=seed), 11, reply=reply, **limits)
     return found, asked
@@ -101,15 +102,8 @@ def test_a_turn_without_an_end_and_a_dropped_one_get_no_reply():
 
 def test_a_failed_reply_ends_its_conversation_alone():
     engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)])
-    outcomes = [[Outcome(failure="hangs"), Outcome(0.5, observation=[20])], [Outcome(0.25)]]
-    found = converse(
-        [(2,), (2,)],
-        lambda texts, seed: engine.sample(texts),
-        0,
-        reply=lambda *_: outcomes.pop(0),
-        most=3,
-        room=90,
-    )
+    replies = [[Outcome(failure="hangs"), ([20], 0.5)], [(None, 0.25)]]
+    found, _ = talk(engine, replies, [(2,), (2,)], most=3, room=90)
     assert [one.failed and one.failed.failure for one in found] == ["hangs", None]
     assert [one.token_ids for one in found] == [[5, EOS], [6, EOS, 20, 7, EOS]]
     assert found[1].turn_rewards == [0, 0.5, 0, 0]
@@ -320,9 +314,8 @@ def single(ranks, tmp_path_factory):
     return folder, losses(folder)
 
 
-@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2, tp=2)], ids=str)
-def test_rewards_of_turns_reach_all_ranks(ranks, tmp_path, single, layout):
-    folder, known = single
+def test_rewards_of_turns_reach_all_ranks(ranks, tmp_path, single):
+    layout, (folder, known) = Layout(pp=2, tp=2), single
     words = flags(tmp_path, *TURNS, *layout.flags(), f"--load={folder}/start", "--finetune")
     assert ranks.run(run_training, layout, words) == [None] * layout.world
     for one, other in zip(known, losses(tmp_path), strict=True):
