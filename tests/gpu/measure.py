@@ -68,19 +68,26 @@ def _sync_debug_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def milliseconds(work: Callable[[], object], calls: int = 11) -> float:
-    """The median time of a call, from when the GPU begins until it and the host are done; after three more calls."""
-    times = []
-    for turn in range(calls + 3):
-        torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+def milliseconds(
+    work: Callable[[Callable[[], None]], object], device: torch.device, turns: int = 11, *, ahead: bool = False
+) -> list[float]:
+    """The median milliseconds of each stretch of some work, whose end it tells by a call of its argument.
+
+    By the GPU's own events, from when it begins until it and the host are done. Three more turns come before. What
+    follows the last stretch is not measured.
+
+    Args:
+        work: the work.
+        device: that works.
+        turns: how many are measured.
+        ahead: see :class:`Stopwatch`.
+    """
+    found = []
+    for _ in range(turns + 3):
+        with Stopwatch(device, ahead=ahead) as watch:
+            work(watch.lap)
+        found.append(watch.milliseconds)
+    return [statistics.median(column) for column in zip(*found[3:], strict=True)]
 
 
 class Stopwatch:
