@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -101,10 +101,10 @@ def verl(batch: Batch) -> Result:
     return metrics, weights.batch["rollout_is_weights"], mask
 
 
-def run_in_turns(contenders: dict[str, Callable[[], Result]]) -> dict[str, float]:
+def run_in_turns(contenders: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """The median time of each contender."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name, function in contenders.items():
             start = time.perf_counter()
             kept = function()  # freed after the time is taken
