@@ -131,22 +131,6 @@ def environment(wheel, folder):
     return python, Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
 
 
-@pytest.mark.processes
-def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
-    """Torch and the launcher's libraries are lent by this environment; the package comes from the wheel alone."""
-    python, site = environment(wheel, tmp_path)
-    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    code = (
-        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.configure as c\n"
-        "from megatron_rc.launch.flags.launch_file import CONFIGS\n"
-        "assert (CONFIGS / 'launch' / 'count_up.yaml').is_file()\n"
-        "c.configure(['--config', 'count_up', '--runs-dir', 'runs'], 4)\n"
-        "print(megatron_rc.__file__, c.__file__)"
-    )
-    output = run(str(python), "-I", "-c", code, cwd=tmp_path).stdout.split()
-    assert all(path.startswith(str(site)) for path in output)
-
-
 @pytest.fixture(scope="module")
 def base(wheel, tmp_path_factory):
     """Python with the wheel and torch's own requirements alone, lent by this environment."""
@@ -196,6 +180,20 @@ def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, words, c
     assert "NumPy" not in said
     if "pip install" in said:
         assert said.endswith(f"pip install 'megatron-rc[launch] @ {wheel.as_uri()}'\n")
+
+
+@pytest.mark.processes
+def test_the_wheel_configures_a_run(base, tmp_path):
+    """The launcher's libraries are lent by this environment; the package and its launch files come from the wheel."""
+    code = (
+        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.configure as c\n"
+        "c.configure(['--config', 'count_up', '--runs-dir', 'runs'], 4)\n"
+        "print(megatron_rc.__file__, c.__file__)"
+    )
+    lent = alone() | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run([str(base), "-c", code], check=True, capture_output=True, text=True, env=lent, cwd=tmp_path)
+    site = base.parent.parent / "lib"
+    assert all(Path(path).is_relative_to(site) for path in done.stdout.split())
 
 
 @pytest.mark.processes
