@@ -162,20 +162,12 @@ def wheel(folder, name, version):
         archive.writestr(f"{info}/RECORD", "")
 
 
-@pytest.fixture
-def found_cuda(monkeypatch):
-    """Called with the CUDA version of the PyTorch that is here, which has none."""
-    ask = environment._ask
-    return lambda cuda: monkeypatch.setattr(environment, "_ask", lambda python: ask(python) | {"cuda": cuda})
-
-
 @pytest.mark.processes
-def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, found_cuda, capsys):
+def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, capsys):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     wheel(wheels, "rc_absent_package", "3.0")
     wheel(wheels, "pytest", "0.1")
-    found_cuda("13.0")
     python = environment.prepare(tmp_path / "made", wheels)
     code = "import rc_absent_package as a, pytest, torch; print(a.version, pytest.__version__, torch.__file__)"
     done = subprocess.run((python, "-c", code), capture_output=True, text=True, check=True, cwd="/")
@@ -186,22 +178,13 @@ def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, found_cuda, ca
     assert (tmp_path / "made" / ".made").stat().st_mtime_ns == stamp
 
 
-@pytest.mark.parametrize(
-    ("names", "cuda", "named"),
-    [
-        (["torch-99.0"], None, "cannot use a GPU"),  # wheels bring no PyTorch
-        ([], "13.0", "no .whl file"),
-        (["a-1", "a-2"], "13.0", "several versions of a"),
-    ],
-)
-def test_environments_that_wheels_cannot_make(tmp_path, capsys, found_cuda, names, cuda, named):
-    found_cuda(cuda)
-    for name in names:
-        wheel(tmp_path, *name.split("-"))
+def test_an_environment_that_wheels_do_not_complete(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(environment, "NEEDED", ("torch", "rc_absent_package"))
     with pytest.raises(SystemExit) as stopped:
         environment.prepare(tmp_path / "made", tmp_path)
     assert stopped.value.code == environment.UNUSABLE
-    assert named in capsys.readouterr().err
+    said = f"rc_absent_package, which are not here: put their wheels into {tmp_path}"
+    assert said in capsys.readouterr().err
 
 
 ON_A_GPU = """

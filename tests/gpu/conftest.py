@@ -6,7 +6,6 @@ The file is written line by line, so that the command that reads it knows which 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -152,16 +151,3 @@ def pytest_pyfunc_call(pyfuncitem):
     if missed:
         pytest.fail("; ".join(missed), pytrace=False)
     return result
-
-
-@pytest.fixture
-def seconds():
-    """Called at the end of a stretch: seconds since the last call."""
-    last = time.monotonic()
-
-    def lap():
-        nonlocal last
-        before, last = last, time.monotonic()
-        return round(last - before, 2)
-
-    return lap

@@ -59,7 +59,7 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
         folder: of the environment.
         wheels: a folder with what is missing here; None: the package index has it.
     """
-    files = _wheel_files(wheels)
+    files = sorted(wheels.glob("*.whl")) if wheels else []
     stamp, wanted = folder / ".made", _fingerprint(files)
     python = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
@@ -86,19 +86,6 @@ def _package_folders() -> list[str]:
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
-def _wheel_files(wheels: Path | None) -> list[Path]:
-    if wheels is None:
-        return []
-    files = sorted(wheels.glob("*.whl"))
-    if not files:
-        end(f"WHEELS={wheels} holds no .whl file: fill it with `make wheels WHEELS={wheels}`", UNUSABLE)
-    names = [_name_of(file) for file in files]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        end(f"WHEELS={wheels} holds several versions of {', '.join(twice)}: keep one of each", UNUSABLE)
-    return files
-
-
 def _name_of(wheel: Path) -> str:
     """The package's name as the index writes it."""
     return wheel.name.split("-")[0].lower().replace("_", "-").replace(".", "-")
@@ -112,11 +99,9 @@ def _fingerprint(files: list[Path]) -> str:
 
 
 def _install_wheels(python: Path, files: list[Path]) -> None:
-    found = _ask(python)
-    if not found["cuda"]:
-        end(f"PyTorch here ({found['torch']}) cannot use a GPU, and WHEELS never brings one: install it", UNUSABLE)
-    missing = [file for file in files if _name_of(file) not in found["packages"]]
-    kept = [f"{name} {found['packages'][name]}" for name in map(_name_of, files) if name in found["packages"]]
+    packages = _ask(python)["packages"]
+    missing = [file for file in files if _name_of(file) not in packages]
+    kept = [f"{name} {packages[name]}" for name in map(_name_of, files) if name in packages]
     if kept:
         _say(f"== kept as they are here: {', '.join(kept)}")
     if missing:
