@@ -252,27 +252,15 @@ def test_measuring(tmp_path):
     assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
 
 
-def test_tables_and_figures_are_written_into_the_pages_place(tmp_path):
-    runs = [*settings.runs_of([settings.MAIN]), *settings.LONG_RESPONSES.runs[:6]]
+def test_a_part_of_a_block_has_its_table_and_figures(tmp_path):
+    runs = [*MAIN, *settings.LONG_RESPONSES.runs[:6]]
     for run in runs:
         finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20))
     outcomes = [measured(run, tmp_path) for run in runs]
-    lines = document.table(outcomes, settings.MAIN).splitlines()
-    assert lines[2].startswith("| no mismatch | without correction | 0.70 (0.65 to 0.75) | 3 sound | ")
-    assert lines[-1] == "102 of 102 runs, 6120 seconds of the processor together, 60 each."
     long = document.table(outcomes, settings.LONG_RESPONSES).splitlines()
     assert long[-1].startswith("6 of 18 runs, ")
     assert long[-1].endswith("`rounding_long-geo_rs_grown` 2, 3.")
     assert all(line.split(" | ")[5] == "" for line in long[3:8]), "nothing is compared before all seeds are there"
-    page, begin = tmp_path / "page.md", document.begin_of(settings.MAIN)
-    page.write_text(f"before\n{begin}\nyesterday\n{document.END}\nafter\n")
-    for _ in range(2):
-        document.put_table(outcomes, page, settings.MAIN)
-    table = document.table(outcomes, settings.MAIN)
-    assert page.read_text() == f"before\n{begin}\n\n{table}\n{document.END}\nafter\n"
-    page.write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"page\.md .* <!-- the table of main"):
-        document.put_table(outcomes, page, settings.MAIN)
     for draw in (pictures.draw_rewards, pictures.draw_measures):
         draw(outcomes, tmp_path / f"{draw.__name__}.png")
         assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 10_000
@@ -286,13 +274,10 @@ PICTURES = [f"study{name}.png" for name in ("", "_measures", "_bonus", "_bonus_m
 
 def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monkeypatch):
     """`make study-hard` as it runs, but for the runs themselves."""
-    model, docs = tmp_path / "model", tmp_path / "docs"
-    model.mkdir()
-    docs.mkdir()
-    (model / "config.json").touch()
-    begins = (document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD))
-    (docs / "study.md").write_text("".join(f"{begin}\n{document.END}\n" for begin in begins))
-    started = []
+    model, page, started = tmp_path / "config.json", tmp_path / "study.md", []
+    model.touch()
+    begins = [document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD)]
+    page.write_text("".join(f"{begin}\nyesterday\n{document.END}\n" for begin in begins))
 
     def start(run, folder, own):
         started.append((run.name, own))
@@ -303,15 +288,20 @@ def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monk
 
     monkeypatch.setattr(queue, "_start", start)
     for name, file in (("DOCS", ""), ("DATA", "study.json"), ("HARD_DATA", "study_hard.json")):
-        monkeypatch.setattr(command, name, docs / file)
+        monkeypatch.setattr(command, name, tmp_path / file)
     monkeypatch.setattr(command, "draw_all", lambda outcomes, folder: None)
-    command.main(["--hard", str(model), "--runs", str(tmp_path / "runs")])
+    command.main(["--hard", str(tmp_path), "--runs", str(tmp_path / "runs")])
     names = [f"smollm2-old-{how}-1" for how in ("uncorrected", "token_tis", "bypass")]
-    assert started == [(name, (f"--load-hf={model}",)) for name in names]
-    found = results.read(docs / "study_hard.json")
+    assert started == [(name, (f"--load-hf={tmp_path}",)) for name in names]
+    found = results.read(tmp_path / "study_hard.json")
     assert [one.policy for one in found] == [[(0, 0.0)]] * 3
-    row = "| token TIS | 0.0% | 0.562 | 0.750 | 2.00 | "
-    assert row in (docs / "study.md").read_text()
+    text = page.read_text()
+    assert f"{begins[-1]}\n\n{document.table(found, settings.HARD)}\n{document.END}\n" in text
+    assert "| token TIS | 0.0% | 0.562 | 0.750 | 2.00 | " in text
+    assert "yesterday" not in text
+    page.write_text("nothing\n")
+    with pytest.raises(ValueError, match=r"study\.md .* <!-- the table of main"):
+        document.put_table(found, page, settings.MAIN)
 
 
 # The committed files.
