@@ -37,6 +37,7 @@ from tests.support.documented import undocumented
 from tests.support.paths import LINKED, ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
+from tests.test_site import DOCUMENTS, NAMES, blocks
 
 PREFIX = "rollout_corr/"
 MEASURED = [name for name, criterion in CRITERIA.items() if criterion.is_measured]
@@ -122,8 +123,6 @@ def test_the_oldest_names_are_those_of_the_first_table():
     assert len(with_mark) == 15
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
-DOCUMENTS = (*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md"))
 FOLDERS = ("megatron_rc", *LINKED, "tests", "docs", "benchmarks", "examples")
 
 
@@ -144,7 +143,7 @@ def missing_paths(document):
     yield from (name for name in names if name not in sources() and not (ROOT / name).exists())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_paths_tests_and_modules_named_in_the_documents_exist(document):
     assert not list(missing_paths(document))
     text = document.read_text(encoding="utf-8")
@@ -194,13 +193,6 @@ def test_the_tree_lists_every_folder():
     assert all((ROOT / path).is_dir() for path in listed)
 
 
-def examples(document):
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-BLOCKS = [(document.name, block) for document in DOCUMENTS for block in examples(document)]
-
-
 # What the objects are made of that a user adds, as CONTRIBUTING and docs/tasks.md say.
 PARTS = ("launch.tasks", "loss.objectives", "settings.bounds", "settings.criteria", "settings.criterion")
 # What other trainers call.
@@ -208,9 +200,9 @@ PARTS += ("adaptors.megatron_lm", "adaptors.nemo_rl", "adaptors.sequences", "ada
 PARTS = tuple(f"megatron_rc.{name}" for name in PARTS)
 
 
-@pytest.mark.parametrize("block", [block for _, block in BLOCKS], ids=[name for name, _ in BLOCKS])
-def test_examples_import_public_names_alone(block):
-    for node in ast.walk(ast.parse(block)):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_examples_import_public_names_alone(document):
+    for node in itertools.chain(*(ast.walk(ast.parse(block)) for block in blocks(document, "python"))):
         if isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if alias.name.startswith("megatron_rc")]
         elif isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_rc"):
@@ -228,7 +220,7 @@ def run(document, index=0):
     """What an example of a page leaves behind; it stands by itself."""
     namespace = {}
     torch.manual_seed(0)
-    exec(compile(examples(ROOT / document)[index], f"{document}, example {index}", "exec"), namespace)
+    exec(compile(blocks(ROOT / document, "python")[index], f"{document}, example {index}", "exec"), namespace)
     return namespace
 
 
@@ -488,7 +480,7 @@ def test_the_library_page_knows_the_factor_of_averaged_gradients(ranks, layout):
 
 
 def test_every_example_is_run():
-    assert {name: len(examples(ROOT / name)) for name in EXAMPLES} == EXAMPLES
+    assert {name: len(blocks(ROOT / name, "python")) for name in EXAMPLES} == EXAMPLES
 
 
 def test_other_pages_run(tmp_path, monkeypatch, capsys):
@@ -498,7 +490,7 @@ def test_other_pages_run(tmp_path, monkeypatch, capsys):
     found = run("docs/advantages.md")
     assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
     assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
-    block, forms, _ = examples(ROOT / "docs" / "rollouts.md")
+    block, forms, _ = blocks(ROOT / "docs" / "rollouts.md", "python")
     monkeypatch.chdir(tmp_path)
     found = {"batch": recorded_batch(0)}
     exec(compile(block, "docs/rollouts.md", "exec"), found)
