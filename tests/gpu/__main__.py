@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.environment import ROOT, UNUSABLE, prepare
-from tests.gpu.machine import end, require_gpu
+from tests.gpu.machine import end, require_gpu, say
 
 # What tells most comes first.
 CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts", "compiled"))
@@ -71,7 +71,7 @@ def main() -> None:
         versions = f"PyTorch {machine.get('torch')} for CUDA {machine.get('cuda')}"
         end(f"{versions} does not find the GPU that is here: install one that fits its driver", UNUSABLE)
     begun = time.monotonic()
-    _say(COLUMNS.format("check", "result", "seconds", "figures"))
+    say(COLUMNS.format("check", "result", "seconds", "figures"))
     rows: list[Row] = []
     files = [Path(__file__).parent / name for name in (BENCHMARKS if args.bench else CHECKS)]
     path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
@@ -79,7 +79,7 @@ def main() -> None:
     _write(rows, machine, path, 0.0)
     for file in args.files or files:
         for row in run_file(python, file, args.device, args.only, begun + args.seconds):
-            _say(str(row))
+            say(str(row))
             rows.append(row)
             # Each time, so that whatever ends this process leaves what is known.
             _write(rows, machine, path, time.monotonic() - begun)
@@ -192,10 +192,10 @@ def _write(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float)
 def _finish(rows: list[Row], path: Path, seconds: float) -> None:
     failed = [row for row in rows if row.result in ("failed", "crashed")]
     for row in failed:
-        _say(f"\n== {row.name}: {row.result}")
-        _say("\n".join(row.message.splitlines()[-LINES_OF_MESSAGE:]))
+        say(f"\n== {row.name}: {row.result}")
+        say("\n".join(row.message.splitlines()[-LINES_OF_MESSAGE:]))
     counts = {result: sum(row.result == result for row in rows) for result in dict.fromkeys(row.result for row in rows)}
-    _say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
+    say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
     if not any(row.result == "passed" for row in rows):
         end("no check passed" if rows else "no check was run: these files hold none, or none that --only names", 1)
     sys.exit(1 if any(row.result in ("failed", "crashed", "not reached") for row in rows) else 0)
@@ -203,11 +203,6 @@ def _finish(rows: list[Row], path: Path, seconds: float) -> None:
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -13,23 +13,12 @@ import sys
 import venv
 from pathlib import Path
 
-from tests.gpu.machine import end
+from tests.gpu.machine import end, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What the launcher and the checks import; whatever else a package wants is its own affair.
-NEEDED = (
-    "torch",
-    "megatron.core",
-    "psutil",
-    "transformers",
-    "tensorboard",
-    "matplotlib",
-    "yaml",
-    "safetensors",
-    "tqdm",
-    "pytest",
-    "pytest_timeout",
-)
+NEEDED = """torch megatron.core psutil transformers tensorboard matplotlib yaml safetensors tqdm pytest
+pytest_timeout""".split()
 UNUSABLE = 2  # exit status: the environment cannot be made
 
 # PyTorch's own file of versions tells as much as an import of PyTorch, at once.
@@ -64,7 +53,7 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
     python = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return python
-    _say(f"== environment in {folder}, with Python {sys.version.split()[0]}")
+    say(f"== environment in {folder}, with Python {sys.version.split()[0]}")
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
     (site,) = (folder / "lib").glob("python3*/site-packages")
     lines = [f"import site; site.addsitedir({path!r})" for path in _package_folders()]
@@ -103,9 +92,9 @@ def _install_wheels(python: Path, files: list[Path]) -> None:
     missing = [file for file in files if _name_of(file) not in packages]
     kept = [f"{name} {packages[name]}" for name in map(_name_of, files) if name in packages]
     if kept:
-        _say(f"== kept as they are here: {', '.join(kept)}")
+        say(f"== kept as they are here: {', '.join(kept)}")
     if missing:
-        _say(f"== from wheels: {', '.join(file.name.split('-py3-')[0] for file in missing)}")
+        say(f"== from wheels: {', '.join(file.name.split('-py3-')[0] for file in missing)}")
         _pip(python, "--no-index", "--no-deps", "--no-compile", *map(str, missing))
 
 
@@ -118,7 +107,7 @@ def _install_from_index(python: Path) -> None:
         kept = [name for name in ("torch", "triton") if name in found["packages"]]
         lines = [line for line in lines if line.partition("==")[0] not in kept]
         lines += [f"{name}=={found['packages'][name]}" for name in kept]
-        _say(f"== PyTorch {found['torch']} stays")
+        say(f"== PyTorch {found['torch']} stays")
     constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
     _pip(python, "-c", str(constraints), "-e", f"{ROOT}[launch,test]")
 
@@ -137,8 +126,3 @@ def _pip(python: Path, *arguments: str) -> None:
     done = subprocess.run([*command, "-q", *arguments], check=False)
     if done.returncode:
         end(f"pip could not install what the checks need (exit {done.returncode}): see its message above", UNUSABLE)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
