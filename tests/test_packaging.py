@@ -64,12 +64,17 @@ def copy(tmp_path_factory):
     return folder
 
 
+def built(sources, folder):
+    """The wheel of a folder or an archive of sources."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
+    run(*pip, "--no-build-isolation", "--wheel-dir", str(folder), str(sources))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel(copy):
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
-    run(*pip, "--no-build-isolation", "--wheel-dir", str(copy / "dist"), str(copy))
-    (path,) = (copy / "dist").glob("*.whl")
-    return path
+    return built(copy, copy / "dist")
 
 
 @pytest.fixture
@@ -122,23 +127,18 @@ def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     assert held == wanted
 
 
-def environment(wheel, folder):
-    """(Python, its site-packages) of a new environment with the wheel alone."""
-    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
-    python = folder / "venv" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    return python, Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
-
-
 @pytest.fixture(scope="module")
 def base(wheel, tmp_path_factory):
-    """Python with the wheel and torch's own requirements alone, lent by this environment."""
     return with_torch(wheel, tmp_path_factory.mktemp("base"))
 
 
 def with_torch(wheel, folder):
-    python, site = environment(wheel, folder)
+    """Python of a new environment with the wheel, and torch and its requirements alone, lent by this environment."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    python = folder / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
     for name in needed_by("torch"):
         for file in metadata.files(name):
             top = file.parts[0]
@@ -302,18 +302,8 @@ print("done")
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["wheel", "source archive"])
-def test_a_host_needs_torch_alone(wheel, source_archive, tmp_path, kind):
-    if kind == "source archive":
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
-        run(*pip, "--no-build-isolation", "--wheel-dir", str(tmp_path / "built"), str(source_archive))
-        (wheel,) = (tmp_path / "built").glob("*.whl")
-    python = with_torch(wheel, tmp_path / "environment")
-    done = subprocess.run(
-        [str(python), "-c", HOSTS_WORK], capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False
-    )
+def test_a_host_needs_torch_alone(base, source_archive, tmp_path, kind):
+    python = base if kind == "wheel" else with_torch(built(source_archive, tmp_path), tmp_path / "environment")
+    words = [str(python), "-c", HOSTS_WORK]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
     assert done.stdout.strip() == "done", done.stderr
-    (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
-    for words, code in ((["doctor", "record.jsonl"], 1), (["replay", "record.jsonl"], 0)):
-        command = [str(python), "-m", f"megatron_rc.{words[0]}", *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
-        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
