@@ -351,10 +351,11 @@ def of(*kind):
     return [one.final for one in outcomes_of(*kind)]
 
 
-def mean_of(*kind):
-    found = of(*kind)
+def mean_of(*kind, measure=None):
+    """The mean of a kind's seeds: of the last rewards, or of a measure over the whole runs."""
+    found = outcomes_of(*kind)
     assert len(found) == 3
-    return sum(found) / 3
+    return sum(one.mean(measure) if measure else one.final for one in found) / 3
 
 
 def without_tables(text):
@@ -439,17 +440,13 @@ def test_what_the_page_says_of_long_responses_and_realistic_mismatches():
     for how in ("seq_tis", "geo_rs_published", "geo_rs_grown", "token_tis"):
         assert f"at {ends[how]:.2f}" in long
     assert f"at {ends['uncorrected']:.2f}, where it is {mean_of('none', 'uncorrected', 'count_on'):.2f}" in long
-    runs = {one.key[2:]: one for one in committed() if one.mismatch == "rounding_long"}
-
-    def mean(how, measure):
-        return sum(runs[how, seed].mean(measure) for seed in settings.SEEDS) / 3
-
-    assert f"k3 is {mean('uncorrected', 'k3'):.3f}" in long
+    assert f"k3 is {mean_of(*LONG, 'uncorrected', 'count_on', measure='k3'):.3f}" in long
     for how in ("geo_rs_published", "geo_rs_grown"):
-        assert f"rejects {percent(mean(how, 'rejected'))} of the tokens" in long
-    assert [(key, f"{one.final:.2f}") for key, one in runs.items() if one.error] == [(("geo_rs_published", 2), "0.01")]
+        assert f"rejects {percent(mean_of(*LONG, how, 'count_on', measure='rejected'))} of the tokens" in long
+    failed = [(*one.key[2:], f"{one.final:.2f}") for one in committed() if one.error and one.mismatch in LONG]
+    assert failed == [("geo_rs_published", 2, "0.01")]
     assert {f"{reward:.2f}" for kind in MILD for reward in of(kind, "uncorrected")} == {"1.00"}
-    strengths = [sum(one.mean("k3") for one in outcomes_of(kind, "uncorrected")) / 3 for kind in MILD]
+    strengths = [mean_of(kind, "uncorrected", measure="k3") for kind in MILD]
     assert "k3 is {:.3f}, {:.3f} and {:.3f}".format(*strengths) in realistic
     reference = results.reference_of([one for one in committed() if one.setting == "count_up"])
     degraded = {}
@@ -492,8 +489,8 @@ def test_what_the_page_says_of_baselines():
     others = [mean_of("temperature", f"token_tis{name}") for name in ("", "_no_std", "_weighted", "_remax")]
     words = "at {:.2f} with the group's mean, at {:.2f} without std, at {:.2f} weighted and at {:.2f} with ReMax"
     assert words.format(*others) in page
-    norms = [one.mean("grad_norm") for one in outcomes_of("temperature", "token_tis_weighted")]
-    assert f"gradient norm is {sum(norms) / 3:.0f} in the mean" in page
+    norm = mean_of("temperature", "token_tis_weighted", measure="grad_norm")
+    assert f"gradient norm is {norm:.0f} in the mean" in page
 
 
 def test_what_the_page_says_of_runs_with_a_bonus():
