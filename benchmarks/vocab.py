@@ -41,8 +41,9 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.correction import peak, run_in_turns  # noqa: E402
+from benchmarks.correction import run_in_turns  # noqa: E402
 from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy  # noqa: E402
+from tests.parallel.test_vocab_memory import allocated  # noqa: E402
 
 Contender = Callable[[Tensor], list[Tensor]]
 
@@ -148,7 +149,7 @@ def measure_linear(tokens: int, hidden_size: int, vocabulary: int) -> None:
     for function in (unfused, fused):
         step(function)
         hidden.grad = weight.grad = None
-        memory.append(f"{(peak(partial(step, function)) - gradients) / chunk:.2f}")
+        memory.append(f"{(allocated(partial(step, function))[0] - gradients) / chunk:.2f}")
     cells = [f"{tokens} x {hidden_size} x {vocabulary}"]
     cells += [f"{medians[name] * 1e3:.0f}" for name in medians]
     say("| " + " | ".join([*cells, f"{medians['fused'] / medians['unfused']:.2f}", *memory]) + " |")
@@ -208,7 +209,7 @@ def peaks(contender: Contender, fresh: Tensor) -> list[str]:
     found = []
     for function in (lambda: contender(leaf.view_as(leaf)), both):
         _restore(leaf, fresh)
-        found.append(f"{peak(function) / (4 * fresh.numel()):.3f}")
+        found.append(f"{allocated(function)[0] / (4 * fresh.numel()):.3f}")
     return found
 
 
