@@ -75,7 +75,7 @@ def assert_equal(one, other):
     assert one[3] == other[3]
 
 
-@pytest.mark.parametrize(("mode", "estimator"), zip(MODES, itertools.cycle(KL_ESTIMATORS), strict=False))
+@pytest.mark.parametrize(("mode", "estimator"), [*zip(MODES, itertools.cycle(KL_ESTIMATORS), strict=False)])
 @pytest.mark.parametrize("filler", [math.nan, math.inf, -1e10])
 def test_what_stands_at_masked_positions_changes_no_bit(mode, estimator, filler):
     *values, mask = tensors()
