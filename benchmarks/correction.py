@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks import naive  # noqa: E402
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts  # noqa: E402
+from tests.parallel.test_vocab_memory import allocated  # noqa: E402
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Result = tuple[dict[str, float], Tensor, Tensor]  # metrics, weights, mask
@@ -60,18 +60,6 @@ def make_batch(shape: tuple[int, int]) -> Batch:
     rollout = -3 * torch.rand(shape, generator=generator) - 0.01
     train = (rollout + 0.05 * torch.randn(shape, generator=generator)).clamp(max=0)
     return train, rollout, torch.rand(shape, generator=generator) > 0.25
-
-
-def peak(function: Callable[[], object]) -> int:
-    """The largest number of bytes allocated at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    held = largest = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            largest = max(largest, held)
-    return largest
 
 
 def ours(batch: Batch, *, compile: bool = False) -> Result:
@@ -101,10 +89,10 @@ def verl(batch: Batch) -> Result:
     return metrics, weights.batch["rollout_is_weights"], mask
 
 
-def run_in_turns(contenders: dict[str, Callable[[], Result]]) -> dict[str, float]:
+def run_in_turns(contenders: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """The median time of each contender."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name, function in contenders.items():
             start = time.perf_counter()
             kept = function()  # freed after the time is taken
@@ -124,7 +112,7 @@ def measure(shape: tuple[int, int], compiled: bool) -> None:
     if compiled:
         contenders["compiled"] = lambda: ours(batch, compile=True)
     medians = run_in_turns(contenders)
-    memory = {name: peak(function) / (4 * batch[0].numel()) for name, function in contenders.items()}
+    memory = {name: allocated(function)[0] / (4 * batch[0].numel()) for name, function in contenders.items()}
     cells = [
         f"{medians[name] * 1e3:.1f} ms ({medians['baseline'] / medians[name]:.2f}x), {memory[name]:.2f}"
         for name in medians

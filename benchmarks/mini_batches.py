@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.support.made_rollouts import near_rollouts
+from tests.support.recorded_training import make_trainer, run_config
 
 if TYPE_CHECKING:
     from megatron_rc.launch.training.trainer import Trainer
@@ -48,14 +48,9 @@ def words(mode: str, parts: int, learning_rate: float) -> list[str]:
     return [*MODEL, *FLAGS, *MODES[mode], f"--global-batch-size={SEQUENCES // parts}", f"--lr={learning_rate}"]
 
 
-def update(flags: Sequence[str], parts: int, seed: int) -> Tensor:
+def update(flags: list[str], parts: int, seed: int) -> Tensor:
     """The change of all weights by one rollout batch, in one vector; needs Megatron's process groups."""
-    from megatron_rc.launch.flags.configure import configure
-    from megatron_rc.launch.training.trainer import Trainer
-    from megatron_rc.parallel import ParallelGroups
-
-    config, _ = configure(flags, 1, engine=False)
-    trainer = Trainer(config, ParallelGroups.from_megatron())
+    trainer = make_trainer(flags)
     before = _weights(trainer)
     prepared = trainer.prepare(_rollouts(trainer, seed))
     for index in range(parts):
@@ -73,13 +68,11 @@ def distances(mode: str, learning_rate: float, seed: int) -> dict[int, float]:
 def main(folder: Path) -> None:
     """Measure, print and draw."""
     from megatron_rc.launch.distributed import alone
-    from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.training.models.cpu import cpu_backend
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    config, _ = configure(words("decoupled", 1, 1.0), 1, engine=False)
-    with cpu_backend(), alone(config):
+    with cpu_backend(), alone(run_config(words("decoupled", 1, 1.0), engine=False)):
         found = {mode: {rate: _mean(mode, rate) for rate in LEARNING_RATES} for mode in MODES}
     for mode, by_rate in found.items():
         for rate, by_parts in by_rate.items():

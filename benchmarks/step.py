@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -114,16 +113,17 @@ def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, floa
     """(seconds of plan and update, seconds inside the correction) of each variant's steps, without the first."""
     import torch
 
+    from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.models.cpu import cpu_backend, without_compiler
+    from tests.support.recorded_training import make_trainer, run_config
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
     found: dict[str, list[tuple[float, float]]] = {label: [] for label in LARGE_VARIANTS}
+    words = {label: [*LARGE, *flags, f"--runs-dir={folder}"] for label, flags in LARGE_VARIANTS.items()}
     with without_compiler():
         import megatron_rc.launch.training.trainer  # noqa: F401
     torch.set_num_threads(1)
-    with cpu_backend():
-        trainers = {label: make_trainer([*LARGE, *flags], folder) for label, flags in LARGE_VARIANTS.items()}
+    with cpu_backend(), alone(run_config(words["bypass"], engine=False)):
+        trainers = {label: make_trainer(each) for label, each in words.items()}
         for index in range(rounds + 1):
             batch = rollouts(trainers["decoupled, no weights"], index)
             for label, trainer in trainers.items():
@@ -133,21 +133,6 @@ def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, floa
                     if index:
                         found[label].append((time.process_time() - start, sum(inside)))
     return found
-
-
-def make_trainer(words: Sequence[str], folder: Path) -> Trainer:
-    """The trainer of these flags; this process is the only rank."""
-    import torch.distributed as dist
-
-    from megatron_rc.launch.distributed import initialize
-    from megatron_rc.launch.flags.configure import configure
-    from megatron_rc.launch.training.trainer import Trainer
-    from megatron_rc.parallel import ParallelGroups
-
-    config, _ = configure([*words, f"--runs-dir={folder}"], 1, engine=False)
-    if not dist.is_initialized():
-        initialize(config)
-    return Trainer(config, ParallelGroups.from_megatron())
 
 
 def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:

@@ -41,8 +41,9 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.correction import peak  # noqa: E402
+from benchmarks.correction import run_in_turns  # noqa: E402
 from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy  # noqa: E402
+from tests.parallel.test_vocab_memory import allocated  # noqa: E402
 
 Contender = Callable[[Tensor], list[Tensor]]
 
@@ -52,6 +53,11 @@ def say(line: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def say_head(names: list[str]) -> None:
+    """Print the head of a table."""
+    say("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
 
 
 def plain(labels: Tensor) -> Contender:
@@ -65,9 +71,29 @@ def plain(labels: Tensor) -> Contender:
     return run
 
 
-def floor(logits: Tensor, out: Tensor) -> Callable[[], object]:
-    """A function that reads and writes all logits once."""
-    return lambda: torch.mul(logits, 2, out=out)
+def seconds(work: Callable[[], object]) -> float:
+    """How long some work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def in_turns(contenders: dict[str, Contender], fresh: Tensor) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of the forward, and of forward and backward, of each contender in each round."""
+    leaf = fresh.clone().requires_grad_()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for turn in range(ROUNDS + 1):
+        for name, contender in contenders.items():
+            both = _timed(contender, leaf, fresh)
+            if turn:
+                times[name].append(both)
+    return times
+
+
+def say_row(label: str, name: str, times: list[tuple[float, float]], cells: list[str]) -> None:
+    """Print a contender's row: its median times in milliseconds, and more cells."""
+    milliseconds = [f"{statistics.median(column) * 1e3:.0f}" for column in zip(*times, strict=True)]
+    say(f"| {label} | " + " | ".join([name, *milliseconds, *cells]) + " |")
 
 
 def measure(shape: tuple[int, int], dtype: torch.dtype, compiled: bool) -> None:
@@ -87,29 +113,15 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, compiled: bool) -> None:
     contenders |= {"ours": ours(), "ours, in place": ours(inplace_backward=True)}
     if compiled:
         contenders["ours, compiled"] = ours(compile=True)
-    leaf = fresh.clone().requires_grad_()
+    times = in_turns(contenders, fresh)
     out = torch.empty_like(fresh)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in [*contenders, "floor"]}
-    for turn in range(ROUNDS + 1):
-        for name, contender in contenders.items():
-            both = _timed(contender, leaf, fresh)
-            if turn:
-                times[name].append(both)
-        start = time.perf_counter()
-        floor(leaf.detach(), out)()
-        times["floor"].append((0.0, time.perf_counter() - start))
-    unit = 4 * fresh.numel()
-    base = "plain" if tp == 1 else "megatron"
+    times["floor"] = [(0.0, seconds(lambda: torch.mul(fresh, 2, out=out))) for _ in range(ROUNDS + 1)]
     for name, values in times.items():
-        forward, both = (statistics.median(column) for column in zip(*values, strict=True))
-        ratios = [
-            f"{both / statistics.median(v[1] for v in times[other]):.2f}" for other in dict.fromkeys((base, "megatron"))
-        ]
-        memory = ["", ""]
-        if name != "floor":
-            memory = [f"{value / unit:.3f}" for value in _memory(contenders[name], leaf, fresh)]
-        cells = [name, f"{forward * 1e3:.0f}", f"{both * 1e3:.0f}", *ratios, *memory]
-        say(f"| {tokens} x {vocabulary}, {str(dtype)[6:]}, TP {tp} | " + " | ".join(cells) + " |")
+        both = statistics.median(value for _, value in values)
+        others = dict.fromkeys(("plain" if tp == 1 else "megatron", "megatron"))
+        ratios = [f"{both / statistics.median(value for _, value in times[other]):.2f}" for other in others]
+        memory = ["", ""] if name == "floor" else peaks(contenders[name], fresh)
+        say_row(f"{tokens} x {vocabulary}, {str(dtype)[6:]}, TP {tp}", name, values, [*ratios, *memory])
 
 
 def measure_linear(tokens: int, hidden_size: int, vocabulary: int) -> None:
@@ -130,21 +142,14 @@ def measure_linear(tokens: int, hidden_size: int, vocabulary: int) -> None:
         results = function()
         torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
-    times: dict[str, list[float]] = {"unfused": [], "fused": []}
-    for turn in range(ROUNDS + 1):
-        for name, function in (("unfused", unfused), ("fused", fused)):
-            start = time.perf_counter()
-            step(function)
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = run_in_turns({"unfused": partial(step, unfused), "fused": partial(step, fused)}, ROUNDS)
     gradients = hidden.element_size() * (hidden.numel() + weight.numel())
     chunk = hidden.element_size() * 256 * vocabulary
     memory = []
     for function in (unfused, fused):
         step(function)
         hidden.grad = weight.grad = None
-        memory.append(f"{(peak(partial(step, function)) - gradients) / chunk:.2f}")
+        memory.append(f"{(allocated(partial(step, function))[0] - gradients) / chunk:.2f}")
     cells = [f"{tokens} x {hidden_size} x {vocabulary}"]
     cells += [f"{medians[name] * 1e3:.0f}" for name in medians]
     say("| " + " | ".join([*cells, f"{medians['fused'] / medians['unfused']:.2f}", *memory]) + " |")
@@ -163,29 +168,16 @@ def measure_support(shape: tuple[int, int], dtype: torch.dtype) -> None:
         kept = {"support_ids": ids, "support_offsets": torch.arange(tokens + 1) * count}
         contenders[str(count)] = partial(_kept, labels, kept)
         sizes[str(count)] = sum(one.nbytes for one in kept.values())
-    leaf = fresh.clone().requires_grad_()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for turn in range(ROUNDS + 1):
-        for name, contender in contenders.items():
-            both = _timed(contender, leaf, fresh)
-            if turn:
-                times[name].append(both)
-    unit = 4 * fresh.numel()
+    times = in_turns(contenders, fresh)
     for name, values in times.items():
-        forward, both = (statistics.median(column) for column in zip(*values, strict=True))
-        ratio = both / statistics.median(value for _, value in times["none"])
-        least = min(value for _, value in values) / min(value for _, value in times["none"])
-        memory = [f"{value / unit:.3f}" for value in (*_memory(contenders[name], leaf, fresh), sizes[name])]
-        cells = [name, f"{forward * 1e3:.0f}", f"{both * 1e3:.0f}", f"{ratio:.2f}", f"{least:.2f}", *memory]
-        say(f"| {tokens} x {vocabulary}, {str(dtype)[6:]} | " + " | ".join(cells) + " |")
+        own, none = ([value for _, value in found] for found in (values, times["none"]))
+        ratios = [f"{of(own) / of(none):.2f}" for of in (statistics.median, min)]
+        memory = [*peaks(contenders[name], fresh), f"{sizes[name] / (4 * fresh.numel()):.3f}"]
+        say_row(f"{tokens} x {vocabulary}, {str(dtype)[6:]}", name, values, [*ratios, *memory])
 
 
 def _kept(labels: Tensor, kept: dict[str, Tensor], logits: Tensor) -> list[Tensor]:
-    return list(
-        vocab_parallel_log_probs_and_entropy(
-            logits, labels, support_ids=kept["support_ids"], support_offsets=kept["support_offsets"]
-        )
-    )
+    return list(vocab_parallel_log_probs_and_entropy(logits, labels, **kept))
 
 
 def _restore(leaf: Tensor, fresh: Tensor) -> None:
@@ -206,8 +198,9 @@ def _timed(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[float, fl
     return middle - start, time.perf_counter() - start
 
 
-def _memory(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[int, int]:
-    """Peak bytes of the forward, and of forward and backward."""
+def peaks(contender: Contender, fresh: Tensor) -> list[str]:
+    """Peak memory of the forward, and of forward and backward, in float32 copies of the local logits."""
+    leaf = fresh.clone().requires_grad_()
 
     def both() -> None:
         results = contender(leaf.view_as(leaf))
@@ -216,8 +209,8 @@ def _memory(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[int, int
     found = []
     for function in (lambda: contender(leaf.view_as(leaf)), both):
         _restore(leaf, fresh)
-        found.append(peak(function))
-    return found[0], found[1]
+        found.append(f"{allocated(function)[0] / (4 * fresh.numel()):.3f}")
+    return found
 
 
 def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:
@@ -227,8 +220,7 @@ def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     say(f"torch {torch.__version__}, {tp} processes of {torch.get_num_threads()} threads")
     versus = ["/ plain", "/ megatron"] if tp == 1 else ["/ megatron"]
-    header = ["logits", "", "forward, ms", "with backward, ms", *versus, "forward peak", "peak"]
-    say("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    say_head(["logits", "", "forward, ms", "with backward, ms", *versus, "forward peak", "peak"])
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             measure(shape, dtype, compiled)
@@ -237,21 +229,17 @@ def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:
 
 def linear() -> None:
     """Print the table of the fused output layer."""
-    header = ["tokens x hidden x vocabulary", "matmul and unfused, ms", "fused, ms", "ratio", "peak", "fused peak"]
-    say(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads; peaks beyond the gradients, in chunks of logits"
-    )
-    say("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    say(f"torch {torch.__version__}, {torch.get_num_threads()} threads; peaks beyond gradients, in chunks of logits")
+    say_head(["tokens x hidden x vocabulary", "matmul and unfused, ms", "fused, ms", "ratio", "peak", "fused peak"])
     for shape in LINEAR_SHAPES:
         measure_linear(*shape)
 
 
 def support() -> None:
     """Print the table of kept tokens."""
-    header = ["logits", "kept tokens", "forward, ms", "with backward, ms", "/ none", "least / least"]
-    header += ["forward peak", "peak", "the support itself"]
     say(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    say("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    head = ["logits", "kept tokens", "forward, ms", "with backward, ms", "/ none", "least / least"]
+    say_head([*head, "forward peak", "peak", "the support itself"])
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             measure_support(shape, dtype)

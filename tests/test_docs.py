@@ -37,6 +37,7 @@ from tests.support.documented import undocumented
 from tests.support.paths import LINKED, ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
+from tests.test_site import DOCUMENTS, NAMES, blocks
 
 PREFIX = "rollout_corr/"
 MEASURED = [name for name, criterion in CRITERIA.items() if criterion.is_measured]
@@ -122,8 +123,6 @@ def test_the_oldest_names_are_those_of_the_first_table():
     assert len(with_mark) == 15
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
-DOCUMENTS = (*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md"))
 FOLDERS = ("megatron_rc", *LINKED, "tests", "docs", "benchmarks", "examples")
 
 
@@ -144,7 +143,7 @@ def missing_paths(document):
     yield from (name for name in names if name not in sources() and not (ROOT / name).exists())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_paths_tests_and_modules_named_in_the_documents_exist(document):
     assert not list(missing_paths(document))
     text = document.read_text(encoding="utf-8")
@@ -194,13 +193,6 @@ def test_the_tree_lists_every_folder():
     assert all((ROOT / path).is_dir() for path in listed)
 
 
-def examples(document):
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-BLOCKS = [(document.name, block) for document in DOCUMENTS for block in examples(document)]
-
-
 # What the objects are made of that a user adds, as CONTRIBUTING and docs/tasks.md say.
 PARTS = ("launch.tasks", "loss.objectives", "settings.bounds", "settings.criteria", "settings.criterion")
 # What other trainers call.
@@ -208,9 +200,9 @@ PARTS += ("adaptors.megatron_lm", "adaptors.nemo_rl", "adaptors.sequences", "ada
 PARTS = tuple(f"megatron_rc.{name}" for name in PARTS)
 
 
-@pytest.mark.parametrize("block", [block for _, block in BLOCKS], ids=[name for name, _ in BLOCKS])
-def test_examples_import_public_names_alone(block):
-    for node in ast.walk(ast.parse(block)):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_examples_import_public_names_alone(document):
+    for node in itertools.chain(*(ast.walk(ast.parse(block)) for block in blocks(document, "python"))):
         if isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if alias.name.startswith("megatron_rc")]
         elif isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_rc"):
@@ -228,7 +220,7 @@ def run(document, index=0):
     """What an example of a page leaves behind; it stands by itself."""
     namespace = {}
     torch.manual_seed(0)
-    exec(compile(examples(ROOT / document)[index], f"{document}, example {index}", "exec"), namespace)
+    exec(compile(blocks(ROOT / document, "python")[index], f"{document}, example {index}", "exec"), namespace)
     return namespace
 
 
@@ -250,7 +242,7 @@ def test_the_library_page_corrects_on_shards(monkeypatch):
 
 
 def steps_of_the_page(words):
-    """The trainer's two optimizer steps of one plan, the page's, and the gradients by the formula, on this rank."""
+    """(metrics, the trainer's gradients, the page's) of two optimizer steps of one plan, on this rank."""
     trainer = make_trainer(words)
     correction, is_last = trainer.correction, trainer.groups.is_last_stage
     prepared = trainer.prepare(recorded_batch(0))
@@ -272,28 +264,8 @@ def steps_of_the_page(words):
     for index, some in enumerate(pieces):
         batches = [(piece.tokens, piece.positions, piece.labels, next(made)) for piece in some]
         metrics = page["step"](correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4)
-        got = gradients(trainer)
-        formula = by_the_formula(trainer, some) if trainer.groups.pp.size() == 1 else None
-        found.append((metrics, own[index], got, formula))
+        found.append((metrics, own[index], gradients(trainer)))
     return found
-
-
-def by_the_formula(trainer, pieces):
-    """The gradients of Σ -w A log π_θ over the accepted tokens, divided by their number; π_θ is π_old here."""
-    losses, accepted = [], 0
-    (chunk,) = trainer.model
-    chunk.zero_grad_buffer()
-    for piece in pieces:
-        logits = chunk(piece.tokens, piece.positions, None)
-        log_probs = logits.double().log_softmax(-1).gather(-1, piece.labels.unsqueeze(-1)).squeeze(-1)
-        log_ratio = torch.where(piece.response_mask, log_probs.detach() - piece.rollout_log_probs, 0)
-        k3 = (log_ratio.expm1() - log_ratio).sum(1) / piece.response_mask.sum(1).clamp(min=1)
-        ratio = log_ratio.exp()
-        kept = piece.response_mask & (ratio >= 0.5) & (ratio <= 2.5) & (k3 <= 0.27).unsqueeze(1)
-        losses.append(-(ratio.clamp(max=1.5) * piece.advantages.unsqueeze(1) * log_probs)[kept].sum())
-        accepted += int(kept.sum())
-    (sum(losses) / accepted).backward()
-    return gradients(trainer)
 
 
 def gradients(trainer):
@@ -307,19 +279,12 @@ def test_the_library_page_takes_the_trainers_steps(ranks, tmp_path, mode, layout
     words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *layout.flags(), *mode)
     everywhere = ranks.run(steps_of_the_page, layout, words)
     assert {len(steps) for steps in everywhere} == {2}
-    for metrics, known, got, wanted in (step for steps in everywhere for step in steps):
+    for metrics, wanted, got in (step for steps in everywhere for step in steps):
         assert metrics["loss/total"] != 0
-        assert_near(got, known, 1e-6)  # the page plans micro-batches, the trainer all rows at once
-        if wanted is not None:
-            assert_near(got, wanted, 1e-5)
-
-
-def assert_near(got, wanted, share):
-    """Each gradient is off by less than that share of the length of all of them."""
-    size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
-    assert size > 0.01
-    for gradient, other in zip(got, wanted, strict=True):
-        assert (gradient - other).norm() < share * size
+        size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
+        assert size > 0.01
+        # The page plans micro-batches, the trainer all rows at once.
+        assert all((one - other).norm() < 1e-6 * size for one, other in zip(got, wanted, strict=True))
 
 
 def test_the_library_page_carries_the_sums_by_itself():
@@ -515,7 +480,7 @@ def test_the_library_page_knows_the_factor_of_averaged_gradients(ranks, layout):
 
 
 def test_every_example_is_run():
-    assert {name: len(examples(ROOT / name)) for name in EXAMPLES} == EXAMPLES
+    assert {name: len(blocks(ROOT / name, "python")) for name in EXAMPLES} == EXAMPLES
 
 
 def test_other_pages_run(tmp_path, monkeypatch, capsys):
@@ -525,7 +490,7 @@ def test_other_pages_run(tmp_path, monkeypatch, capsys):
     found = run("docs/advantages.md")
     assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
     assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
-    block, forms, _ = examples(ROOT / "docs" / "rollouts.md")
+    block, forms, _ = blocks(ROOT / "docs" / "rollouts.md", "python")
     monkeypatch.chdir(tmp_path)
     found = {"batch": recorded_batch(0)}
     exec(compile(block, "docs/rollouts.md", "exec"), found)

@@ -64,12 +64,17 @@ def copy(tmp_path_factory):
     return folder
 
 
+def built(sources, folder):
+    """The wheel of a folder or an archive of sources."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
+    run(*pip, "--no-build-isolation", "--wheel-dir", str(folder), str(sources))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel(copy):
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
-    run(*pip, "--no-build-isolation", "--wheel-dir", str(copy / "dist"), str(copy))
-    (path,) = (copy / "dist").glob("*.whl")
-    return path
+    return built(copy, copy / "dist")
 
 
 @pytest.fixture
@@ -122,57 +127,18 @@ def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     assert held == wanted
 
 
-def environment(wheel, folder):
-    """(Python, its site-packages) of a new environment with the wheel alone."""
-    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
-    python = folder / "venv" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    return python, Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
-
-
-@pytest.mark.processes
-def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
-    """Torch and the launcher's libraries are lent by this environment; the package comes from the wheel alone."""
-    python, site = environment(wheel, tmp_path)
-    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    code = (
-        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.configure as c\n"
-        "from megatron_rc.launch.flags.launch_file import CONFIGS\n"
-        "assert (CONFIGS / 'launch' / 'count_up.yaml').is_file()\n"
-        "c.configure(['--config', 'count_up', '--runs-dir', 'runs'], 4)\n"
-        "print(megatron_rc.__file__, c.__file__)"
-    )
-    output = run(str(python), "-I", "-c", code, cwd=tmp_path).stdout.split()
-    assert all(path.startswith(str(site)) for path in output)
-
-
-@pytest.mark.processes
-def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
-    """Flags are read with the standard library; the first package that is missing is named with its extra."""
-    code = (
-        "import importlib.util, sys\n"
-        "find = importlib.util.find_spec\n"
-        "lacking = ('megatron.core', 'transformers', 'tokenizers')\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name in lacking else find(name, *rest)\n"
-        "sys.modules.update({name: None for name in lacking})\n"
-        "from megatron_rc.launch.__main__ import main\n"
-        "main(['--config', 'count_up'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: training needs megatron.core, which is not installed: pip install ")
-    assert "[launch]" in done.stderr, "whether this copy is a checkout or was installed from an archive"
-
-
 @pytest.fixture(scope="module")
 def base(wheel, tmp_path_factory):
-    """Python with the wheel and torch's own requirements alone, lent by this environment."""
     return with_torch(wheel, tmp_path_factory.mktemp("base"))
 
 
 def with_torch(wheel, folder):
-    python, site = environment(wheel, folder)
+    """Python of a new environment with the wheel, and torch and its requirements alone, lent by this environment."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    python = folder / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
     for name in needed_by("torch"):
         for file in metadata.files(name):
             top = file.parts[0]
@@ -193,21 +159,20 @@ def needed_by(name):
     return found
 
 
-# (words, exit code, what the output begins with)
-BASE_COMMANDS = {
-    "launch": (["--config", "count_up", "--dry-run"], 2, "error: --config needs yaml, which is not installed: pip "),
-    "doctor": (["record.jsonl"], 1, "record.jsonl: "),
-    "replay": (["record.jsonl", "--preset", "decoupled_token_is"], 0, ""),
-}
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("name", BASE_COMMANDS)
-def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, name):
+@pytest.mark.parametrize(
+    ("words", "code", "begin"),
+    [
+        (["launch", "--config=count_up", "--dry-run"], 2, "error: --config needs yaml, which is not installed: pip "),
+        (["launch", "--num-layers=2"], 2, "error: training needs megatron.core, which is not installed: pip "),
+        (["doctor", "record.jsonl"], 1, "record.jsonl: "),
+        (["replay", "record.jsonl", "--preset", "decoupled_token_is"], 0, ""),
+    ],
+)
+def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, words, code, begin):
     """By the console script; without numpy, of whose absence torch would speak first."""
-    words, code, begin = BASE_COMMANDS[name]
     (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
-    command = [str(base.with_name("megatron-rc")), name, *words]
+    command = [str(base.with_name("megatron-rc")), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
     said = done.stdout + done.stderr
     assert (done.returncode, said[: len(begin)]) == (code, begin)
@@ -215,6 +180,20 @@ def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, name):
     assert "NumPy" not in said
     if "pip install" in said:
         assert said.endswith(f"pip install 'megatron-rc[launch] @ {wheel.as_uri()}'\n")
+
+
+@pytest.mark.processes
+def test_the_wheel_configures_a_run(base, tmp_path):
+    """The launcher's libraries are lent by this environment; the package and its launch files come from the wheel."""
+    code = (
+        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.configure as c\n"
+        "c.configure(['--config', 'count_up', '--runs-dir', 'runs'], 4)\n"
+        "print(megatron_rc.__file__, c.__file__)"
+    )
+    lent = alone() | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run([str(base), "-c", code], check=True, capture_output=True, text=True, env=lent, cwd=tmp_path)
+    site = base.parent.parent / "lib"
+    assert all(Path(path).is_relative_to(site) for path in done.stdout.split())
 
 
 @pytest.mark.processes
@@ -323,18 +302,8 @@ print("done")
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["wheel", "source archive"])
-def test_a_host_needs_torch_alone(wheel, source_archive, tmp_path, kind):
-    if kind == "source archive":
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
-        run(*pip, "--no-build-isolation", "--wheel-dir", str(tmp_path / "built"), str(source_archive))
-        (wheel,) = (tmp_path / "built").glob("*.whl")
-    python = with_torch(wheel, tmp_path / "environment")
-    done = subprocess.run(
-        [str(python), "-c", HOSTS_WORK], capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False
-    )
+def test_a_host_needs_torch_alone(base, source_archive, tmp_path, kind):
+    python = base if kind == "wheel" else with_torch(built(source_archive, tmp_path), tmp_path / "environment")
+    words = [str(python), "-c", HOSTS_WORK]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
     assert done.stdout.strip() == "done", done.stderr
-    (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
-    for words, code in ((["doctor", "record.jsonl"], 1), (["replay", "record.jsonl"], 0)):
-        command = [str(python), "-m", f"megatron_rc.{words[0]}", *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
-        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr

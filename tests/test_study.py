@@ -32,19 +32,7 @@ CORRECTION = {"rollout-correction-preset", "rollout-rs", "rollout-rs-threshold",
 OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval-answers", "rollout-dtype", "task"}
 
 
-def test_the_runs():
-    """240 in five blocks, of which some are shared, and 39 more; `count_up` trains the default task."""
-    sizes = {name: len(block.runs) for name, block in settings.BLOCKS.items()}
-    more = {"published": 14, "experts": 27}
-    assert sizes == {"main": 102, "baselines": 51, "long": 18, "realistic": 39, "bonus": 48} | more
-    assert len(RUNS) == len({run.name for run in RUNS}) == 240 + 12 + 27
-    assert RUNS[:102] == MAIN
-    assert [run.seed for run in MAIN] == [1] * 34 + [2] * 34 + [3] * 34, "a part of a block is complete for its seeds"
-    for block in settings.BLOCKS.values():
-        assert block.kinds[0] == (settings.NONE, settings.UNCORRECTED)
-        names = {(mismatch.name, how.name) for mismatch, how in block.kinds}
-        others = {(mismatch.name, how.against) for mismatch, how in block.kinds[1:]}
-        assert {how for _, how in others - names} <= {"uncorrected"}, "what is compared is in the block"
+def test_the_study_trains_the_default_task():
     ours, default = (
         yaml.safe_load((ROOT / "configs" / folder / "count_up.yaml").read_text()) for folder in ("study", "launch")
     )
@@ -58,22 +46,15 @@ def test_every_run_can_start(monkeypatch, tmp_path):
         monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
     monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
     monkeypatch.chdir(ROOT)
-    found = {}
+    found = set()
     for run in RUNS:  # each correction of a setting, and each mismatch with one of them
-        if {run.mismatch.name, (run.setting.name, run.correction.name)} <= found.keys():
+        kinds = {run.mismatch.name, (run.setting.name, run.correction.name)}
+        if kinds <= found:
             continue
+        found |= kinds
         config, _ = configure([*run.flags, f"--runs-dir={tmp_path}", f"--run-name={run.name}"], 1)
         assert config.launch.on_cpu
         assert (config.training.seed, config.engine.rollout_engine) == (run.seed, f"study-{run.mismatch.name}")
-        found[run.mismatch.name] = found[run.setting.name, run.correction.name] = config
-    stale = {kind.name for kind in settings.ENGINES if found[kind.name].rollouts.rollout_staleness}
-    assert stale == {"staleness", "staleness_mild", "fp8_old"}
-    for block in settings.BLOCKS.values():
-        names = {how.name for _, how in block.kinds}
-        own = [found[block.setting.name, name] for name in names]
-        chosen = {(config.correction, config.advantages, config.routing) for config in own}
-        assert len(chosen) == len(names), "no two are the same"
-        assert {bool(config.loss.entropy_coef) for config in own} == {block.name == "bonus"}
 
 
 # The engine.
@@ -208,46 +189,22 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
         queue.run_all(MAIN[:1], data, tmp_path, 1, said.append)
 
 
-@pytest.mark.parametrize(
-    ("code", "outcome"),
-    [
-        (settings.GAVE_UP, "error: all is lost"),
-        (2, "ended with code 2 \\(error: all is lost\\): see .*log.txt, then start again"),
-        (4, "ended with code 4 "),
-    ],
-)
-def test_an_error_of_the_training_is_a_result_and_every_other_ends_the_study(tmp_path, monkeypatch, code, outcome):
-    data = tmp_path / "data.json"
+def test_an_error_of_the_training_is_a_result_and_every_other_ends_the_study(tmp_path, monkeypatch):
+    """And what is under way with it."""
+    data, started = tmp_path / "data.json", []
+    ends = [f"exit {settings.GAVE_UP}", "sleep 60", "exit 2"]
 
     def start(run, folder, own):
         finished_run(folder, run)
         (folder / run.name / queue.LOG).write_text("step 1\nerror: all is lost\n\n")
-        return subprocess.Popen(["sh", "-c", f"exit {code}"])
-
-    monkeypatch.setattr(queue, "_start", start)
-    if code == settings.GAVE_UP:
-        queue.run_all(RUNS[:1], data, tmp_path, 1, lambda line: None)
-        (found,) = results.read(data)
-        assert found.error == outcome
-    else:
-        with pytest.raises(queue.StudyError, match=outcome):
-            queue.run_all(RUNS[:1], data, tmp_path, 1, lambda line: None)
-        assert results.read(data) == []
-
-
-def test_what_is_under_way_ends_with_the_study(tmp_path, monkeypatch):
-    started = []
-
-    def start(run, folder, own):
-        (folder / run.name).mkdir()
-        (folder / run.name / queue.LOG).touch()
-        started.append(subprocess.Popen(["sh", "-c", "exit 2" if started else "sleep 60"]))
+        started.append(subprocess.Popen(["sh", "-c", ends[len(started)]]))
         return started[-1]
 
     monkeypatch.setattr(queue, "_start", start)
-    with pytest.raises(queue.StudyError, match="it said nothing"):
-        queue.run_all(RUNS[:3], tmp_path / "data.json", tmp_path, 2, lambda line: None)
-    assert [process.poll() for process in started] == [-15, 2]
+    with pytest.raises(queue.StudyError, match=r"ended with code 2 \(error: all is lost\): see .*log.txt, then start"):
+        queue.run_all(RUNS[:3], data, tmp_path, 2, lambda line: None)
+    assert [process.poll() for process in started] == [settings.GAVE_UP, -15, 2]
+    assert [(one.key, one.error) for one in results.read(data)] == [(RUNS[0].key, "error: all is lost")]
 
 
 # The measurements.
@@ -295,73 +252,15 @@ def test_measuring(tmp_path):
     assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
 
 
-@pytest.mark.parametrize(
-    ("rewards", "error", "said"),
-    [
-        ((0.1, 0.95), None, "sound"),
-        ((0.1, 0.81), None, "sound"),
-        ((0.9, 0.79), None, "degraded"),
-        ((0.1, 0.2), None, "degraded"),
-        ((0.9, 0.44), None, "collapsed"),
-        ((0.1, 0.95), "error: all is lost", "collapsed"),
-    ],
-)
-def test_verdicts(tmp_path, rewards, error, said):
-    finished_run(tmp_path, MAIN[1], rewards=rewards)
-    assert results.verdict(measured(MAIN[1], tmp_path, error), reference=0.9) == said
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "said"),
-    [
-        ((0.5, 0.6, 0.7), (0.3, 0.4, 0.45), 1),
-        ((0.3, 0.4, 0.45), (0.5, 0.6, 0.7), -1),
-        ((0.5, 0.6, 0.7), (0.3, 0.4, 0.55), 0),
-        ((0.99, 0.99, 0.995), (0.96, 0.97, 0.98), 0),
-    ],
-)
-def test_kinds_are_apart_by_all_seeds_and_a_margin(own, others, said):
-    assert results.apart(own, others) == said
-
-
-@pytest.fixture
-def outcomes(tmp_path):
-    """Outcomes of the first two blocks and of ``long``'s first seed; each seed earns a twentieth more."""
-    runs = [*settings.runs_of([settings.MAIN, settings.BASELINES]), *settings.LONG_RESPONSES.runs[:6]]
+def test_a_part_of_a_block_has_its_table_and_figures(tmp_path):
+    runs = [*MAIN, *settings.LONG_RESPONSES.runs[:6]]
     for run in runs:
-        better = 0.2 * (run.correction in (settings.SEQ_TIS_WEIGHTED, settings.TOKEN_TIS))
-        finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20 + better))
-    return [measured(run, tmp_path) for run in runs]
-
-
-def test_the_tables_and_the_figures_of_runs(outcomes, tmp_path):
-    lines = document.table(outcomes, settings.MAIN).splitlines()
-    assert len([line for line in lines if line.startswith("| ")]) == 1 + 34
-    assert lines[2].startswith("| no mismatch | without correction | 0.70 (0.65 to 0.75) | 3 sound | ")
-    assert "better, faster than without correction" in lines[4]
-    assert "| worse, slower than token TIS |" in lines[5]
-    assert lines[-1] == "102 of 102 runs, 6120 seconds of the processor together, 60 each."
-    weighted = [line for line in document.table(outcomes, settings.BASELINES).splitlines() if "weighted" in line]
-    assert [line.split(" | ")[5] for line in weighted] == [
-        *["better, faster than sequence TIS"] * 3,
-        "worse, slower than token TIS",
-    ]
+        finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20))
+    outcomes = [measured(run, tmp_path) for run in runs]
     long = document.table(outcomes, settings.LONG_RESPONSES).splitlines()
     assert long[-1].startswith("6 of 18 runs, ")
     assert long[-1].endswith("`rounding_long-geo_rs_grown` 2, 3.")
     assert all(line.split(" | ")[5] == "" for line in long[3:8]), "nothing is compared before all seeds are there"
-    page = tmp_path / "page.md"
-    begin = document.begin_of(settings.MAIN)
-    page.write_text(f"before\n{begin}\nyesterday\n{document.END}\nafter\n")
-    for _ in range(2):
-        document.put_table(outcomes, page, settings.MAIN)
-    text = page.read_text()
-    assert text.startswith(f"before\n{begin}\n\n| mismatch |")
-    assert text.endswith(f"60 each.\n\n{document.END}\nafter\n")
-    assert "yesterday" not in text
-    page.write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"page\.md .* <!-- the table of main"):
-        document.put_table(outcomes, page, settings.MAIN)
     for draw in (pictures.draw_rewards, pictures.draw_measures):
         draw(outcomes, tmp_path / f"{draw.__name__}.png")
         assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 10_000
@@ -375,13 +274,10 @@ PICTURES = [f"study{name}.png" for name in ("", "_measures", "_bonus", "_bonus_m
 
 def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monkeypatch):
     """`make study-hard` as it runs, but for the runs themselves."""
-    model, docs = tmp_path / "model", tmp_path / "docs"
-    model.mkdir()
-    docs.mkdir()
-    (model / "config.json").touch()
-    begins = (document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD))
-    (docs / "study.md").write_text("".join(f"{begin}\n{document.END}\n" for begin in begins))
-    started = []
+    model, page, started = tmp_path / "config.json", tmp_path / "study.md", []
+    model.touch()
+    begins = [document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD)]
+    page.write_text("".join(f"{begin}\nyesterday\n{document.END}\n" for begin in begins))
 
     def start(run, folder, own):
         started.append((run.name, own))
@@ -392,15 +288,20 @@ def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monk
 
     monkeypatch.setattr(queue, "_start", start)
     for name, file in (("DOCS", ""), ("DATA", "study.json"), ("HARD_DATA", "study_hard.json")):
-        monkeypatch.setattr(command, name, docs / file)
+        monkeypatch.setattr(command, name, tmp_path / file)
     monkeypatch.setattr(command, "draw_all", lambda outcomes, folder: None)
-    command.main(["--hard", str(model), "--runs", str(tmp_path / "runs")])
+    command.main(["--hard", str(tmp_path), "--runs", str(tmp_path / "runs")])
     names = [f"smollm2-old-{how}-1" for how in ("uncorrected", "token_tis", "bypass")]
-    assert started == [(name, (f"--load-hf={model}",)) for name in names]
-    found = results.read(docs / "study_hard.json")
+    assert started == [(name, (f"--load-hf={tmp_path}",)) for name in names]
+    found = results.read(tmp_path / "study_hard.json")
     assert [one.policy for one in found] == [[(0, 0.0)]] * 3
-    row = "| token TIS | 0.0% | 0.562 | 0.750 | 2.00 | "
-    assert row in (docs / "study.md").read_text()
+    text = page.read_text()
+    assert f"{begins[-1]}\n\n{document.table(found, settings.HARD)}\n{document.END}\n" in text
+    assert "| token TIS | 0.0% | 0.562 | 0.750 | 2.00 | " in text
+    assert "yesterday" not in text
+    page.write_text("nothing\n")
+    with pytest.raises(ValueError, match=r"study\.md .* <!-- the table of main"):
+        document.put_table(found, page, settings.MAIN)
 
 
 # The committed files.
@@ -434,16 +335,42 @@ def test_pictures_are_small():
 
 # The conclusions.
 
+KINDS = tuple(kind.name for kind in settings.STRONG)
+MILD = tuple(kind.name for kind in settings.REALISTIC)
+LONG, T = ("rounding_long",), ("temperature",)
 
-def of(mismatch, correction, setting="count_up"):
+
+def outcomes_of(mismatch, correction, setting="count_up"):
+    """The outcomes of a kind's seeds."""
+    key = (setting, mismatch, correction)
+    return [one for one in committed() if one.key[:3] == key]
+
+
+def of(*kind):
     """The last rewards of a kind's seeds."""
-    found = [one for one in committed() if (one.setting, one.mismatch) == (setting, mismatch)]
-    return [one.final for one in found if one.correction == correction]
+    return [one.final for one in outcomes_of(*kind)]
+
+
+def mean_of(*kind, measure=None):
+    """The mean of a kind's seeds: of the last rewards, or of a measure over the whole runs."""
+    found = outcomes_of(*kind)
+    assert len(found) == 3
+    return sum(one.mean(measure) if measure else one.final for one in found) / 3
+
+
+def without_tables(text):
+    """The text on one line."""
+    return " ".join(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE).split())
 
 
 def prose(name):
-    """The page without its tables, on one line."""
-    return " ".join(re.sub(r"^\|.*$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE).split())
+    return without_tables((ROOT / name).read_text(encoding="utf-8"))
+
+
+def of_section(name, page="docs/study.md"):
+    """The prose of one section."""
+    _, _, after = (ROOT / page).read_text(encoding="utf-8").partition(f"# {name}\n")
+    return without_tables(re.split(r"^##+ ", after, flags=re.MULTILINE)[0])
 
 
 def in_words(rewards):
@@ -451,143 +378,119 @@ def in_words(rewards):
     return f"{', '.join(first)} and {last}"
 
 
-KINDS = [kind.name for kind in settings.STRONG]
+def percent(share):
+    return f"{share:.0%}".replace("%", " %")
 
 
-def mean_of(mismatch, correction, setting="count_up"):
-    found = of(mismatch, correction, setting)
-    assert len(found) == 3
-    return sum(found) / 3
+# Better (1), worse (-1) or undecided (0) than another correction at each mismatch, as docs/study.md says.
+COMPARED = {
+    ("count_up", KINDS): """token_tis uncorrected 0 0 0 | icepop uncorrected 0 0 0 | geo_rs_token_tis uncorrected 0 0 0
+        token_tis_norm token_tis 0 0 1 | token_tis_norm uncorrected 0 1 1 | seq_tis_10 seq_tis 0 0 1
+        seq_is seq_tis 0 -1 1 | seq_rs uncorrected 0 -1 -1 | bypass uncorrected -1 -1 -1 | bypass_pg uncorrected 0 0 -1
+        seq_tis_weighted seq_tis 1 0 1 | seq_tis_no_std seq_tis 0 0 1 | seq_tis_remax seq_tis 0 0 1""",
+    ("count_up", T): "token_tis_weighted token_tis 0 | token_tis_no_std token_tis 0 | token_tis_remax token_tis 0",
+    ("count_up", MILD): "token_tis uncorrected 0 0 0 | seq_tis uncorrected 0 0 0 | bypass uncorrected -1 0 -1",
+    ("count_on", LONG): """seq_tis uncorrected -1 | geo_rs_published uncorrected -1 | geo_rs_grown uncorrected 1
+        token_tis uncorrected 0""",
+    ("experts", ("fp8", "fp8_old")): """replay uncorrected 0 0 | token_tis uncorrected 0 0
+        token_tis_replay token_tis 0 0""",
+}
 
 
-def against(mismatch, correction, other, setting="count_up"):
-    """1 if a correction is better than the other, −1 if it is worse, 0 if undecided."""
-    return results.apart(of(mismatch, correction, setting), of(mismatch, other, setting))
+@pytest.mark.parametrize(("setting", "kinds"), COMPARED)
+def test_corrections_are_apart_as_the_page_says(setting, kinds):
+    for row in re.split(r"\||\n", COMPARED[setting, kinds]):
+        how, other, *said = row.split()
+        found = [results.apart(of(kind, how, setting), of(kind, other, setting)) for kind in kinds]
+        assert found == [int(number) for number in said], row
 
 
-def of_section(name, page="docs/study.md"):
-    """The prose of one section."""
-    _, _, after = (ROOT / page).read_text(encoding="utf-8").partition(f"## {name}\n")
-    text = re.sub(r"^\|.*$", "", re.split(r"^##+ ", after, flags=re.MULTILINE)[0], flags=re.MULTILINE)
-    return " ".join(text.split())
+# Means of the last rewards that stand one after the other in a section.
+MEANS = [
+    *[("The corrections", KINDS, (how,)) for how in "token_tis uncorrected token_tis_norm icepop".split()],
+    *[("The corrections", KINDS, (how,)) for how in "geo_rs_token_tis seq_rs bypass bypass_pg".split()],
+    *[("The corrections", (kind,), ("seq_tis", "seq_tis_10", "seq_is")) for kind in KINDS],
+    *[("Realistic mismatches", MILD, (how,)) for how in ("token_tis", "seq_tis", "bypass")],
+    *[("The baselines", KINDS, (f"seq_tis_{name}",)) for name in ("no_std", "remax")],
+]
+
+
+def test_the_prose_has_the_mean_rewards():
+    for section, kinds, hows in MEANS:
+        assert in_words([mean_of(kind, how) for kind in kinds for how in hows]) in of_section(section), hows
 
 
 def test_what_the_page_says_of_the_corrections():
-    page = of_section("The corrections")
-    for how in (
-        *("token_tis", "uncorrected", "token_tis_norm", "icepop", "geo_rs_token_tis", "seq_rs", "bypass", "bypass_pg"),
-    ):
-        assert in_words([mean_of(kind, how) for kind in KINDS]) in page, how
-    bounds = ("seq_tis", "seq_tis_10", "seq_is")
-    assert all(in_words([mean_of(kind, how) for how in bounds]) in page for kind in KINDS)
-    said = {how: [against(kind, how, "uncorrected") for kind in KINDS] for how in ("icepop", "geo_rs_token_tis")}
-    assert [*said.values()] == [[0, 0, 0]] * 2
-    assert [against(kind, "token_tis", "uncorrected") for kind in KINDS] == [0, 0, 0]
-    assert [against(kind, "token_tis_norm", "token_tis") for kind in KINDS] == [0, 0, 1]
-    assert [against(kind, "token_tis_norm", "uncorrected") for kind in KINDS] == [0, 1, 1]
-    assert [against(kind, "seq_tis_10", "seq_tis") for kind in KINDS] == [0, 0, 1]
-    assert [against(kind, "seq_is", "seq_tis") for kind in KINDS] == [0, -1, 1]
-    assert [against(kind, "seq_rs", "uncorrected") for kind in KINDS] == [0, -1, -1]
-    assert [against(kind, "bypass", "uncorrected") for kind in KINDS] == [-1, -1, -1]
-    assert [against(kind, "bypass_pg", "uncorrected") for kind in KINDS] == [0, 0, -1]
+    page, runs = of_section("The corrections"), [one for one in committed() if one.key in {run.key for run in MAIN}]
     near = [f"{min(of(kind, 'token_tis')):.2f} and {max(of(kind, 'uncorrected')):.2f}" for kind in KINDS[:2]]
     assert f"({near[0]}, {near[1]})" in page
-    own = {run.key for run in settings.MAIN.runs}
-    runs = [one for one in committed() if one.key in own]
     for kind in KINDS[:2]:
-        faster = [
-            [one.over_the_run for one in runs if one.key[1:3] == (kind, how)] for how in ("token_tis", "uncorrected")
-        ]
+        faster = ([one.over_the_run for one in outcomes_of(kind, how)] for how in ("token_tis", "uncorrected"))
         assert results.apart(*faster) == 1
-    clipped = [one.mean("kl") for one in runs if one.correction == "bypass"]
-    assert max(clipped) < 0.09
-    sound = {one.key[1:3] for one in runs}
+    assert max(one.mean("kl") for one in runs if one.correction == "bypass") < 0.09
     reference = results.reference_of(runs)
-    sound -= {one.key[1:3] for one in runs if results.verdict(one, reference) != "sound"}
-    assert sound == {("none", "uncorrected"), ("temperature", "token_tis_norm")}
+    unsound = {one.key[1:3] for one in runs if results.verdict(one, reference) != "sound"}
+    sound = {("none", "uncorrected"), ("temperature", "token_tis_norm")}
+    assert {one.key[1:3] for one in runs} - unsound == sound
 
 
 def test_what_the_page_says_of_long_responses_and_realistic_mismatches():
     long, realistic = of_section("Long responses"), of_section("Realistic mismatches")
-    ends = {how: mean_of("rounding_long", how, "count_on") for _, how in LONG_KINDS}
-    for how, words in (
-        ("seq_tis", "worse"),
-        ("geo_rs_published", "worse"),
-        ("geo_rs_grown", "better"),
-        ("token_tis", ""),
-    ):
-        sign = against("rounding_long", how, "uncorrected", "count_on")
-        assert sign == {"worse": -1, "better": 1, "": 0}[words]
+    ends = {how.name: mean_of(*LONG, how.name, "count_on") for kind, how in settings.LONG_RESPONSES.kinds[1:]}
+    for how in ("seq_tis", "geo_rs_published", "geo_rs_grown", "token_tis"):
         assert f"at {ends[how]:.2f}" in long
     assert f"at {ends['uncorrected']:.2f}, where it is {mean_of('none', 'uncorrected', 'count_on'):.2f}" in long
-    runs = {one.key[2:]: one for one in committed() if one.mismatch == "rounding_long"}
-
-    def mean(how, measure):
-        return sum(runs[how, seed].mean(measure) for seed in settings.SEEDS) / 3
-
-    assert f"k3 is {mean('uncorrected', 'k3'):.3f}" in long
-    shares = [f"{mean(how, 'rejected'):.0%}".replace("%", " %") for how in ("geo_rs_published", "geo_rs_grown")]
-    assert all(f"rejects {share} of the tokens" in long for share in shares)
-    assert [(key, f"{one.final:.2f}") for key, one in runs.items() if one.error] == [(("geo_rs_published", 2), "0.01")]
-    mild = [kind.name for kind in settings.REALISTIC]
-    for how in ("token_tis", "seq_tis", "bypass"):
-        assert in_words([mean_of(kind, how) for kind in mild]) in realistic, how
-    assert [against(kind, how, "uncorrected") for how in ("token_tis", "seq_tis") for kind in mild] == [0] * 6
-    assert [against(kind, "bypass", "uncorrected") for kind in mild] == [-1, 0, -1]
-    assert {f"{reward:.2f}" for kind in mild for reward in of(kind, "uncorrected")} == {"1.00"}
-    own = [one for one in committed() if one.mismatch in mild]
-    strengths = [sum(one.mean("k3") for one in own if one.key[1:3] == (kind, "uncorrected")) / 3 for kind in mild]
+    assert f"k3 is {mean_of(*LONG, 'uncorrected', 'count_on', measure='k3'):.3f}" in long
+    for how in ("geo_rs_published", "geo_rs_grown"):
+        assert f"rejects {percent(mean_of(*LONG, how, 'count_on', measure='rejected'))} of the tokens" in long
+    failed = [(*one.key[2:], f"{one.final:.2f}") for one in committed() if one.error and one.mismatch in LONG]
+    assert failed == [("geo_rs_published", 2, "0.01")]
+    assert {f"{reward:.2f}" for kind in MILD for reward in of(kind, "uncorrected")} == {"1.00"}
+    strengths = [mean_of(kind, "uncorrected", measure="k3") for kind in MILD]
     assert "k3 is {:.3f}, {:.3f} and {:.3f}".format(*strengths) in realistic
     reference = results.reference_of([one for one in committed() if one.setting == "count_up"])
     degraded = {}
-    for one in own:
-        if one.correction != "bypass" and results.verdict(one, reference) != "sound":
+    for one in committed():
+        if one.mismatch in MILD and one.correction != "bypass" and results.verdict(one, reference) != "sound":
             degraded.setdefault((one.mismatch, one.correction), []).append(f"{one.final:.2f}")
     assert degraded == {("staleness_mild", "token_tis"): ["0.89", "0.64"], ("temperature_mild", "seq_tis"): ["0.74"]}
 
 
-LONG_KINDS = [(kind.name, how.name) for kind, how in settings.LONG_RESPONSES.kinds if kind is settings.LONG]
+CHOOSING = {
+    "none": "uncorrected",
+    "`decoupled_token_is`": "token_tis",
+    "`decoupled_token_is --rollout-is-batch-normalize`": "token_tis_norm",
+    "`decoupled_token_icepop`": "icepop",
+    "`decoupled_geo_rs_token_tis` with bounds of 0.5 and 2": "geo_rs_token_tis",
+    "`decoupled_seq_is`": "seq_tis",
+    "`decoupled_seq_is --advantage-baseline weighted`": "seq_tis_weighted",
+    "`bypass_pg_is`": "bypass_pg",
+    "`bypass_ppo_clip`": "bypass",
+}
 
 
-def test_choosing_has_the_mean_rewards():
+def test_other_pages_have_the_mean_rewards():
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("## What the study found")[2]
-    rows = {
-        "none": "uncorrected",
-        "`decoupled_token_is`": "token_tis",
-        "`decoupled_token_is --rollout-is-batch-normalize`": "token_tis_norm",
-        "`decoupled_token_icepop`": "icepop",
-        "`decoupled_geo_rs_token_tis` with bounds of 0.5 and 2": "geo_rs_token_tis",
-        "`decoupled_seq_is`": "seq_tis",
-        "`decoupled_seq_is --advantage-baseline weighted`": "seq_tis_weighted",
-        "`bypass_pg_is`": "bypass_pg",
-        "`bypass_ppo_clip`": "bypass",
-    }
-    for title, how in rows.items():
+    for title, how in CHOOSING.items():
         assert f"| {title} | {' | '.join(f'{mean_of(kind, how):.2f}' for kind in KINDS)} |" in page
     for how in ("geo_rs_grown", "uncorrected", "geo_rs_published", "seq_tis"):
-        assert f"at {mean_of('rounding_long', how, 'count_on'):.2f}" in page
+        assert f"at {mean_of(*LONG, how, 'count_on'):.2f}" in page
+    kinds = [(kind, how) for kind in ("staleness", "rounding") for how in ("uncorrected", "token_tis")]
+    kinds += [("none", "uncorrected"), ("temperature", "seq_tis"), ("temperature", "seq_tis_weighted")]
+    shown = [f"{mean_of(*kind):.2f}" for kind in kinds]
+    assert re.search(".*".join(map(re.escape, shown)), prose("README.md")), shown
 
 
 def test_what_the_page_says_of_baselines():
-    page, words = prose("docs/study.md"), {1: "better", 0: "undecided", -1: "worse"}
-    said = {}
+    page = prose("docs/study.md")
     for kind, how in [*((kind, "seq_tis") for kind in KINDS), ("temperature", "token_tis")]:
-        group, weighted = of(kind, how), of(kind, f"{how}_weighted")
-        assert len(group) == len(weighted) == 3
-        assert {f"{reward:.2f}" for reward in (*group, *weighted)} <= set(re.findall(r"\d\.\d\d", page))
-        said[kind, how] = words[results.apart(weighted, group)]
-    assert [*said.values()] == ["better", "undecided", "better", "undecided"]
-    for name in ("no_std", "remax"):
-        assert in_words([mean_of(kind, f"seq_tis_{name}") for kind in KINDS]) in page, name
-        assert [against(kind, f"seq_tis_{name}", "seq_tis") for kind in KINDS] == [0, 0, 1]
+        shown = {f"{reward:.2f}" for name in (how, f"{how}_weighted") for reward in of(kind, name)}
+        assert shown <= set(re.findall(r"\d\.\d\d", page))
     others = [mean_of("temperature", f"token_tis{name}") for name in ("", "_no_std", "_weighted", "_remax")]
     words = "at {:.2f} with the group's mean, at {:.2f} without std, at {:.2f} weighted and at {:.2f} with ReMax"
     assert words.format(*others) in page
-    assert (
-        max(against("temperature", f"token_tis_{name}", "token_tis") for name in ("no_std", "weighted", "remax")) == 0
-    )
-    norms = [one.mean("grad_norm") for one in committed() if one.correction == "token_tis_weighted"]
-    assert f"gradient norm is {sum(norms) / 3:.0f} in the mean" in page
+    norm = mean_of("temperature", "token_tis_weighted", measure="grad_norm")
+    assert f"gradient norm is {norm:.0f} in the mean" in page
 
 
 def test_what_the_page_says_of_runs_with_a_bonus():
@@ -606,60 +509,43 @@ def test_what_the_page_says_of_runs_with_a_bonus():
         pairs = zip(ends["temperature", how], ends["temperature", "uncorrected"], strict=True)
         assert all(new < old for new, old in pairs)
     own = [one for one in committed() if one.setting == "bonus"]
-    verdicts = {one.key: results.verdict(one, results.reference_of(own)) for one in own}
-    collapsed = [key for key, said in verdicts.items() if said == "collapsed"]
-    assert [key[1] for key in collapsed] == ["temperature"] * 5
-    assert "uncorrected" not in {key[2] for key in collapsed}
-    sound = [key for key, said in verdicts.items() if said == "sound" and key[1] in KINDS[:2]]
-    assert len(sound) == 3
+    verdicts = {one.key[1:]: results.verdict(one, results.reference_of(own)) for one in own}
+    collapsed = [key[:2] for key, said in verdicts.items() if said == "collapsed"]
+    assert [kind for kind, how in collapsed if how != "uncorrected"] == ["temperature"] * 5 == [k for k, _ in collapsed]
+    assert sum(said == "sound" and key[0] in KINDS[:2] for key, said in verdicts.items()) == 3
     assert not any(one.error for one in own)
 
 
 def test_what_the_pages_say_of_the_methods_of_2026():
     runs = {one.correction: one for one in committed() if (one.mismatch, one.setting) == ("temperature", "count_up")}
     ends = {one.correction: one.final for one in committed() if one.key in {run.key for run in settings.PUBLISHED.runs}}
-    study, choosing = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("study.md", "choosing.md"))
-    of_2026 = choosing.partition("## Corrections of 2026")[2].partition("## ")[0]
-    trust_regions = choosing.partition("## Trust regions inside the loss")[2].partition("## ")[0]
+    trust_regions = of_section("Trust regions inside the loss", "docs/choosing.md")
+    of_2026 = of_section("Corrections of 2026: the evidence", "docs/choosing.md")
     for name in ("sapo", "dppo_tv", "dppo_kl", "cppo", "gmpo"):
         assert re.search(rf"`{name}` (ended )?at {ends[f'bypass_{name}']:.2f}", trust_regions), name
     for name in ("min_prefix", "min_prefix_pg", "kpop", "prefix", "turn", "ess_rate", "seq_mask_tis", "uncorrected"):
         assert f"at {ends[name]:.2f}" in of_2026, name
-    section = study.partition("### Published in 2026")[2].partition("## What it does not show")[0]
+    section = of_section("Published in 2026")
     assert f"Weights of prefixes ended at {ends['prefix']:.2f}" in section
-    assert f"rejected {runs['seq_mask_tis'].mean('rejected'):.0%}".replace("%", " %") in section
+    assert f"rejected {percent(runs['seq_mask_tis'].mean('rejected'))}" in section
     assert [name for name, one in runs.items() if one.error] == ["seq_mask_tis"]
-
-
-def test_readme_has_the_mean_rewards():
-    kinds = [(kind, how) for kind in ("staleness", "rounding") for how in ("uncorrected", "token_tis")]
-    kinds += [("none", "uncorrected"), ("temperature", "seq_tis"), ("temperature", "seq_tis_weighted")]
-    shown = [f"{mean_of(*kind):.2f}" for kind in kinds]
-    assert re.search(".*".join(map(re.escape, shown)), prose("README.md")), shown
 
 
 def test_what_the_page_says_of_the_mixture():
     page = of_section("A mixture of experts")
-    found = {}
-    for one in committed():
-        if one.setting == "experts":
-            found.setdefault((one.mismatch, one.correction), []).append(one)
-    assert sum(map(len, found.values())) == 27
+    own = [one for one in committed() if one.setting == "experts"]
+    assert len(own) == 27
     assert "All 27 runs end at 0.99 to 1.00, and every comparison is undecided" in page
-    assert {f"{one.final:.2f}" for own in found.values() for one in own} == {"0.99", "1.00"}
-    for mismatch in ("fp8", "fp8_old"):
-        for how, other in (
-            ("replay", "uncorrected"),
-            ("token_tis", "uncorrected"),
-            ("token_tis_replay", "token_tis"),
-        ):
-            assert against(mismatch, how, other, "experts") == 0
-    k3 = {key: [one.mean("k3") for one in own] for key, own in found.items()}
-    without = [*k3["fp8", "uncorrected"], *k3["fp8", "token_tis"]]
-    replayed = [*k3["fp8", "replay"], *k3["fp8", "token_tis_replay"]]
-    assert f"is {min(without):.4f} to {max(without):.4f} without it, and {min(replayed):.4f} with it" in page
-    assert f"{min(replayed):.4f}" == f"{max(replayed):.4f}"
-    without = [*k3["fp8_old", "uncorrected"], *k3["fp8_old", "token_tis"]]
-    replayed = [*k3["fp8_old", "replay"], *k3["fp8_old", "token_tis_replay"]]
-    said = f"{min(without):.2f} to {max(without):.2f} without and {min(replayed):.2f} to {max(replayed):.2f} with it"
-    assert said in page
+    assert {f"{one.final:.2f}" for one in own} == {"0.99", "1.00"}
+
+    def k3(kind, *hows):
+        found = [one.mean("k3") for how in hows for one in outcomes_of(kind, how, "experts")]
+        return min(found), max(found)
+
+    without, replayed = (
+        [k3(kind, *hows) for kind in ("fp8", "fp8_old")]
+        for hows in (("uncorrected", "token_tis"), ("replay", "token_tis_replay"))
+    )
+    assert "is {:.4f} to {:.4f} without it, and {:.4f} with it".format(*without[0], replayed[0][0]) in page
+    assert len({f"{value:.4f}" for value in replayed[0]}) == 1
+    assert "{:.2f} to {:.2f} without and {:.2f} to {:.2f} with it".format(*without[1], *replayed[1]) in page

@@ -8,7 +8,7 @@ from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import assert_same, correct, moved, pack
-from tests.support.far_device import NAME, far_device
+from tests.support.far_device import GPU, far_device
 
 # Eager operations of a whole correction: what a GPU is asked for by the host, one after the other.
 MOST_KERNELS = 620
@@ -23,7 +23,7 @@ def test_the_host_waits_once(name, packed):
         batch, layout, _ = pack(batch)
     expected = correct(name, batch, layout=layout)
     with far_device() as device:
-        there = moved(batch, NAME)
+        there = moved(batch, GPU)
         device.waits.clear()
         device.kernels = 0
         result = correct(name, there, layout=layout)
@@ -45,7 +45,7 @@ def test_the_host_waits_once(name, packed):
 def test_a_tensor_on_another_device_is_noticed():
     """What this file rests on."""
     with far_device() as device:
-        there = torch.ones(3, device=NAME)
+        there = torch.ones(3, device=GPU)
         with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
             there + torch.ones(3)
         assert not device.waits
@@ -62,7 +62,7 @@ def test_a_packed_layout_is_sent_once():
     """And as one number a sequence, not a token."""
     layout = SequenceLayout.packed([0, 3, 3, 8])
     with far_device() as device:
-        values, each = torch.arange(8.0).to(NAME), torch.arange(3.0).to(NAME)
+        values, each = torch.arange(8.0).to(GPU), torch.arange(3.0).to(GPU)
         device.waits.clear()
         work = []
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_a_plan_in_both_modes():
         config = RolloutCorrectionConfig(rollout_is="token", **fields)
         found = []
         with far_device() as device:
-            for each in (batch, moved(batch, NAME)):
+            for each in (batch, moved(batch, GPU)):
                 correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
                 device.waits.clear()
                 train = None if config.bypass_mode else each.train
@@ -107,7 +107,7 @@ def test_a_million_tokens_are_one_block():
     train = (rollout + 0.05 * torch.randn(rollout.shape, generator=generator)).clamp(max=0)
     config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2")
     with far_device() as device:
-        tensors = [tensor.to(NAME) for tensor in (train, rollout, rollout < -0.7)]
+        tensors = [tensor.to(GPU) for tensor in (train, rollout, rollout < -0.7)]
         device.kernels = 0
         correct_rollouts(*tensors, config).check()
     assert device.kernels <= 400

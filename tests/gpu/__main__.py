@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.environment import ROOT, UNUSABLE, prepare
-from tests.gpu.machine import end, require_gpu
+from tests.gpu.machine import end, require_gpu, say
 
 # What tells most comes first.
 CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts", "compiled"))
@@ -64,13 +64,14 @@ def main() -> None:
     args = _parser().parse_args()
     if args.device == "cuda":
         require_gpu("bench-gpu" if args.bench else "test-gpu")
-    python = Path(sys.executable) if args.device == "cpu" else prepare(args.environment, args.wheels)
+    wheels = Path(args.wheels) if args.wheels else None
+    python = Path(sys.executable) if args.device == "cpu" else prepare(args.environment, wheels)
     machine = _machine(python)
     if args.device == "cuda" and not machine.get("gpus"):
         versions = f"PyTorch {machine.get('torch')} for CUDA {machine.get('cuda')}"
         end(f"{versions} does not find the GPU that is here: install one that fits its driver", UNUSABLE)
     begun = time.monotonic()
-    _say(COLUMNS.format("check", "result", "seconds", "figures"))
+    say(COLUMNS.format("check", "result", "seconds", "figures"))
     rows: list[Row] = []
     files = [Path(__file__).parent / name for name in (BENCHMARKS if args.bench else CHECKS)]
     path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
@@ -78,7 +79,7 @@ def main() -> None:
     _write(rows, machine, path, 0.0)
     for file in args.files or files:
         for row in run_file(python, file, args.device, args.only, begun + args.seconds):
-            _say(str(row))
+            say(str(row))
             rows.append(row)
             # Each time, so that whatever ends this process leaves what is known.
             _write(rows, machine, path, time.monotonic() - begun)
@@ -87,7 +88,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheels", type=_folder, default=None, metavar="DIR", help="packages that are missing here")
+    parser.add_argument("--wheels", default="", metavar="DIR", help="packages that are missing here")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-gpu", metavar="DIR", help="where it is made")
     parser.add_argument("--json", type=Path, default=None, help="file of the results; default: in runs/gpu/")
     parser.add_argument("--bench", action="store_true", help="measure instead, and compare with targets")
@@ -98,38 +99,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder(text: str) -> Path | None:
-    if not text:
-        return None
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder: name one that holds wheels")
-    return path
-
-
 def run_file(python: Path, file: Path, device: str, only: str, deadline: float) -> Iterator[Row]:
     """The rows of one file's checks; as many processes as it takes."""
-    done: set[str] = set()
+    done: list[str] = []
+    left: list[str] = []
     for _ in range(PROCESSES_PER_FILE):
-        reader = _Reader()
-        with tempfile.TemporaryDirectory() as folder:
-            results, before = Path(folder) / "results.jsonl", Path(folder) / "done.json"
-            results.touch()
-            before.write_text(json.dumps(sorted(done)), encoding="utf-8")
-            command = [str(python), "-m", "pytest", "-q", str(file), f"--device={device}", f"--results={results}"]
-            command += [f"--done={before}"] + (["-k", only] if only else [])
-            status, output = yield from reader.follow(command, results, deadline)
-        if reader.current is not None:
-            why = "no time was left" if status is None else f"its process ended with {_status(status)}"
-            yield Row(reader.current, "crashed", reader.running_for(), message=f"{output}\n{why}")
-        if status in USAGE or reader.collected is None:
+        # What the process has written: the checks that it was to run, the one that it is in and since when.
+        collected, current, since, failed = None, "", 0.0, False
+        words = [str(python), "-m", "pytest", "-q", str(file), f"--device={device}", *(["-k", only] if only else [])]
+        for event in _events(words, done, deadline):
+            match event.pop("event"):
+                case "collected":
+                    collected = event["names"]
+                case "started":
+                    current, since = event["name"], time.monotonic()
+                case "ended":
+                    current = ""
+                    done.append(event["name"])
+                    failed |= event["result"] == "failed"
+                    yield Row(**event)
+        status, output = event["status"], event["output"]
+        why = "no time was left" if status is None else f"its process ended with {_status(status)}"
+        if current:
+            done.append(current)
+            yield Row(current, "crashed", round(time.monotonic() - since, 1), message=f"{output}\n{why}")
+        elif status in USAGE or collected is None:
             yield Row(file.name, "crashed", message=f"{output}\nits checks could not be collected")
             return
-        if reader.ended_badly(status):
-            why = f"its process ended with {_status(status)}, in none of its checks"
-            yield Row(file.name, "crashed", message=f"{output}\n{why}")
-        done |= {reader.current or "", *reader.ended}
-        left = [name for name in reader.collected if name not in done]
+        elif status not in (None, 0, NOTHING_COLLECTED) and not failed:  # no row says why
+            yield Row(file.name, "crashed", message=f"{output}\n{why}, in none of its checks")
+        left = [name for name in collected or () if name not in done]
         if status is None or time.monotonic() >= deadline:
             yield from (Row(name, "not reached", message="no time was left") for name in left)
             return
@@ -139,65 +138,33 @@ def run_file(python: Path, file: Path, device: str, only: str, deadline: float) 
     yield from (Row(name, "not reached", message=why) for name in left)
 
 
-class _Reader:
-    """What one process writes to its file of results.
+def _events(words: list[str], done: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
+    """What one process writes to its file of results, as it writes it, without the checks that are done.
 
-    Attributes:
-        collected: names of the checks that it was to run; None: it never came so far.
-        ended: of those that it ran.
-        current: of the one that it is in.
-        failed: whether any has.
+    The last has its exit status, None where time ran out, and the end of its output.
     """
-
-    def __init__(self) -> None:
-        self.collected: list[str] | None = None
-        self.ended: list[str] = []
-        self.current: str | None = None
-        self.failed = False
-        self._since = 0.0
-
-    def follow(self, command: list[str], results: Path, deadline: float) -> Iterator[Row]:
-        """Rows as their checks end; returns (exit status or None where time ran out, the end of the output)."""
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            # Whatever plugins of pytest the machine has are left out.
-            environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
-            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            with results.open(encoding="utf-8") as lines:
-                while True:
-                    status = process.poll()
-                    yield from self._rows(lines)
-                    if status is not None or time.monotonic() > deadline:
-                        break
-                    time.sleep(0.1)
-            # What it started, such as ranks, ends with it.
-            _kill(process)
-            log.seek(0)
-            return status, "\n".join(log.read().splitlines()[-LINES_OF_MESSAGE:])
-
-    def running_for(self) -> float:
-        """Seconds since the check that has not ended began."""
-        return round(time.monotonic() - self._since, 1)
-
-    def ended_badly(self, status: int | None) -> bool:
-        """Whether no row says why the process ended with this status: it died between checks, or after the last."""
-        return status not in (None, 0, NOTHING_COLLECTED) and self.current is None and not self.failed
-
-    def _rows(self, lines: Any) -> Iterator[Row]:
-        for line in lines:
-            event = json.loads(line)
-            kind = event.pop("event")
-            if kind == "collected":
-                self.collected = event["names"]
-            elif kind == "started":
-                self.current, self._since = event["name"], time.monotonic()
-            else:
-                self.current = None
-                self.ended.append(event["name"])
-                self.failed |= event["result"] == "failed"
-                yield Row(**event)
+    # Whatever plugins of pytest the machine has are left out.
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "log").open("w+", errors="replace") as log:
+        results, before = Path(folder, "results.jsonl"), Path(folder, "done.json")
+        results.touch()
+        before.write_text(json.dumps(done), encoding="utf-8")
+        words = [*words, f"--results={results}", f"--done={before}"]
+        options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, **options)
+        with results.open(encoding="utf-8") as lines:
+            while True:
+                status = process.poll()
+                yield from map(json.loads, lines)
+                if status is not None or time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+        # What it started, such as ranks, ends with it.
+        _kill(process)
+        log.seek(0)
+        output = "\n".join(log.read().splitlines()[-LINES_OF_MESSAGE:])
+        yield {"event": "over", "status": status, "output": output}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -225,10 +192,10 @@ def _write(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float)
 def _finish(rows: list[Row], path: Path, seconds: float) -> None:
     failed = [row for row in rows if row.result in ("failed", "crashed")]
     for row in failed:
-        _say(f"\n== {row.name}: {row.result}")
-        _say("\n".join(row.message.splitlines()[-LINES_OF_MESSAGE:]))
+        say(f"\n== {row.name}: {row.result}")
+        say("\n".join(row.message.splitlines()[-LINES_OF_MESSAGE:]))
     counts = {result: sum(row.result == result for row in rows) for result in dict.fromkeys(row.result for row in rows)}
-    _say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
+    say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
     if not any(row.result == "passed" for row in rows):
         end("no check passed" if rows else "no check was run: these files hold none, or none that --only names", 1)
     sys.exit(1 if any(row.result in ("failed", "crashed", "not reached") for row in rows) else 0)
@@ -236,11 +203,6 @@ def _finish(rows: list[Row], path: Path, seconds: float) -> None:
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The fused output layer: 8192 hidden states of 2048 numbers to 151,936 logits, in bfloat16."""
 
-import statistics
-
 import pytest
 import torch
 
@@ -46,17 +44,14 @@ def test_forward_and_backward(device, on_gpu, figures, name):
     weight = (torch.randn(vocabulary, size, device=device) / size**0.5).bfloat16().requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), device=device)
 
-    def work():
-        with measure.Stopwatch(device, ahead=True) as watch:
-            results = CONTENDERS[name](hidden, weight, labels)
-            watch.lap()
-            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-            watch.lap()
+    def work(lap=lambda: None):
+        results = CONTENDERS[name](hidden, weight, labels)
+        lap()
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        lap()
         hidden.grad = weight.grad = None
-        return watch.milliseconds
 
-    work()
-    forward, backward = (statistics.median(column) for column in zip(*[work() for _ in range(TURNS)], strict=True))
+    forward, backward = measure.milliseconds(work, device, TURNS, ahead=True)
     figures(forward_ms=forward, backward_ms=backward, both_ms=forward + backward)
     if on_gpu:
         gradients = 2 * (hidden.numel() + weight.numel())

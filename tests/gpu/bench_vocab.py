@@ -1,7 +1,5 @@
 """Log-probs and entropy of 8192 tokens of 151,936 logits: time beside a copy of them, and memory beyond them."""
 
-import statistics
-
 import pytest
 import torch
 
@@ -31,37 +29,32 @@ def plain(logits, labels):
     return log_pi.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_pi.exp() * log_pi).sum(-1)
 
 
-def times(function, logits, labels, *, restores=False, turns=TURNS, ahead=True):
-    """Median milliseconds of (forward, backward), of the GPU alone or, unless ``ahead``, with the host's part."""
+def work_of(function, logits, labels, restores=False):
+    """Forward and backward of a function; ``restores``: it overwrites the logits."""
     fresh = logits.clone() if restores else None
-    found = []
-    for turn in range(turns + 3):
+
+    def work(lap=lambda: None):
         leaf = logits.detach().requires_grad_()
-        with measure.Stopwatch(logits.device, ahead=ahead) as watch:
-            results = function(leaf, labels)
-            watch.lap()
-            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-            watch.lap()
-        del results
-        leaf.grad = None
+        results = function(leaf, labels)
+        lap()
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        lap()
         if fresh is not None:
             logits.copy_(fresh)
-        if turn >= 3:
-            found.append(watch.milliseconds)
-    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+    return work
+
+
+def times(function, logits, labels, *, restores=False, turns=TURNS, ahead=True):
+    """Median milliseconds of (forward, backward), of the GPU alone or, unless ``ahead``, with the host's part."""
+    return measure.milliseconds(work_of(function, logits, labels, restores), logits.device, turns, ahead=ahead)
 
 
 def copy_bandwidth(logits):
     """Bytes a second that a copy of the logits reads and writes."""
     out = torch.empty_like(logits)
-    laps = []
-    for turn in range(TURNS + 3):
-        with measure.Stopwatch(logits.device, ahead=True) as watch:
-            out.copy_(logits)
-            watch.lap()
-        if turn >= 3:
-            laps.append(watch.milliseconds[0])
-    return 2e3 * out.numel() * out.element_size() / statistics.median(laps)
+    (median,) = measure.milliseconds(lambda lap: (out.copy_(logits), lap()), logits.device, TURNS, ahead=True)
+    return 2e3 * out.numel() * out.element_size() / median
 
 
 @pytest.mark.timeout(120)
@@ -75,9 +68,9 @@ def test_ours(data, on_gpu, figures, target):
     shares = 1e3 * size / bandwidth / forward, 2e3 * size / bandwidth / backward
     peak = PEAK
     if on_gpu:
-        peak = measure.peak_bytes(lambda: times(ours(), logits, labels, turns=-2)) / size
+        peak = measure.peak_bytes(work_of(ours(), logits, labels)) / size
         target("peak_of_logits", peak, most=PEAK)
-        in_place = measure.peak_bytes(lambda: times(ours(inplace=True), logits, labels, turns=-2)) / size
+        in_place = measure.peak_bytes(work_of(ours(inplace=True), logits, labels)) / size
         target("peak_in_place", in_place, most=PEAK_IN_PLACE)
     target("forward_share", shares[0], least=SHARE if on_gpu else 0)
     target("backward_share", shares[1], least=SHARE if on_gpu else 0)
@@ -126,6 +119,6 @@ def test_others(data, device, figures, name):
         figures(forward_ms=forward, backward_ms=backward)
         if device.type == "cuda":
             size = logits.numel() * logits.element_size()
-            figures(peak_of_logits=measure.peak_bytes(lambda: times(function, logits, labels, turns=-2)) / size)
+            figures(peak_of_logits=measure.peak_bytes(work_of(function, logits, labels)) / size)
     except torch.OutOfMemoryError:
         pytest.skip("it does not fit this GPU's memory")

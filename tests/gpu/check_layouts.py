@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from tests.gpu.check_training import distance_of
 from tests.gpu.training import job, words_for
 from tests.launch.training import test_matrix as matrix
-from tests.support import training_cases
-from tests.support.errors import largest_error
 from tests.support.ranks import Layout
 from tests.support.training_cases import Case
 
@@ -35,12 +34,5 @@ def test_layout(device, figures, tmp_path, case):
     job(command, 100)
     ranks = range(case.layout.world)
     everywhere = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in ranks]
-    expected = training_cases.expected(case.objective)
-    matrix.assert_tokens(everywhere, matrix.unnormalized(case, expected))
-    errors = []
-    for index in range(training_cases.MINI_BATCHES):
-        matrix.assert_metrics(everywhere, expected, index)
-        got, want = matrix.whole_gradients(everywhere, index), expected.gradients[index]
-        matrix.assert_gradients(got, want, matrix.TO_REFERENCE)
-        errors += [float((got[name] - want[name]).norm() / (1e-9 + want[name].norm())) for name in want]
-    figures(gradient_error=largest_error(errors))
+    figures(gradient_error=distance_of(everywhere, case))
+    matrix.assert_case(everywhere, case)

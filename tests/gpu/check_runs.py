@@ -40,10 +40,9 @@ def assert_learnt(rows, figures, least):
 @pytest.mark.parametrize(
     "more", [(), ("--bf16", "--use-distributed-optimizer", "--rl-use-sequence-packing")], ids=["float32", "bfloat16"]
 )
-def test_transformers_engine(device, on_gpu, figures, seconds, tmp_path, more):
+def test_transformers_engine(device, on_gpu, figures, tmp_path, more):
     steps = ITERATIONS if on_gpu else 4
     rows = launch(tmp_path, device, f"--train-iters={steps}", *more)
-    figures(seconds=seconds())
     assert len(rows) == steps
     assert_learnt(rows, figures, 0.2 if on_gpu else -1)
 

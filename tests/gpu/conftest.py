@@ -6,7 +6,6 @@ The file is written line by line, so that the command that reads it knows which 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,25 +35,20 @@ def note(config, **values):
             file.write(json.dumps(values) + "\n")
 
 
-def short(nodeid):
-    """Without the folder: the same however pytest was started."""
-    return nodeid.rpartition("/")[2]
-
-
 def pytest_collection_modifyitems(config, items):
     path = config.getoption("--done")
     done = json.loads(path.read_text(encoding="utf-8")) if path else []
-    items[:] = [item for item in items if short(item.nodeid) not in done]
+    items[:] = [item for item in items if item.nodeid not in done]
 
 
 def pytest_collection_finish(session):
-    note(session.config, event="collected", names=[short(item.nodeid) for item in session.items])
+    note(session.config, event="collected", names=[item.nodeid for item in session.items])
 
 
 def pytest_runtest_setup(item):
-    note(item.config, event="started", name=short(item.nodeid))
+    note(item.config, event="started", name=item.nodeid)
     number = next((mark.args[0] for mark in item.iter_markers("gpus")), 0)
-    if number > available(item.config.getoption("--device")):
+    if number and number > available(item.config.getoption("--device")):
         pytest.skip(f"needs {number} GPUs")
 
 
@@ -73,7 +67,7 @@ def pytest_runtest_makereport(item, call):
         figures = dict(item.user_properties)
         result = "failed" if report.failed else report.outcome
         values = {"result": result, "seconds": round(call.duration, 2), "figures": figures, "message": message}
-        note(item.config, event="ended", name=short(item.nodeid), **values)
+        note(item.config, event="ended", name=item.nodeid, **values)
         if report.failed and is_poisoned(item.config):
             os._exit(POISONED)
     return report
@@ -152,16 +146,3 @@ def pytest_pyfunc_call(pyfuncitem):
     if missed:
         pytest.fail("; ".join(missed), pytrace=False)
     return result
-
-
-@pytest.fixture
-def seconds():
-    """Called at the end of a stretch: seconds since the last call."""
-    last = time.monotonic()
-
-    def lap():
-        nonlocal last
-        before, last = last, time.monotonic()
-        return round(last - before, 2)
-
-    return lap

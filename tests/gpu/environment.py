@@ -13,23 +13,12 @@ import sys
 import venv
 from pathlib import Path
 
-from tests.gpu.machine import end
+from tests.gpu.machine import end, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What the launcher and the checks import; whatever else a package wants is its own affair.
-NEEDED = (
-    "torch",
-    "megatron.core",
-    "psutil",
-    "transformers",
-    "tensorboard",
-    "matplotlib",
-    "yaml",
-    "safetensors",
-    "tqdm",
-    "pytest",
-    "pytest_timeout",
-)
+NEEDED = """torch megatron.core psutil transformers tensorboard matplotlib yaml safetensors tqdm pytest
+pytest_timeout""".split()
 UNUSABLE = 2  # exit status: the environment cannot be made
 
 # PyTorch's own file of versions tells as much as an import of PyTorch, at once.
@@ -59,12 +48,12 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
         folder: of the environment.
         wheels: a folder with what is missing here; None: the package index has it.
     """
-    files = _wheel_files(wheels)
+    files = sorted(wheels.glob("*.whl")) if wheels else []
     stamp, wanted = folder / ".made", _fingerprint(files)
     python = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return python
-    _say(f"== environment in {folder}, with Python {sys.version.split()[0]}")
+    say(f"== environment in {folder}, with Python {sys.version.split()[0]}")
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
     (site,) = (folder / "lib").glob("python3*/site-packages")
     lines = [f"import site; site.addsitedir({path!r})" for path in _package_folders()]
@@ -86,19 +75,6 @@ def _package_folders() -> list[str]:
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
-def _wheel_files(wheels: Path | None) -> list[Path]:
-    if wheels is None:
-        return []
-    files = sorted(wheels.glob("*.whl"))
-    if not files:
-        end(f"WHEELS={wheels} holds no .whl file: fill it with `make wheels WHEELS={wheels}`", UNUSABLE)
-    names = [_name_of(file) for file in files]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        end(f"WHEELS={wheels} holds several versions of {', '.join(twice)}: keep one of each", UNUSABLE)
-    return files
-
-
 def _name_of(wheel: Path) -> str:
     """The package's name as the index writes it."""
     return wheel.name.split("-")[0].lower().replace("_", "-").replace(".", "-")
@@ -112,15 +88,13 @@ def _fingerprint(files: list[Path]) -> str:
 
 
 def _install_wheels(python: Path, files: list[Path]) -> None:
-    found = _ask(python)
-    if not found["cuda"]:
-        end(f"PyTorch here ({found['torch']}) cannot use a GPU, and WHEELS never brings one: install it", UNUSABLE)
-    missing = [file for file in files if _name_of(file) not in found["packages"]]
-    kept = [f"{name} {found['packages'][name]}" for name in map(_name_of, files) if name in found["packages"]]
+    packages = _ask(python)["packages"]
+    missing = [file for file in files if _name_of(file) not in packages]
+    kept = [f"{name} {packages[name]}" for name in map(_name_of, files) if name in packages]
     if kept:
-        _say(f"== kept as they are here: {', '.join(kept)}")
+        say(f"== kept as they are here: {', '.join(kept)}")
     if missing:
-        _say(f"== from wheels: {', '.join(file.name.split('-py3-')[0] for file in missing)}")
+        say(f"== from wheels: {', '.join(file.name.split('-py3-')[0] for file in missing)}")
         _pip(python, "--no-index", "--no-deps", "--no-compile", *map(str, missing))
 
 
@@ -133,7 +107,7 @@ def _install_from_index(python: Path) -> None:
         kept = [name for name in ("torch", "triton") if name in found["packages"]]
         lines = [line for line in lines if line.partition("==")[0] not in kept]
         lines += [f"{name}=={found['packages'][name]}" for name in kept]
-        _say(f"== PyTorch {found['torch']} stays")
+        say(f"== PyTorch {found['torch']} stays")
     constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
     _pip(python, "-c", str(constraints), "-e", f"{ROOT}[launch,test]")
 
@@ -152,8 +126,3 @@ def _pip(python: Path, *arguments: str) -> None:
     done = subprocess.run([*command, "-q", *arguments], check=False)
     if done.returncode:
         end(f"pip could not install what the checks need (exit {done.returncode}): see its message above", UNUSABLE)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

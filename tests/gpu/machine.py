@@ -32,3 +32,9 @@ def end(message: str, status: int) -> NoReturn:
     """One sentence, and the exit status."""
     sys.stderr.write(f"error: {message}\n")
     sys.exit(status)
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

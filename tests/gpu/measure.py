@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,8 +44,11 @@ def count_syncs(work: Callable[[], object]) -> int:
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with _sync_debug_mode("warn"):
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return sum(_SYNC in str(warning.message) for warning in caught)
 
 
@@ -59,68 +62,42 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@contextlib.contextmanager
-def _sync_debug_mode(mode: str) -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def milliseconds(
+    work: Callable[[Callable[[], None]], object], device: torch.device, turns: int = 11, *, ahead: bool = False
+) -> list[float]:
+    """The median milliseconds of each stretch of some work, whose end it tells by a call of its argument.
 
-
-def milliseconds(work: Callable[[], object], calls: int = 11) -> float:
-    """The median time of a call, from when the GPU begins until it and the host are done; after three more calls."""
-    times = []
-    for turn in range(calls + 3):
-        torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-class Stopwatch:
-    """Milliseconds of the stretches of a block: by the GPU's own events, or by the clock where there is none.
+    By the GPU's own events, or by the clock where there is none, from when nothing is left to do. Three more turns come
+    before. What follows the last stretch is not measured.
 
     Args:
+        work: the work.
         device: that works.
-        ahead: the GPU is kept busy before the block, so that the host asks for work before it is due, as it does in a
+        turns: how many are measured.
+        ahead: the GPU is kept busy before the work, so that the host asks for it before it is due, as it does in a
             step, and what is measured is the GPU alone. Not for work in which the host waits.
-
-    Attributes:
-        milliseconds: of each stretch, once the block has ended.
     """
-
-    def __init__(self, device: torch.device, *, ahead: bool = False) -> None:
-        self.milliseconds: list[float] = []
-        self._on_gpu, self._ahead = device.type == "cuda", ahead
-        self._marks: list[Any] = []
-
-    def __enter__(self) -> Stopwatch:
-        """Begin when nothing is left to do but to wait for the host."""
-        if self._on_gpu:
+    on_gpu, found = device.type == "cuda", []
+    for _ in range(turns + 3):
+        marks: list[Any] = []
+        if on_gpu:
             torch.cuda.synchronize()
-            if self._ahead:
+            if ahead:
                 torch.cuda._sleep(_LEAD)
-        self.lap()
-        return self
-
-    def lap(self) -> None:
-        """The end of a stretch, and the beginning of the next one."""
-        if self._on_gpu:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def __exit__(self, *_: object) -> None:
-        """Wait for the end, and read the times."""
-        if self._on_gpu:
+        lap = partial(_mark, marks, on_gpu)
+        lap()
+        work(lap)
+        if on_gpu:
             torch.cuda.synchronize()
-            self.milliseconds = [before.elapsed_time(after) for before, after in pairwise(self._marks)]
-        else:
-            self.milliseconds = [1e3 * (after - before) for before, after in pairwise(self._marks)]
+        pairs = pairwise(marks)
+        found.append([one.elapsed_time(other) if on_gpu else 1e3 * (other - one) for one, other in pairs])
+    return [statistics.median(column) for column in zip(*found[3:], strict=True)]
+
+
+def _mark(marks: list[Any], on_gpu: bool) -> None:
+    """The end of a stretch, and the beginning of the next one."""
+    if on_gpu:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+    else:
+        marks.append(time.perf_counter())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.gpu.machine import end
+from tests.gpu.machine import end, say
 
 LIST = Path(__file__).with_name("wheels.txt")
 PYTHON, USAGE = "3.12", 2
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> None:
         end(f"pip could not download all wheels (exit {done.returncode}): see its message above", done.returncode)
     files = list(folder.glob("*.whl"))
     size = sum(file.stat().st_size for file in files) / 2**20
-    sys.stdout.write(f"{len(files)} wheels for Python {PYTHON} in {folder}, {size:.1f} MiB\n")
+    say(f"{len(files)} wheels for Python {PYTHON} in {folder}, {size:.1f} MiB")
 
 
 if __name__ == "__main__":

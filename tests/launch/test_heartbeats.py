@@ -164,9 +164,10 @@ def test_ranks_of_other_machines_end_at_once(make, monkeypatch, tmp_path, last, 
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_path):
+def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_path, monkeypatch):
     """Rank 1 is killed in its rollout, for which rank 0 waits; torchrun would kill rank 0 after half a minute."""
     words = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
+    monkeypatch.setenv("SLOW_ROLLOUT", "600 1")
     process = launch_forked(tmp_path, words, "tests.support.slow_engine")
     started = tmp_path / "count_up" / "rollout"
     wait_for(started.is_file, process)
@@ -244,10 +245,11 @@ def test_a_phase_says_that_it_waits_in_a_collective():
 
 
 @pytest.mark.processes
-def test_a_long_rollout_is_none_too_long_and_a_stopped_rank_is_named(tmp_path):
+def test_a_long_rollout_is_none_too_long_and_a_stopped_rank_is_named(tmp_path, monkeypatch):
     """The limit of collectives is 4 s: the first rollout takes longer, and later rank 1 is stopped."""
     words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
-    process = launch_forked(tmp_path, [*words, f"--runs-dir={tmp_path}"], "tests.support.impatient")
+    monkeypatch.setenv("SLOW_ROLLOUT", "5 0 1")
+    process = launch_forked(tmp_path, [*words, f"--runs-dir={tmp_path}"], "tests.support.slow_engine")
     folder = tmp_path / "count_up"
     wait_for(lambda: rows_of(folder) > 1, process)
     assert read(folder)[0]["perf/rollout_seconds"] > 4.5

@@ -223,7 +223,7 @@ def test_a_log_prob_that_is_no_number_is_not_hidden_by_a_bound(name):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_a_gpu_the_host_does_not_wait(name):
     with far_device() as device:
-        new, old, worths, weights, mask = (tensor.to("far") for tensor in drawn())
+        new, old, worths, weights, mask = (tensor.to("cuda") for tensor in drawn())
         layout = SequenceLayout.padded(ROWS, WIDTH)
         device.waits.clear()
         found = policy_loss(new, old, worths, mask, weights=weights, layout=layout, **settings_of(BOUNDS[name]))

@@ -361,7 +361,7 @@ def test_on_a_gpu_the_host_does_not_wait_for_the_loss():
     """The device itself refuses tokens outside the denominator there."""
     ones, everything, none = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.bool)
     with far_device() as device:
-        values, accepted, empty = (tensor.to("far") for tensor in (ones, everything, none))
+        values, accepted, empty = (tensor.to("cuda") for tensor in (ones, everything, none))
         device.waits.clear()
         loss = aggregate_loss(values, accepted, denominator_mask=accepted)
         assert not device.waits

@@ -13,10 +13,9 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import critic_oracle, training_cases, training_oracle
 from tests.support.critic_oracle import Objective
-from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
-from tests.support.training_cases import BATCH, LAYOUTS, MINI_BATCHES
+from tests.support.training_cases import BATCH, LAYOUTS
 
 # The flags of each objective, and the same objective for the reference.
 OBJECTIVES = (
@@ -118,26 +117,10 @@ def expected(variant: int, experts: int = 0) -> critic_oracle.Expected:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The results of one rank; lists by mini-batch.
+class Found(training_cases.OfRank):
+    """The results of one rank; ``values``: [k], by the old weights, on the last stage."""
 
-    Attributes:
-        where: (tp, cp, dp, pp) ranks.
-        places: [k, 2] row and position of each local token, on the last stage.
-        values: [k], by the old weights.
-        metrics: metrics of the loss.
-        gradients: this rank's part, under the names of the whole model.
-        sharded: dimension of each gradient that TP splits.
-        calls: the library's collectives of a mini-batch.
-    """
-
-    where: tuple[int, int, int, int]
-    places: torch.Tensor | None
     values: torch.Tensor | None
-    metrics: list[dict[str, float]]
-    gradients: list[training_oracle.Weights]
-    sharded: dict[str, int]
-    calls: list[list[tuple[str, int, int]]]
 
 
 def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
@@ -151,9 +134,7 @@ def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new
     training_cases.load(critic.chunks, old)
     batch, rows = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
     cut = cut_batch(batch, config, groups)
-    values = critic.score(cut)
-    row = torch.where(cut.rows >= 0, rows[cut.rows.clamp(min=0)], -1)
-    places = torch.stack([cut.local.layout.expand(row).flatten(), cut.local.positions.flatten()], 1)
+    values, places = critic.score(cut), training_cases.places_of(cut, rows)
 
     def here(whole: torch.Tensor) -> torch.Tensor:
         found = torch.where(places[:, 0] >= 0, whole[places[:, 0].clamp(min=0), places[:, 1]], whole.new_zeros(()))
@@ -164,19 +145,6 @@ def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new
         cut = dataclasses.replace(cut, local=dataclasses.replace(cut.local, **found))
     prepared = critic.prepare(cut, values, None if values is None else here(given.returns))
     training_cases.load(critic.chunks, new)
-    metrics, gradients, step_calls = [], [], []
-    for index in range(MINI_BATCHES):
-        with recorded(of_library=True) as calls:
-            metrics.append(critic.accumulate(prepared, index, index))
-        step_calls.append(list(calls))
-        gradients.append({name: p.main_grad.clone() for name, p in training_cases.named(critic.chunks)})
-    named = training_cases.named(critic.chunks)
-    return Found(
-        where=tuple(group_rank(group) for group in (groups.tp, groups.cp, groups.dp, groups.pp)),
-        places=None if values is None else places,
-        values=None if values is None else values.flatten(),
-        metrics=metrics,
-        gradients=gradients,
-        sharded={n: p.partition_dim for n, p in named if getattr(p, "tensor_model_parallel", False)},
-        calls=step_calls,
-    )
+    steps = training_cases.run_steps(groups, critic.chunks, lambda index: critic.accumulate(prepared, index, index))
+    is_last = values is not None
+    return Found(**steps, places=places if is_last else None, values=values.flatten() if is_last else None)

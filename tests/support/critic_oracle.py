@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.support import training_oracle
+from tests.support.correction_oracle import deviation, mean
 from tests.support.training_oracle import HIDDEN, Weights
 
 HEAD = "output_layer.weight"
@@ -94,7 +95,7 @@ def update(
             {
                 "critic/value_mean": mean(held),
                 "critic/return_mean": mean(targets),
-                "critic/explained_variance": 1 - variance(errors) / variance(targets),
+                "critic/explained_variance": 1 - (deviation(errors) / deviation(targets)) ** 2,
             }
             | ({"critic/clip_fraction": mean(clipped)} if objective.clip else {})
         )
@@ -114,12 +115,3 @@ def token_loss(
     held = low if value.item() < low.item() else high if value.item() > high.item() else value
     bounded = (held - target) ** 2
     return (bounded / 2, True) if bounded.item() > free.item() else (free / 2, False)
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def variance(numbers: list[float]) -> float:
-    middle = mean(numbers)
-    return mean([(number - middle) ** 2 for number in numbers])

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import dataclass
 
 import torch
 
@@ -23,16 +22,6 @@ LEVELS = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a healthy run at its first step; ``growth`` is the factor of the lengths over the run."""
-
-    sequences: int
-    length: int
-    growth: float
-    k3: float  # mean k3 of its tokens, in nats
-
-
 def exported(batch, fields, **more):
     """What a run with this correction writes for a batch."""
     # Bypass mode measures in the loss, by the same arithmetic.
@@ -51,28 +40,23 @@ def flags(fields):
     return {name.replace("_", "-"): str(value).lower() for name, value in names.items()}
 
 
-def shape(dice):
-    """Random sizes: lengths of 8 to 8,192 tokens, at the end too."""
-    length = round(8 * 2 ** dice.uniform(0, 10))
-    growth = min(2.0 ** dice.uniform(-1, 2), 8192 / length)
-    sequences = max(16, min(256, 2**19 // round(length * max(growth, 1))))
-    # Rounding to bfloat16 left at most 6.4e-4 in 200 batches (docs/doctor.md).
-    return Shape(sequences, length, growth, 10 ** dice.uniform(-5.3, -3.2))
-
-
 def healthy_batches(seed):
-    """The batches of a run of 12 steps.
+    """The batches of a run of 12 steps, with random sizes: lengths of 8 to 8,192 tokens, at the end too.
 
     A token's log ρ is normal with E[ρ] = 1, as if its logit were rounded. Most tokens are nearly certain.
     """
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sizes = shape(dice)
+    length = round(8 * 2 ** dice.uniform(0, 10))
+    growth = min(2.0 ** dice.uniform(-1, 2), 8192 / length)  # of the lengths over the run
+    sequences = max(16, min(256, 2**19 // round(length * max(growth, 1))))
+    # Mean k3 in nats. Rounding to bfloat16 left at most 6.4e-4 in 200 batches (docs/doctor.md).
+    k3 = 10 ** dice.uniform(-5.3, -3.2)
     for step in range(STEPS):
-        most = min(8192, max(8, round(sizes.length * sizes.growth ** (step / (STEPS - 1)))))
-        lengths = torch.randint(max(1, most // 2), most + 1, (sizes.sequences,), generator=generator)
-        open_ = torch.rand(sizes.sequences, most, generator=generator).pow(3)
+        most = min(8192, max(8, round(length * growth ** (step / (STEPS - 1)))))
+        lengths = torch.randint(max(1, most // 2), most + 1, (sequences,), generator=generator)
+        open_ = torch.rand(sequences, most, generator=generator).pow(3)
         # The mean of open_² is 1/7, and k3 of a normal log ρ is half of its variance.
-        sigma = math.sqrt(14 * sizes.k3) * open_
+        sigma = math.sqrt(14 * k3) * open_
         log_ratio = sigma * torch.randn(open_.shape, generator=generator) - sigma.square() / 2
         rollout = -0.01 - 3 * open_
         yield {

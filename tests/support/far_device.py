@@ -1,66 +1,63 @@
-"""A device other than the CPU, on a machine with only a CPU: tensors whose memory the CPU may not simply use.
+"""A pretended GPU: CPU tensors that say they are on a GPU, on a machine with only a CPU.
 
-Like a GPU it refuses operations on tensors of two devices. It counts the operations for which a host would wait for a
-GPU: a number or a tensor that comes back, shapes that depend on data, and tensors sent from ordinary memory. The
-numbers are the CPU's.
+Like a GPU and nccl it refuses operations on tensors of two devices, and host tensors in a collective. It counts the
+operations for which a host would wait for a GPU: a number or a tensor that comes back, shapes that depend on data, and
+tensors sent from ordinary memory. The numbers are the CPU's; kernels, streams and the GPU's memory are not simulated.
+``tagged_gpu`` lets the launcher take its GPU path on it.
 """
 
 from __future__ import annotations
 
 import collections
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves
 
-NAME = "far"
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 # Operations with a result, or its shape, that the host must know.
 _DATA_SHAPES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten.bincount.default)
 _DATA_SHAPES += (aten._unique2.default, aten.unique_dim.default, aten.equal.default)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+_JOINING = (aten.cat.default, aten.stack.default)  # refuse even single numbers of the host
+_DEVICE, _IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
+# Storages on the GPU. While a weak reference is held, no other storage gets the same address.
+_there: dict[int, StorageWeakRef] = {}
 
 
-class FarTensor(torch.Tensor):
-    """A tensor on the far device; ``near`` holds its numbers."""
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor counts as on the GPU."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata in _there
 
-    near: Tensor
 
-    @staticmethod
-    def __new__(cls, near: Tensor) -> FarTensor:
-        found = torch.Tensor._make_wrapper_subclass(
-            cls,
-            near.shape,
-            strides=near.stride(),
-            storage_offset=near.storage_offset(),
-            dtype=near.dtype,
-            device=torch.device(NAME, 0),
-            requires_grad=near.requires_grad,
-        )
-        found.near = near
-        return found
+def _put(values: Any, there: bool = True) -> Any:
+    for tensor in tree_leaves(values):
+        if isinstance(tensor, Tensor):
+            with torch._C.DisableTorchFunction():
+                storage = tensor.untyped_storage()
+                if there:
+                    _there.setdefault(storage._cdata, StorageWeakRef(storage))
+                else:
+                    _there.pop(storage._cdata, None)
+    return values
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"FarTensor({self.near!r})"
 
-    def tolist(self) -> Any:
-        """The numbers as nested lists; the host waits for them."""
-        return self.to("cpu").tolist()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(f"{func} outside of far_device()")
+def _means_gpu(device: Any) -> bool:
+    return not isinstance(device, bool) and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
 class FarDevice(TorchDispatchMode):
-    """The mode that computes on the far device.
+    """The mode that refuses what a GPU would refuse; results of GPU tensors are on the GPU.
 
     Attributes:
         waits: the operations for which the host waited, and their lines in the library.
@@ -74,90 +71,115 @@ class FarDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        flat, _ = tree_flatten((args, kwargs))
-        given = [value for value in flat if isinstance(value, Tensor)]
-        far = [value for value in given if isinstance(value, FarTensor)]
-        target = kwargs.get("device")
-        goes_far = bool(far) if target is None else torch.device(target).type == NAME
-        if not far and not goes_far:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        near = [value for value in given if not is_there(value)]
+        if func.namespace == "c10d":
+            if near and "barrier" not in func.name():
+                raise RuntimeError(f"{func}: nccl was given a tensor of the host")
             return func(*args, **kwargs)
-        self._check(func, given, far)
-        self._count(func, args, kwargs, len(far) < len(given), goes_far)
-        if target is not None:
-            kwargs["device"] = torch.device("cpu")
-        args, kwargs = tree_map(_near, (args, kwargs))
+        if len(near) == len(given):
+            return func(*args, **kwargs)
+        self._check(func, args, near)
+        self._count(func, args, kwargs, bool(near))
         found = func(*args, **kwargs)
-        return self._result(found, far, goes_far)
+        return found if func is aten.copy_.default else _put(found)
 
-    def _check(self, func: Any, given: list[Tensor], far: list[Tensor]) -> None:
-        """Refuse CPU tensors beside far ones, except single numbers, and indices of a far tensor."""
-        mixed = [value for value in given if not isinstance(value, FarTensor) and value.dim()]
-        if far and mixed and func not in (aten.copy_.default, *_INDEXING):
-            raise RuntimeError(f"{func}: expected all tensors to be on one device, found {NAME} and cpu")
+    def _check(self, func: Any, args: Any, near: list[Tensor]) -> None:
+        """Refuse CPU tensors beside those of the GPU, except single numbers and the indices of a tensor."""
+        mixed = [value for value in near if value.dim() or func in _JOINING]
+        if func in _INDEXING:
+            mixed = [value for value in mixed if any(value is other for other in (args[0], *args[2:3]))]
+        if mixed and func not in (aten.copy_.default, aten._to_copy.default):
+            raise RuntimeError(f"{func}: expected all tensors to be on one device, found cuda:0 and cpu")
 
-    def _count(self, func: Any, args: Any, kwargs: Any, from_cpu: bool, goes_far: bool) -> None:
-        leaves = from_cpu or not goes_far
+    def _count(self, func: Any, args: Any, kwargs: Any, mixed: bool) -> None:
+        crosses = mixed and (func in _INDEXING or func is aten.copy_.default)
         # The host need not wait for tensors that it sends with non_blocking.
-        asynchronous = goes_far and (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
-        sent = func in (aten._to_copy.default, aten.copy_.default, *_INDEXING) and leaves and not asynchronous
+        crosses &= not (func is aten.copy_.default and args[2:] == (True,) and is_there(args[0]))
         flags = func in _INDEXING and any(_is_flags(index) for index in args[1])
         shaped = func in _DATA_SHAPES and kwargs.get("output_size") is None
-        if func is aten._local_scalar_dense.default or shaped or sent or flags or not goes_far:
-            self.waits[f"{func} at {_place()}"] += 1
-        if not func.is_view and "empty" not in func.name():
-            self.kernels += 1
+        if func is aten._local_scalar_dense.default or shaped or flags or crosses:
+            self.wait(func)
+        self.kernels += not (func.is_view or "empty" in func.name())
 
-    def _result(self, found: Any, far: list[Tensor], goes_far: bool) -> Any:
-        """The result; of an in-place operation the tensor that was passed."""
-        known = {id(value.near): value for value in far if isinstance(value, FarTensor)}
-
-        def wrap(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return known.get(id(value)) if id(value) in known else (FarTensor(value) if goes_far else value)
-
-        return tree_map(wrap, found)
-
-
-class _SentThere(TorchFunctionMode):
-    """``torch.tensor`` makes its numbers on the CPU and sends them, which no dispatch mode sees."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if func is torch.tensor and device is not None and torch.device(device).type == NAME:
-            return func(*args, **kwargs | {"device": "cpu"}).to(device)
-        return func(*args, **kwargs)
-
-
-def _near(value: Any) -> Any:
-    return value.near if isinstance(value, FarTensor) else value
+    def wait(self, func: Any) -> None:
+        """Count a wait of the host, and remember the line of the library that called the operation."""
+        frames = [(Path(frame.filename), frame.lineno) for frame in reversed(traceback.extract_stack())]
+        own = (f"{p.name}:{line}" for p, line in frames if "megatron_rc" in p.parts and "tests" not in p.parts)
+        self.waits[f"{func} at {next(own, 'a test')}"] += 1
 
 
 def _is_flags(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _place() -> str:
-    """The line of the library that called the operation."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if "megatron_rc" in path.parts and "tests" not in path.parts:
-            return f"{path.name}:{frame.lineno}"
-    return "a test"
+class Answering(TorchFunctionMode):
+    """The mode that answers for a tensor's device, and moves tensors between the two devices."""
+
+    def __init__(self, device: FarDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == _DEVICE:
+            return GPU if is_there(args[0]) else func(*args)
+        if func == _IS_CUDA:
+            return is_there(args[0])
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda." if is_there(args[0]) else "torch.", 1)
+        if func in (Tensor.cuda, Tensor.cpu):
+            return self._moved(args[0], GPU if func is Tensor.cuda else CPU)
+        if func is Tensor.pin_memory:
+            return args[0].clone()
+        if func is Tensor.tolist:
+            return func(self._moved(args[0], CPU))
+        if func is Tensor.numpy and is_there(args[0]):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is Tensor.to:
+            return self._to(*args, **kwargs)
+        kwargs.pop("pin_memory", None)
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        found = _put(func(*args, **kwargs | {"device": CPU}), _means_gpu(device))
+        if _means_gpu(device) and isinstance(found, Tensor):
+            self.device.kernels += "empty" not in func.__name__
+            if func is torch.tensor:  # made on the host, and sent
+                self.device.wait(func)
+        return found
+
+    def _to(
+        self,
+        tensor: Tensor,
+        *args: Any,
+        device: Any = None,
+        dtype: Any = None,
+        non_blocking: bool = False,
+        copy: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        for value in args:
+            if isinstance(value, Tensor):
+                device, dtype = GPU if is_there(value) else CPU, value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif value is not None and not isinstance(value, bool):
+                device = value
+        return self._moved(torch._C.TensorBase.to(tensor, dtype or tensor.dtype, copy=copy), device, non_blocking)
+
+    def _moved(self, tensor: Tensor, device: Any, non_blocking: bool = False) -> Tensor:
+        if device is None or _means_gpu(device) == is_there(tensor):
+            return tensor
+        self.device.kernels += 1
+        if not (non_blocking and _means_gpu(device)):
+            self.device.wait("to")
+        return _put(torch._C.TensorBase.to(tensor, tensor.dtype, copy=True), _means_gpu(device))
 
 
 @contextmanager
 def far_device() -> Iterator[FarDevice]:
-    """Make the device ``"far"`` exist inside this block."""
-    _register()
-    with _SentThere(), FarDevice() as device:
+    """Pretend the device :data:`GPU` inside this block."""
+    device = FarDevice()
+    with Answering(device), device:
         yield device
-
-
-def _register() -> None:
-    from torch.utils import backend_registration
-
-    if torch._C._get_privateuse1_backend_name() != NAME:
-        set_up: Callable[..., None] = backend_registration._setup_privateuseone_for_python_backend
-        set_up(NAME)

@@ -103,20 +103,6 @@ def healthy(maker: Maker) -> dict[str, Any]:
     return sampled(maker, maker.engine(maker.setting.noise))
 
 
-def rounded(maker: Maker, kind: str) -> dict[str, Any]:
-    return sampled(maker, maker.engine(kind))
-
-
-def temperature(maker: Maker, at: float) -> dict[str, Any]:
-    """The engine samples at another temperature than the trainer's, and reports its own log-probs."""
-    return sampled(maker, maker.engine(temperature=at))
-
-
-def raw_mode(maker: Maker, at: float) -> dict[str, Any]:
-    """Engine and trainer use the same temperature, and the engine reports log-probs before it."""
-    return sampled(maker, maker.engine(temperature=at), maker.engine(), at)
-
-
 def shifted(maker: Maker) -> dict[str, Any]:
     """The engine's log-probs are one position late."""
     made = healthy(maker)
@@ -169,14 +155,16 @@ def tails(maker: Maker) -> dict[str, Any]:
 
 FAULTS: dict[str, tuple[str, Callable[[Maker], dict[str, Any]]]] = {
     "shift": ("shift", shifted),
-    "temperature 0.7": ("temperature", partial(temperature, at=0.7)),
-    "temperature 1.4": ("temperature", partial(temperature, at=1.4)),
-    "raw at 0.6": ("log_prob_mode", partial(raw_mode, at=0.6)),
-    "raw at 1.3": ("log_prob_mode", partial(raw_mode, at=1.3)),
+    # The engine samples at another temperature than the trainer's, and reports its own log-probs.
+    "temperature 0.7": ("temperature", lambda maker: sampled(maker, maker.engine(temperature=0.7))),
+    "temperature 1.4": ("temperature", lambda maker: sampled(maker, maker.engine(temperature=1.4))),
+    # Engine and trainer use the same temperature, and the engine reports log-probs before it.
+    "raw at 0.6": ("log_prob_mode", lambda maker: sampled(maker, maker.engine(temperature=0.6), maker.engine(), 0.6)),
+    "raw at 1.3": ("log_prob_mode", lambda maker: sampled(maker, maker.engine(temperature=1.3), maker.engine(), 1.3)),
     "top_p 0.8": ("truncated_sampling", partial(truncated, top_p=0.8)),
     "top_p 0.9": ("truncated_sampling", partial(truncated, top_p=0.9)),
-    "fp8": ("precision", partial(rounded, kind="fp8")),
-    "int4": ("precision", partial(rounded, kind="int4")),
+    "fp8": ("precision", lambda maker: sampled(maker, maker.engine("fp8"))),
+    "int4": ("precision", lambda maker: sampled(maker, maker.engine("int4"))),
     "staleness": ("staleness", stale),
     "stale cache": ("stale_cache", stale_cache),
     "tails": ("tails", tails),

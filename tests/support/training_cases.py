@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,31 +252,63 @@ def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, tor
 
 
 @dataclass(frozen=True)
-class Found:
+class OfRank:
     """The results of one rank; lists by mini-batch.
 
     Attributes:
         where: (tp, cp, dp, pp) ranks.
-        places: [k, 2] row and position of each local token, with its weight (nan: none), mask and n_i.
-        metrics: metrics of the step and of the correction.
+        places: [k, 2] row and position of each local token, on the last stage.
+        metrics: metrics of the step, and of the correction if there is one.
         gradients: this rank's part, under the names of the whole model.
         sharded: dimension of each gradient that TP splits.
-        plan_calls: the library's collectives before the schedule.
         step_calls: the library's collectives of each mini-batch.
-        sequences: sequences of each local micro-batch of each mini-batch.
     """
 
     where: tuple[int, int, int, int]
     places: torch.Tensor | None
-    weights: torch.Tensor | None
-    mask: torch.Tensor | None
-    lengths: torch.Tensor | None
     metrics: list[dict[str, float]]
     gradients: list[training_oracle.Weights]
     sharded: dict[str, int]
-    plan_calls: list[tuple[str, int, int]]
     step_calls: list[list[tuple[str, int, int]]]
+
+
+@dataclass(frozen=True)
+class Found(OfRank):
+    """The results of one rank.
+
+    Attributes:
+        weights: the weight of each local token, None: no weights.
+        mask: its mask.
+        lengths: n_i of its sequence.
+        plan_calls: the library's collectives before the schedule.
+        sequences: sequences of each local micro-batch of each mini-batch.
+    """
+
+    weights: torch.Tensor | None
+    mask: torch.Tensor | None
+    lengths: torch.Tensor | None
+    plan_calls: list[tuple[str, int, int]]
     sequences: list[list[int]]
+
+
+def run_steps(groups: Any, chunks: Any, accumulate: Callable[[int], dict[str, float]]) -> dict[str, Any]:
+    """The fields of :class:`OfRank` except ``places``, of a function that makes the gradients of a mini-batch."""
+    metrics, gradients, step_calls = [], [], []
+    for index in range(MINI_BATCHES):
+        with recorded(of_library=True) as calls:
+            metrics.append(accumulate(index))
+        step_calls.append(list(calls))
+        gradients.append({name: p.main_grad.float().cpu().clone() for name, p in named(chunks)})
+    where = tuple(group_rank(group) for group in (groups.tp, groups.cp, groups.dp, groups.pp))
+    sharded = {n: p.partition_dim for n, p in named(chunks) if getattr(p, "tensor_model_parallel", False)}
+    return dict(where=where, metrics=metrics, gradients=gradients, step_calls=step_calls, sharded=sharded)
+
+
+def places_of(cut: Any, rows: torch.Tensor) -> torch.Tensor:
+    """[k, 2] row and position of each token of a cut batch whose replica has these rows; -1: padding."""
+    own, local = cut.rows.cpu(), cut.local
+    row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
+    return torch.stack([local.layout.expand(row).flatten(), local.positions.cpu().flatten()], 1)
 
 
 def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
@@ -292,30 +324,19 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     with recorded(of_library=True) as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
-    held = watch(trainer)
-    metrics, gradients, step_calls = [], [], []
-    for index in range(MINI_BATCHES):
-        with recorded(of_library=True) as calls:
-            metrics.append(trainer.accumulate(prepared, index) | prepared.plan.metrics())
-        step_calls.append(list(calls))
-        gradients.append({name: p.main_grad.float().cpu().clone() for name, p in named(trainer.chunks)})
+    held, plan = watch(trainer), prepared.plan
+    steps = run_steps(groups, trainer.chunks, lambda index: trainer.accumulate(prepared, index) | plan.metrics())
     local = prepared.batch.local
     applied = [local.weights, local.mask, local.sequence_lengths] if held is None else joined(held)
-    applied = [None if value is None else value.cpu() for value in applied]
-    local, own = dataclasses.replace(local, positions=local.positions.cpu()), prepared.batch.rows.cpu()
-    row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
+    weights, mask, lengths = (None if value is None else value.cpu() for value in applied)
     last = groups.is_last_stage
     return Found(
-        where=tuple(group_rank(group) for group in (groups.tp, groups.cp, groups.dp, groups.pp)),
-        places=torch.stack([local.layout.expand(row).flatten(), local.positions.flatten()], 1) if last else None,
-        weights=None if not last or applied[0] is None else applied[0].flatten(),
-        mask=applied[1].flatten() if last else None,
-        lengths=local.layout.expand(applied[2]).flatten() if last else None,
-        metrics=metrics,
-        gradients=gradients,
-        sharded={n: p.partition_dim for n, p in named(trainer.chunks) if getattr(p, "tensor_model_parallel", False)},
+        **steps,
+        places=places_of(prepared.batch, rows) if last else None,
+        weights=None if not last or weights is None else weights.flatten(),
+        mask=mask.flatten() if last else None,
+        lengths=local.layout.expand(lengths).flatten() if last else None,
         plan_calls=plan_calls,
-        step_calls=step_calls,
         sequences=[[cut.layout.num_sequences for cut in cuts] for cuts in prepared.batch.cuts],
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.support import advantages_oracle
 from tests.support import correction_oracle as oracle
 from tests.support.objectives_oracle import Bounds, of_response
 
@@ -263,14 +264,10 @@ class Expected:
 
 
 def advantages(data: Data) -> list[float]:
-    """(x - mean) / (sample std + 1e-6) of each prompt's responses."""
-    found = []
-    for row, group in enumerate(data.group_ids.tolist()):
-        rewards = [x for x, other in zip(data.rewards.tolist(), data.group_ids.tolist(), strict=True) if other == group]
-        mean = sum(rewards) / len(rewards)
-        std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1))
-        found.append((float(data.rewards[row]) - mean) / (std + 1e-6))
-    return found
+    """GRPO's, from each prompt's responses."""
+    rows = len(data.group_ids)
+    rewards, ids = data.rewards.tolist(), data.group_ids.tolist()
+    return advantages_oracle.group("grpo", rewards, ids, [True] * rows, [1] * rows)
 
 
 def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[oracle.Result]:

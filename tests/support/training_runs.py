@@ -1,7 +1,6 @@
 """Whole runs on the ranks of the pool: their flags, start and results."""
 
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -11,6 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_rc.launch.flags.configure import configure
+from tests.support.runs import read, steps
 
 # One small step an iteration, with rollouts of a real engine.
 LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
@@ -36,11 +36,11 @@ def run_training(words):
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return read(folder / "run")
 
 
 def without_times(folder):
-    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows(folder)]
+    return steps(folder / "run")
 
 
 def tensors_of(state):

@@ -65,7 +65,7 @@ def test_every_layout_is_the_reference(run, case):
     layout = case.layout
     for rank in everywhere:
         sums = [("SUM", layout.dp * layout.cp, 8)] * (layout.dp * layout.cp > 1 and rank.places is not None)
-        assert rank.calls == [sums + [("BROADCAST", layout.pp, 8)] * (layout.pp > 1)] * MINI_BATCHES
+        assert rank.step_calls == [sums + [("BROADCAST", layout.pp, 8)] * (layout.pp > 1)] * MINI_BATCHES
 
 
 def test_the_cases_meet_what_they_are_for():

@@ -20,7 +20,8 @@ def train(words):
 
     from megatron_rc.launch import train_ppo
     from tests.gpu.training import free_port
-    from tests.support.tagged_gpu import GPU, tagged_gpu
+    from tests.support.far_device import GPU
+    from tests.support.tagged_gpu import tagged_gpu
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
