@@ -33,7 +33,6 @@ def _name(node):
 PICKLES = {
     "launch/rewards/pool.py",
     "launch/rewards/worker.py",
-    "launch/training/checkpoints/background.py",
     "launch/training/checkpoints/unpickling.py",
     "launch/training/checkpoints/pieces.py",
     "megatron_rc/records/tensor_files.py",

@@ -36,7 +36,7 @@ class StepChecks:
         Raises BadStepError if it is not finite, or with ``--check-for-spiky-loss`` much larger than earlier losses.
         """
         before = self.losses.exceeded_by(loss) if self.wanted.check_for_spiky_loss else None
-        error = self._error(f"loss of step {step}", loss, before, "--check-for-spiky-loss")
+        error = self._error(f"loss of step {step} is", loss, before, "--check-for-spiky-loss")
         if error is not None:
             raise BadStepError(error)
 
@@ -48,18 +48,21 @@ class StepChecks:
         than earlier norms.
         """
         before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
-        error = self._error(f"gradient norm of step {step}", norm, before, "--check-for-large-grads")
+        error = self._error(f"gradient norm of step {step} is", norm, before, "--check-for-large-grads")
         with telling_bad_steps():
             return agree(self.config, error, numbers)
 
-    def _error(self, what: str, value: float, before: float | None, flag: str) -> str | None:
-        """Error of a value that is not finite, or much larger than ``before``, the largest of the first values."""
+    def _error(self, begin: str, value: float, before: float | None, flag: str) -> str | None:
+        """Error of a value that is not finite, or much larger than ``before``, the largest of the first values.
+
+        ``begin`` is the beginning of its sentence, which ends before the value.
+        """
         if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(value):
-            return f"{self.whose} {what} is {value}: {self.advice}"
+            return f"{self.whose} {begin} {value}: {self.advice}"
         if before is None:
             return None
         largest = f"the largest of the first {_SAMPLES} steps was {before:.3g} ({flag})"
-        return f"{self.whose} {what} is {value:.3g}, {largest}: {self.advice}"
+        return f"{self.whose} {begin} {value:.3g}, {largest}: {self.advice}"
 
 
 @contextmanager

@@ -143,9 +143,6 @@ def test_an_update_that_fails_ends_the_run_while_responses_are_under_way(ranks, 
 
 REFUSED = [
     (["--rollout-staleness=0"], "--rl-partial-rollouts does nothing without --rollout-staleness"),
-    (["--rollout-max-versions=1", "--rollout-staleness=4"], "--rollout-max-versions 1 leaves no response two versions"),
-    (["--rollout-max-versions=2"], "--rollout-max-versions 2 does nothing with --rollout-staleness 1: .* 2 versions"),
-    (["--rollout-max-versions=5", "--rollout-staleness=4"], "--rollout-max-versions 5 does nothing with"),
     (["--rollout-engine=sglang-server"], "--rl-partial-rollouts does nothing with --rollout-engine sglang-server"),
 ]
 
