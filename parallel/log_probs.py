@@ -230,7 +230,7 @@ def gradient_factors(
     support: Support | None,
     spec: CallSpec,
 ) -> GradientFactors:
-    """The factors of all rows' gradients; the arguments are those of :func:`row_gradients`, with both offsets."""
+    """The factors of all rows' gradients; the arguments: see :func:`row_gradients`, with both offsets."""
     if support is None:
         return GradientFactors(row_gradients(grads, target, chosen, offsets[0], entropy, squares, spec), None)
 

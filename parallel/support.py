@@ -98,7 +98,7 @@ class Support:
     def statistics(self, rows: Tensor, labels: Tensor, options: SoftmaxOptions) -> tuple[Tensor, Tensor]:
         """(the statistics of each row over its kept local columns, whether the row's label can be scored).
 
-        The statistics are those of :func:`~megatron_rc.parallel.softmax.row_statistics`; m is -inf without a kept local
+        The statistics: see :func:`~megatron_rc.parallel.softmax.row_statistics`; m is -inf without a kept local
         column. An id counts once, in any order. A label can be scored if the row has no ids, or if it is one of them
         and all lie in the vocabulary.
         """

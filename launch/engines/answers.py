@@ -93,9 +93,8 @@ def make_sample(
 ) -> Sample:
     """Make a sample of an answer's token ids, log-probs and finish reason; ``source`` names the engine in errors.
 
-    ``experts`` and ``kept``: those of the answer, if the engine was asked for them; ``kept`` is a list of ids for each
-    token. An unusable log-prob concerns one response: it becomes NaN, and ``Sample.fault`` describes it. What concerns
-    every answer is an EngineError: a wrong type or length of a field, or a response that ended too early.
+    ``experts`` and ``kept``, a list of ids for each token, come with the answer if the engine was asked for them. An
+    unusable log-prob becomes NaN, and ``Sample.fault`` describes it; other faults of an answer are an EngineError.
     """
     where = f"{source}, prompt {ask.index}:"
     if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):

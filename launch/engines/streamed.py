@@ -24,7 +24,7 @@ class StreamedEngine(ServerEngine):
     """A server to which every sender sends its part between ``begin_update`` and ``end_update``.
 
     If a sender fails, the server names its weights incomplete, so that nobody trains on a mixture. The next
-    :meth:`begin_update`, perhaps of another trainer, replaces them. ``dtype`` is that of the weights that are sent.
+    :meth:`begin_update`, perhaps of another trainer, replaces them. ``dtype``: the dtype of the weights that are sent.
     """
 
     def __init__(self, *args: Any, dtype: torch.dtype, **settings: Any) -> None:

@@ -67,8 +67,7 @@ class VllmEngine:
         self._devices = _devices(processes) if torch.cuda.is_available() else None
         self._sleeps, self._is_asleep, self._has_more = sleeps, False, bool(more)
         self.directory, self.eos, self.version = directory, eos_token_id, -1
-        self._takes_weights = takes_weights
-        self._records_experts = reports_experts and not torch.cuda.is_available()
+        self._takes_weights, self._records_experts = takes_weights, reports_experts and not torch.cuda.is_available()
         self._options = {
             "dtype": DTYPES[dtype],
             "max_model_len": max_model_len,

@@ -56,7 +56,7 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, name and value of each flag in a file; those of the correction may be nested."""
+    """Yield place, name and value of each flag in a file; the correction's flags may be nested."""
     content = _read_mapping(path)
     content.pop(_PROCESSES, None)
     nested = content.pop(_CORRECTION, {})

@@ -111,7 +111,7 @@ class Rewarder:
     ) -> list[Outcome]:
         """The task's reply to the newest turn of each conversation; observations are token ids of ``text``.
 
-        The other arguments and the errors are those of :meth:`score`.
+        The other arguments and the errors: see :meth:`score`.
         """
         if self._replies is None:
             raise RuntimeError("a run of one turn has no replies")

@@ -49,9 +49,8 @@ class ReplicaBroadcast:
         integers = torch.zeros(rows, columns_per_token * length + 3, dtype=torch.int64)
         floats = torch.zeros(rows, (2 if self._sends_turn_rewards else 1) * length + 1)
         if batch is not None:
-            per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
+            columns = [values.unsqueeze(1) for values in (batch.sample_ids, batch.group_ids, batch.finish_reasons)]
             # The receivers expect these dtypes; records may have others.
-            columns = [values.unsqueeze(1) for values in per_row]
             whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
             if self._sends_support and batch.support_counts is not None:
                 whole.insert(3, batch.support_counts)

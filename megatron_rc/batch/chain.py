@@ -212,7 +212,7 @@ def sequence_sums(
 def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
     """The pair over whole sequences.
 
-    ``layouts`` are those of the micro-batches, in order: needed if one has a CP group of its own. Without them all
+    ``layouts``: the layouts of the micro-batches, in order: needed if one has a CP group of its own. Without them all
     sequences are reduced over ``groups.cp``.
 
     Collectives: one SUM over each CP group, and one MAX if there are maxima.

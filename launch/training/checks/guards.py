@@ -53,7 +53,7 @@ class Guards:
     def go_on(self, rows: Iterable[Mapping[str, float]], iteration: int) -> None:
         """Count the steps before a checkpoint, because steps in a row may lie on both sides of it.
 
-        ``rows`` are those of ``metrics.jsonl``. Rows of steps after ``iteration``, the checkpoint's, are made again and
+        ``rows``: the rows of ``metrics.jsonl``. Rows of steps after ``iteration``, the checkpoint's, are made again and
         do not count.
         """
         for row in rows if self._met else ():

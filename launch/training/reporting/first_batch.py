@@ -15,7 +15,7 @@ _WIDTH = 1.96  # deviations to each side of the mean that hold 95 % of normal nu
 def warn_of_bounds(metrics: Mapping[str, float], correction: RolloutCorrectionConfig) -> str | None:
     """A sentence if bounds on geometric means reject more than half of the tokens, else None.
 
-    ``metrics`` are those of a step under their usual names. The sentence names bounds that would reject about 5 % of
+    ``metrics``: the metrics of a step under their usual names. The sentence names bounds that would reject about 5 % of
     the sequences, as if the logs of their geometric means were normal; none if these are beyond any use.
     """
     rejected = metrics.get(f"{_NAME}_masked_fraction", 0.0)

@@ -51,8 +51,7 @@ def from_verl(
             attention_mask.
         non_tensors: uid, one a sequence; optionally param_version_start.
         sampling: the sampling parameters, which a DataProto does not have.
-        policy_version: version of the weights that sampled. Default: ``param_version_start``, or 0 without it, as in a
-            synchronous run.
+        policy_version: version of the weights that sampled; default: ``param_version_start``, or 0 (a synchronous run).
 
     Raises:
         ValueError: names the field that is missing, has another shape, or is padded on the wrong side.
