@@ -45,9 +45,6 @@ def paid(prompt, response, label, record):
     return {"observation": [10], "reward": int(response) / 4}
 
 
-REPLIES = (empty, number)
-
-
 def again(prompt, response, label, record):
     """An observation of one to three tokens after every turn."""
     return "7" * (1 + len(response) % 3)

@@ -34,13 +34,12 @@ def test_requests_under_way_are_bounded_and_their_connections_kept(server, loade
     assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
 
 
-@pytest.mark.parametrize("fault", [(500, b"oops"), (503, b""), (429, b"busy")], ids=["500", "503", "429"])
-def test_a_passing_fault_is_retried(server, loaded, fault):
-    engine, server.faults[ROUTE] = loaded(), [fault, fault]
+def test_passing_faults_are_retried(server, loaded):
+    engine, server.faults[ROUTE] = loaded(), [(500, b"oops"), (503, b""), (429, b"busy")]
     (got,) = sample(engine)
     assert got.token_ids == draw([5, 6], derive_seed(9, 0), TOKENS)[0]
     asked = [json.dumps(body) for path, body in server.seen if path == ROUTE]
-    assert (len(asked), len(set(asked))) == (3, 1), "a retry asks the same, seed included"
+    assert (len(asked), len(set(asked))) == (4, 1), "a retry asks the same, seed included"
 
 
 def test_retries_are_bounded_and_refusals_are_not_retried(server, loaded):
@@ -78,14 +77,6 @@ def test_waits_double_and_are_bounded():
 LATE = (
     r"/inference/v1/generate gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
 )
-
-
-def test_a_silent_server_is_an_error_in_time(server, loaded):
-    engine, server.faults[ROUTE] = loaded(), [9.0]
-    engine.client.timeout = 0.3
-    with pytest.raises(EngineError, match=LATE):
-        sample(engine)
-    assert server.paths().count(ROUTE) == 1
 
 
 @contextmanager

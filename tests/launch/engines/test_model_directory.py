@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from tests.support.rollout_servers import CONFIG, EOS, random_weights, weights
 
 
@@ -58,7 +59,10 @@ def test_wrong_weights_leave_the_old_ones(engine, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         engine.load_weights(change(weights()), 4)
     assert (tmp_path / "weights" / "model.safetensors").stat().st_mtime_ns == stored
-    assert engine.version == -1
+    inside = TransformersEngine(CONFIG, "fp32", EOS, 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match=message):
+        inside.load_weights(change(weights()), 4)
+    assert engine.version == inside.version == -1
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_of_the_engine(engine, tmp_path):

@@ -85,25 +85,13 @@ def test_each_token_has_the_version_of_its_span(server, tmp_path):
 
 
 WRONG_SPANS = {
-    "gap": (
-        spans(("3", 0, 1), ("3", 2, TOKENS)),
-        "'end': 4}, expected version, start 1 and an end of at most 4",
-    ),
-    "overlap": (spans(("3", 0, 2), ("3", 1, TOKENS)), "'start': 1, 'end': 4}, expected version, start 2"),
+    "gap": (spans(("3", 0, 1), ("3", 2, TOKENS)), "'end': 4}, expected version, start 1 and an end of at most 4"),
     "short": (spans(("3", 0, 3)), "covers 3 of 4 tokens"),
     "long": (spans(("3", 0, TOKENS + 1)), "'start': 0, 'end': 5}, expected version, start 0 and an end of at most 4"),
-    "backwards": (spans(("3", 0, 2), ("3", 2, 1)), "'start': 2, 'end': 1}"),
     "text": (spans(("3", "0", TOKENS)), "'start': '0', 'end': 4}"),
-    "fraction": (spans(("3", 0, 4.0)), r"'start': 0, 'end': 4\.0}"),
     "no-list": (7, "weight_versions has 7, expected version, start 0"),
-    "no-span": ([["3", 0, TOKENS]], r"weight_versions has \['3', 0, 4\], expected"),
-    "no-end": ([{"version": "3", "start": 0}], "'start': 0}, expected version, start 0 and an end"),
     "future": (spans(("3", 0, 1), ("4", 1, TOKENS)), "holds weights 4, expected 3: does another program update them"),
-    "past": (spans(("2", 0, TOKENS)), "holds weights 2, expected 3: does another"),
     "number": (spans((3, 0, TOKENS)), "names its weights 3, expected a number in quotes"),
-    "sign": (spans(("-3", 0, TOKENS)), "names its weights '-3', expected a number"),
-    "digits": (spans(("9" * 5000, 0, TOKENS)), "names its weights '9{79}, expected"),
-    "other-digits": (spans(("٣", 0, TOKENS)), "names its weights '٣', expected"),
 }
 
 

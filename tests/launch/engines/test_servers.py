@@ -100,10 +100,6 @@ def in_choice(**fields):
     return change
 
 
-def with_prompt(prompt):
-    return lambda answer: answer | {"prompt_token_ids": prompt}
-
-
 def ended(tokens, *values):
     """Fields of a choice; all log-probs are -1 but the first ones."""
     return {"token_ids": tokens, "logprobs": content_of(tokens, [*values, *[-1.0] * (len(tokens) - len(values))])}
@@ -116,22 +112,15 @@ WRONG_COMPLETIONS = {
     "number": ((200, b"7"), "answered without model"),
     "other-model": (lambda answer: answer | {"model": "large"}, "model large answered, not tiny"),
     "two-choices": (lambda answer: answer | {"choices": answer["choices"] * 2}, "has 2 choices, expected 1"),
-    "null-choices": (lambda answer: answer | {"choices": None}, "has None choices, expected 1"),
-    "no-token-ids": (in_choice(token_ids="absent"), "answered without token_ids"),
-    "null-token-ids": (in_choice(token_ids=None), "token ids are None, expected a list of integers"),
     "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
     "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
     "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.content"),
-    "null-log-probs": (in_choice(logprobs={"content": None}), "log-probs are None, expected a list of 4"),
     "fewer-log-probs": (in_choice(logprobs=content_of([3] * 3, [-1.0] * 3)), "-1.0], expected a list of 4"),
     "other-log-probs": (in_choice(logprobs=content_of([9] * 4, [-1.0] * 4)), "log-probs of other tokens than"),
     "null": (in_choice(**ended([3] * 4, None)), f"token 0 is None, {NO_LOG_PROB}"),
-    "digits": (in_choice(**ended([3] * 4, -(10**400))), f"token 0 is -10{{38}}, {NO_LOG_PROB}"),
-    "prompt-completed": (with_prompt([0, 5, 6]), "read 3 prompt tokens, not the 2 that were sent"),
-    "prompt-absent": (with_prompt(None), "read None prompt tokens"),
+    "prompt-completed": (lambda answer: answer | {"prompt_token_ids": [0, 5, 6]}, "read 3 prompt tokens, not the 2"),
     "cut": (in_choice(**ended([3, 3])), "cut after 2 of 4 tokens: raise the engine's longest sequence"),
     "other-stop": (in_choice(**ended([3, 3]), finish_reason="stop"), "which is not end-of-text token 1"),
-    "verbose": (in_choice(finish_reason="-" * 1000), "ended with '-{79}, expected"),
     "unfinished": (in_choice(finish_reason=None), "ended with None"),
     "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end-of-text token 1"),
 }
@@ -155,17 +144,14 @@ def pairs(*values):
 
 
 WRONG_GENERATIONS = {
-    "html": ((200, b"<html>"), "expected JSON"),
     "list": (lambda answer: [answer, answer], "2 answers came, expected 1"),
     "no-meta": (lambda answer: {"text": "a"}, "answered without meta_info"),
-    "no-log-probs": (in_meta(output_token_logprobs="absent"), "answered without output_token_logprobs"),
     "bare-log-probs": (in_meta(output_token_logprobs=[-1.0] * TOKENS), "is no list of"),
     "other-tokens": (lambda answer: answer | {"output_ids": [7]}, "log-probs of other tokens than output_ids"),
     "nan": (pairs((float("nan"), 5), (-1, 5), (-1, 5), (-1, 5)), f"token 0 is nan, {NO_LOG_PROB}"),
     "prompt": (in_meta(prompt_tokens=3), "read 3 prompt tokens, 2 were sent"),
     "too-long": (pairs(*[(-1, 5)] * 5), "5 tokens came, 4 were asked for"),
     "aborted": (in_meta(finish_reason={"type": "abort", "message": "no"}), "ended with 'abort'"),
-    "weights": (in_meta(weight_version="2"), "holds weights 2, expected 0"),
 }
 
 
@@ -229,6 +215,8 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
     for params in ({"top_k": 1}, {}):
         (other,) = sample(engine, **params)
         assert other.support is None, "a greedy answer is not trained on; else no token was left out"
+    server.always[GENERATE[kind]] = in_choice(**ended([])) if kind is VllmServerEngine else pairs()
+    assert sample(engine, top_p=0.9)[0].token_ids == [], "one bad response, which needs no experts"
 
 
 PICKLE = numpy_file(numpy.array([print], dtype=object))
@@ -236,7 +224,6 @@ REPORTS = [
     (VllmServerEngine, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
     (VllmServerEngine, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
     (VllmServerEngine, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
-    (VllmServerEngine, {"routed_experts": 7}, "routed_experts is no NumPy array in base64"),
     (VllmServerEngine, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
     (VllmServerEngine, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
     (VllmServerEngine, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
@@ -254,16 +241,6 @@ def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
     server.always[GENERATE[kind]] = lambda answer: put(**wrong)(reporting(kind, EXPERTS, KEPT)(answer))
     with pytest.raises(EngineError, match=message):
         sample(engine, top_p=0.9)
-
-
-@pytest.mark.parametrize("kind", GENERATE, ids=["vllm", "sglang"])
-def test_an_empty_answer_needs_no_experts(server, tmp_path, kind):
-    """The trainer handles it as one bad response."""
-    engine = given(kind, server, tmp_path, experts_shape=(3, 2), reports_support=True)
-    empty = in_choice(**ended([])) if kind is VllmServerEngine else pairs()
-    server.always[GENERATE[kind]] = empty
-    (got,) = sample(engine, top_p=0.9)
-    assert got.token_ids == []
 
 
 @pytest.mark.parametrize("status", [403, 404])
@@ -318,9 +295,7 @@ RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 REFUSED = answer(success=False, message="shape")
 FAILED = [
     (VLLM, "/server_info", (404, b""), f"/server_info.* {DEVELOPER}"),
-    (VLLM, "/pause", (404, b""), f"/pause.* {DEVELOPER}"),
     (VLLM, "/v1/models", answer(data=[{"id": "a"}, {"id": "b"}]), "serves a, b, not None: name"),
-    (VLLM, "/v1/models", answer(data=None), "serves no model, not None: name"),
     (VLLM, "/server_info", answer(**RAW), "reports raw_logprobs, expected processed_logprobs"),
     (VLLM, "/collective_rpc", (500, b"disk"), "failed 4 times, at last with status 500: disk"),
     (VLLM, "/reset_prefix_cache", answer(success=False), "kept its prefix cache"),

@@ -129,6 +129,8 @@ TABLES = {
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
         @2 SERVERS=sglang-server --rollout-model=m :: --rollout-model m | --rollout-engine sglang-server | vllm-server
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
+        SERVERS=vllm-server --rollout-weight-transfer=nccl :: --rollout-weight-transfer nccl | GPUs | gloo
+        SERVERS=sglang-server --rollout-weight-transfer=ipc :: --rollout-weight-transfer ipc | vllm-server | gloo
         --kl-estimator=k1 --grpo-kl-beta=0 :: --kl-estimator k1 | --grpo-kl-beta 0
         --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
         --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo

@@ -26,7 +26,6 @@ def test_distances_by_hand():
         (["--rollout-dtype=fp32"], 1e-3),
         (["--rollout-dtype=fp32", "--bf16"], 0.1),
         (["--rollout-dtype=int8", "--bf16"], 0.25),
-        (["--rollout-dtype=fp32", "--bf16", "--rollout-check-tolerance=0.01"], 0.01),
     ],
 )
 def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
@@ -34,17 +33,6 @@ def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
     assert set(ROUNDING) == set(DTYPES), "every dtype has a limit"
 
 
-@pytest.mark.parametrize(
-    ("distances", "wrong"),
-    [
-        ({1.0: [0.01, 4, 5, 10]}, set()),
-        ({1.0: [9, 0.1, 5, 10]}, {"shift", "weights"}),
-        ({1.0: [9, 8, 7, 10], 2.0: [1, 8, 7, 10]}, {"temperature and log-prob mode", "weights"}),
-        ({1.0: [9, 8, 7, 10], 2.0: [8, 8, 7, 10]}, {"weights"}),
-        ({1.0: [0, 0, 0, 0]}, {"log-probs"}),
-    ],
-    ids=["right", "shifted", "warmer", "stale", "no pairs"],
-)
-def test_what_explains_most_of_the_distance_is_the_finding(distances, wrong):
-    found = judge(distances, 1.0, 0.1)
-    assert {finding.about for finding in found if not finding.agrees} == wrong
+def test_responses_without_two_neighbouring_tokens_tell_nothing():
+    (finding,) = judge({1.0: [0, 0, 0, 0]}, 1.0, 0.1)
+    assert (finding.about, finding.agrees) == ("log-probs", False)

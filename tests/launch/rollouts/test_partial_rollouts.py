@@ -4,9 +4,7 @@ import threading
 
 import pytest
 
-from megatron_rc.launch.engines import EngineError, Sample
-from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.engines import Sample
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.rollouts.test_prefetch import SECONDS, CountingEngine, run_with
 from tests.support.ranks import Layout
@@ -118,42 +116,3 @@ def test_evaluations_are_made_while_responses_are_under_way(ranks, tmp_path):
     ((error, _, _, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
     assert (error, left) == (None, [])
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 1, 2, 3, 4]
-
-
-class FailingEngine(OpenEngine):
-    """Refuses its third weights while responses wait for them."""
-
-    def load_weights(self, weights, version):
-        if version == 2:
-            with self.news:  # the thread's call ends too, before the next test on these ranks
-                self.version = version
-                self.news.notify_all()
-            raise EngineError("the disk is full")
-        super().load_weights(weights, version)
-
-
-def test_an_update_that_fails_ends_the_run_while_responses_are_under_way(ranks, tmp_path):
-    layout = Layout(tp=2)
-    words = partial(tmp_path, *layout.flags(), "--train-iters=4")
-    found = ranks.run(run_with, layout, words, FailingEngine)
-    for error, *_ in found:
-        assert error == "AgreedError: the rollout engine refused the weights of step 2: the disk is full"
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-
-
-REFUSED = [
-    (["--rollout-staleness=0"], "--rl-partial-rollouts does nothing without --rollout-staleness"),
-    (["--rollout-engine=sglang-server"], "--rl-partial-rollouts does nothing with --rollout-engine sglang-server"),
-]
-
-
-@pytest.mark.parametrize(("more", "message"), REFUSED)
-def test_settings_that_do_nothing_are_refused(tmp_path, more, message):
-    with pytest.raises(ConfigurationError, match=message):
-        configure(partial(tmp_path, "--train-iters=4", *more), 1)
-
-
-def test_a_bound_below_the_versions_that_staleness_allows(tmp_path):
-    config, _ = configure(partial(tmp_path, "--train-iters=8", "--rollout-staleness=4", "--rollout-max-versions=4"), 1)
-    assert config.engine.rollout_max_versions == 4
-    assert configure(partial(tmp_path, "--train-iters=8"), 1)[0].engine.rollout_max_versions is None

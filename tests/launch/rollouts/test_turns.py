@@ -16,10 +16,7 @@ from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.rewarder import RewardError
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
 from megatron_rc.launch.rollouts.turns import converse
-from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
-from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
-from tests.support.made_rollouts import made_batch
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, save_initial
 from tests.support.training_runs import rows, run_training
@@ -51,8 +48,7 @@ def talk(engine, replies, prompts=((2, 3), (2,)), **limits):
 
     def reply(places, conversations):
         asked.append(places)
-        given = replies[len(asked) - 1]
-        return [one if isinstance(one, Outcome) else Outcome(one[1], observation=one[0]) for one in given]
+        return [Outcome(reward, observation=observation) for observation, reward in replies[len(asked) - 1]]
 
     found = converse(prompts, lambda texts, seed: engine.sample(texts, seed=seed), 11, reply=reply, **limits)
     return found, asked
@@ -98,16 +94,6 @@ def test_a_turn_without_an_end_and_a_dropped_one_get_no_reply():
     assert [one.token_ids for one in found] == [[], [6, EOS, 20, 6, 6], [6, 6]], "a dropped turn drops its response"
     found = converse([(2,)], lambda texts, seed: [ENDED], 0)
     assert (found[0].token_ids, found[0].sampled) == ([5, EOS], [True, True]), "without replies it is one turn"
-
-
-def test_a_failed_reply_ends_its_conversation_alone():
-    engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)])
-    replies = [[Outcome(failure="hangs"), ([20], 0.5)], [(None, 0.25)]]
-    found, _ = talk(engine, replies, [(2,), (2,)], most=3, room=90)
-    assert [one.failed and one.failed.failure for one in found] == ["hangs", None]
-    assert [one.token_ids for one in found] == [[5, EOS], [6, EOS, 20, 7, EOS]]
-    assert found[1].turn_rewards == [0, 0.5, 0, 0]
-    assert replace(found[1], failed=Outcome(failure="hangs")).turn_rewards == [0, 0, 0, 0]
 
 
 def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
@@ -193,7 +179,6 @@ def test_the_first_turn_is_that_of_a_run_of_one_turn(game, tmp_path):
     assert game([*rounds, [one, two]], "--max-turns=2").batch.rewards.tolist() == [1, 1, 1, 1]
 
 
-SERVER = ["--rollout-engine=vllm-server", "--rollout-url=http://a:1", "--rollout-weights-dir=w"]
 REPLY = "python:tests.support.user_replies:"
 
 
@@ -260,35 +245,16 @@ def test_evaluations_converse_too(game, tmp_path):
 
 
 REFUSED = [
-    (["--max-turns=2"], "--task count_up replies to no turn"),
-    (["--max-turns=0"], "--max-turns 0 must be positive"),
-    (["--reply=python:a:b"], "--reply python:a:b does nothing with --max-turns 1"),
-    (["--max-turns=2", f"--reply={REPLY}nothing"], "--reply .* has no nothing"),
-    (["--max-turns=2", f"--reply={REPLY}REPLIES"], "--reply .* is of type tuple: name a function"),
-    (
-        ["--max-turns=2", f"--reply={REPLY}empty", "--overlong=penalise", "--overlong-buffer=2"],
-        "--overlong penalise .*--max-turns 2",
-    ),
-    (
-        ["--max-turns=2", f"--reply={REPLY}empty", "--rl-partial-rollouts", "--rollout-staleness=1", *SERVER],
-        "--rl-partial-rollouts does nothing with --max-turns 2: drop it, or use 1",
-    ),
-    (["--max-turns=2", "--load-rollouts=."], "--max-turns 2 does nothing with --load-rollouts"),
+    ([], "--task count_up replies to no turn"),
+    ([f"--reply={REPLY}nothing"], "--reply .* has no nothing"),
+    ([f"--reply={REPLY}empty", "--overlong=penalise", "--overlong-buffer=2"], "--overlong penalise .*--max-turns 2"),
 ]
 
 
 @pytest.mark.parametrize(("more", "message"), REFUSED)
 def test_settings_that_do_not_go_together_are_refused(tmp_path, more, message):
     with pytest.raises(ConfigurationError, match=message):
-        configure(flags(tmp_path, "--grpo-iterations=1", *more), 1)
-
-
-def test_turns_are_numbered_in_the_record():
-    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
-    batch = made_batch(torch.ones(2, 8).long(), mask, torch.full((2, 8), -1.0), torch.zeros(2))
-    assert batch.turn_ids.tolist() == [[-1, 0, 0, -1, -1, 1, -1, 2], [-1] * 8]
-    metrics = summarize_rollouts(batch, ParallelGroups()).metrics
-    assert metrics["rollout/turns"] == 1.5
+        configure(flags(tmp_path, "--max-turns=2", *more), 1)
 
 
 # Rewards of turns in a run -------------------------------------------------------------------------------------------
@@ -297,41 +263,30 @@ TURNS = [*GAME, "--max-response-length=6", "--seq-length=32", "--grpo-prompts-pe
 TURNS += ["--global-batch-size=16", f"--reply={REPLY}by_length", "--reward=exact", "--max-turns=3", "--num-layers=2"]
 TURNS += ["--advantage-estimator=reinforce-pp", "--gamma=0.9", "--lr=1e-3", "--micro-batch-size=2", "--train-iters=2"]
 TURNS += ["--rollout-rs-threshold=1e-9_1e9,1e9", "--lr-decay-style=constant"]
-COMPARED = "loss/total", "grad_norm"
 
 
 def losses(folder):
-    return [{name: row[name] for name in COMPARED} for row in rows(folder)]
+    return [{name: row[name] for name in ("loss/total", "grad_norm")} for row in rows(folder)]
 
 
-@pytest.fixture(scope="module")
-def single(ranks, tmp_path_factory):
-    """Folder of a run of one rank, and its losses."""
-    folder = tmp_path_factory.mktemp("single")
-    ranks.run(save_initial, Layout(), flags(folder, *TURNS, f"--save={folder}/start"))
-    words = flags(folder, *TURNS, f"--load={folder}/start", "--finetune", f"--save-rollouts={folder}/rollouts")
-    assert ranks.run(run_training, Layout(), words) == [None]
-    return folder, losses(folder)
-
-
-def test_rewards_of_turns_reach_all_ranks(ranks, tmp_path, single):
-    layout, (folder, known) = Layout(pp=2, tp=2), single
-    words = flags(tmp_path, *TURNS, *layout.flags(), f"--load={folder}/start", "--finetune")
-    assert ranks.run(run_training, layout, words) == [None] * layout.world
-    for one, other in zip(known, losses(tmp_path), strict=True):
-        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("strips", [False, True])
-def test_records_keep_the_rewards_of_turns(ranks, tmp_path, single, strips):
-    """The same steps from the records; others without the rewards of their turns."""
-    folder, known = single
-    for path in (folder / "rollouts").glob("*"):
+def test_rewards_of_turns_are_recorded_and_reach_all_ranks(ranks, tmp_path):
+    """One rank samples; four ranks take the same steps on its records, and others without the rewards of turns."""
+    ranks.run(save_initial, Layout(), flags(tmp_path, *TURNS, f"--save={tmp_path}/start"))
+    start = [f"--load={tmp_path}/start", "--finetune"]
+    live = flags(tmp_path / "live", *TURNS, *start, f"--save-rollouts={tmp_path}/kept")
+    assert ranks.run(run_training, Layout(), live) == [None]
+    (tmp_path / "stripped").mkdir()
+    for path in (tmp_path / "kept").glob("*"):
         batch = load_rollouts(path)
         assert batch.turn_rewards.any()
-        save_rollouts(replace(batch, turn_rewards=None) if strips else batch, tmp_path / path.name)
-    of_engines = ("--max-turns", "--reply", "--reward")
-    words = [word for word in TURNS if not word.startswith(of_engines)]
-    words = flags(tmp_path, *words, f"--load={folder}/start", "--finetune", f"--load-rollouts={tmp_path}")
-    assert ranks.run(run_training, Layout(), words) == [None]
-    assert (losses(tmp_path) == known) != strips
+        save_rollouts(replace(batch, turn_rewards=None), tmp_path / "stripped" / path.name)
+    layout = Layout(pp=2, tp=2)
+    words = [word for word in TURNS if not word.startswith(("--max-turns", "--reply", "--reward"))]
+    for records in ("kept", "stripped"):
+        load = [*start, *layout.flags(), f"--load-rollouts={tmp_path}/{records}"]
+        assert (
+            ranks.run(run_training, layout, flags(tmp_path / f"on-{records}", *words, *load)) == [None] * layout.world
+        )
+        pairs = zip(losses(tmp_path / "live"), losses(tmp_path / f"on-{records}"), strict=True)
+        is_same = all(other == pytest.approx(one, rel=1e-4, abs=1e-6) for one, other in pairs)
+        assert is_same == (records == "kept")

@@ -2,14 +2,11 @@
 
 import re
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.configure import configure
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
 from tests.support.rollout_servers import running
@@ -83,16 +80,3 @@ def test_a_stage_whose_weights_are_refused_ends_the_run_alike_on_every_rank(rank
     (said,) = found
     assert "refused the weights of step" in said
     assert "no memory" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--rollout-weight-transfer=nccl", "--rollout-weight-transfer nccl is for GPUs: give gloo"),
-        ("--rollout-weight-transfer=ipc --rollout-engine=sglang-server", "ipc is for .* vllm-server: give gloo"),
-    ],
-)
-def test_ways_that_cannot_work_are_refused(tmp_path, words, reason):
-    words = words_of(tmp_path, [SimpleNamespace(url="http://127.0.0.1:1")], *words.split())
-    with pytest.raises(ConfigurationError, match=reason):
-        configure(words, 1)

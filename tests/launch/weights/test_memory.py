@@ -42,19 +42,6 @@ def most_alive(function, tries=3):
     return min(found)
 
 
-def test_every_byte_is_counted_while_it_lives():
-    known = torch.zeros(64)
-
-    def three_of_which_two_live_at_once():
-        first = torch.zeros(1024)
-        second = first[1:] + known[0]
-        del first
-        return second.exp()
-
-    assert most_alive(three_of_which_two_live_at_once) == 4 * 1024 + 4 * 1023
-    assert most_alive(lambda: known.view(8, 8)) == 0
-
-
 def sizes(config):
     """Bytes of the whole model, and of its largest layer without experts, expert, or part outside the layers."""
     from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors

@@ -1,4 +1,4 @@
-"""Writing a checkpoint once more, and what is due next to one that fails; nothing here needs a model."""
+"""Folders of checkpoints, without a model: writing one once more, older ones that stay, and files that come or go."""
 
 import errno
 import logging
@@ -12,7 +12,6 @@ from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.training.checkpoints import folders
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
-from megatron_rc.launch.training.when_to_save import CheckpointSaves
 
 
 def written(folder, text):
@@ -74,31 +73,6 @@ def test_a_file_without_a_checksum_is_an_error(tmp_path, digests):
     with pytest.raises(OSError, match="came or went while the checksums were made"):
         writer_to(tmp_path)._complete(3, digests)
     assert folders.iterations(tmp_path) == []
-
-
-def test_what_is_due_is_written_although_the_one_before_failed(caplog):
-    """The writer ends the one before itself, and raises for it."""
-    begun, failures = [], [saving.SaveError("checkpoint 1 could not be written")]
-
-    def finish():
-        if failures:
-            raise failures.pop()
-
-    def save():
-        finish()
-        begun.append(2)
-
-    wanted = {"save": "save", "save_interval": 1, "continue_after_failed_save": True}
-    files = SimpleNamespace(load=None, is_save=lambda _: False, **wanted)
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(checkpoints=files), iteration=2, save=save, writer=SimpleNamespace(finish=finish)
-    )
-    saves = CheckpointSaves(trainer.config, trainer)
-    with mock.patch("torch.distributed.get_rank", return_value=0):
-        saves.on_the_way()
-    assert begun == [2]
-    assert saves.saved == 2
-    assert "checkpoint 1 could not be written; the run goes on" in caplog.text
 
 
 def test_what_the_correction_finds_is_agreed():

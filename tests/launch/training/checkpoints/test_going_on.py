@@ -136,7 +136,6 @@ NOT_FITTING = {
     "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
     "sgd": ("", SGD, "was written with --optimizer adam"),
     "adam": (SGD, "", "was written with --optimizer sgd"),
-    "hidden": ("", "--hidden-size=64", "(--hidden-size 64; it was written with 32)"),
     "layers": ("", "--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
     "bias": ("", " ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
     "bf16": ("", "--bf16 --rollout-dtype=bf16", ""),

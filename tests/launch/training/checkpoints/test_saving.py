@@ -213,15 +213,16 @@ def test_a_background_save_is_whole_or_an_error_on_all_ranks(ranks, tmp_path, sp
 
 
 def test_a_save_that_fails_on_the_way_ends_the_run_or_not(ranks, tmp_path):
+    """In the background as well, where the failure is found when the next checkpoint is due."""
     layout = Layout(dp=2)
     for more in ([], ["--continue-after-failed-save"], ["--continue-after-failed-save", "--async-save"]):
         folder = tmp_path / f"save{len(more)}"
-        words = [*LIVE, *layout.flags(), f"--save={folder}", "--save-interval=1", "--train-iters=2", *more]
+        words = [*LIVE, *layout.flags(), f"--save={folder}", "--save-interval=1", "--train-iters=3", *more]
         first, second = ranks.run(run_where_it_is_full_for_a_while, layout, flags(tmp_path / str(len(more)), *words))
         assert first == second
         if more:
             assert first is None
-            assert iterations(folder) == [2]
+            assert iterations(folder) == [2, 3]
         else:
             assert "SaveError: " in first
             assert "checkpoint 1 could not be written" in first
@@ -230,14 +231,12 @@ def test_a_save_that_fails_on_the_way_ends_the_run_or_not(ranks, tmp_path):
 
 def run_where_it_is_full_for_a_while(words):
     """A disk that is full at the first checkpoint."""
-    from megatron_rc.launch.training.checkpoints import folders
+    write = Pieces.write
 
-    begin = folders.begin
+    def full(pieces):
+        if pieces.folder.name.startswith("iter_0000001"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(pieces.folder))
+        return write(pieces)
 
-    def full(folder, iteration):
-        if iteration == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        begin(folder, iteration)
-
-    with mock.patch.object(folders, "begin", full):
+    with mock.patch.object(Pieces, "write", full):
         return run_training(words)
