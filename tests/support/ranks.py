@@ -199,7 +199,7 @@ def _serve(connection: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     joined = None
-    # Drawing takes half the time of a run of a few steps; see `drawing`.
+    # Drawing takes half the time of a run of a few steps.
     without = mock.patch.object(picture, "draw_run", return_value=None)
     with cpu_backend(), without, contextlib.suppress(EOFError):
         while True:
@@ -214,14 +214,6 @@ def _serve(connection: Connection) -> None:
             except BaseException:
                 connection.send((False, traceback.format_exc(), time.time()))
     os._exit(0)  # at once, without closing connections
-
-
-_DRAW = picture.draw_run
-
-
-def drawing() -> contextlib.AbstractContextManager[Any]:
-    """Let a run on the pool draw its picture at its end, as outside of tests."""
-    return mock.patch.object(picture, "draw_run", _DRAW)
 
 
 _KEPT: list[Any] = []

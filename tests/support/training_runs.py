@@ -1,6 +1,7 @@
 """Whole runs on the ranks of the pool: their flags, start and results."""
 
 import contextlib
+import io
 import logging
 import os
 import resource
@@ -33,6 +34,12 @@ def run_training(words):
         train(config, task)
     except (AgreedError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def said_by_training(words):
+    """(the error of a run or None, what it says on the terminal)."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return run_training(words), said.getvalue()
 
 
 def rows(folder):

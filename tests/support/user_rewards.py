@@ -148,6 +148,12 @@ def keywords(**given):
     return float(len(given) == 4)
 
 
+def short_ones(prompt, response, label, record):
+    if len(response) > 3:
+        raise ValueError(f"too long: {response}")
+    return {"reward": 0.5, "short": len(response)}
+
+
 def refuse(prompt, response, label, record):
     raise ValueError("none is good enough")
 

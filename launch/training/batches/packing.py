@@ -32,19 +32,10 @@ def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -
     most = [max(_fewest_bins(counts, capacity) for counts in each) for each in zip(*ranks, strict=True)]
     unit = config.parallel.micro_batch_unit
     numbers = [math.ceil(number / unit) * unit for number in most]
-    bins = [[fill_bins(counts, number, capacity) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
+    # The fullest bin never grows with the number of bins.
+    bins = [[balance(counts, number) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
     widths = [_width(some, one, config.parallel.packing_unit) for some, one in zip(bins, ranks, strict=True)]
     return Packing(bins[rank], numbers, widths[rank], sum(widths))
-
-
-def fill_bins(counts: TokenCounts, number: int, capacity: int) -> Bins:
-    """``number`` balanced bins of at most ``capacity`` tokens; :func:`balance` must need no more than ``number``."""
-    bins = balance(counts, number)
-    if _fullest(bins, counts) > capacity:
-        # The fullest bin can grow with the number of bins; then use fewer, and leave some empty.
-        bins = balance(counts, _fewest_bins(counts, capacity))
-        bins += [[] for _ in range(number - len(bins))]
-    return bins
 
 
 def balance(counts: TokenCounts, number: int) -> Bins:

@@ -6,39 +6,36 @@ steps are compared with SGD, whose steps are linear in the gradient, and loosely
 each gradient by its own size and so amplifies rounding.
 """
 
+import functools
+
 import pytest
 
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags, save_initial, train_recorded
 
 LAYOUTS = [Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)]
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "untied": [*LLAMA, "--untie-embeddings-and-output-weights"]}
 SINGLE = Layout()
 BATCHES = 2
 # Two micro-batches of a batch.
 CUT = ["--micro-batch-size=8"]
+# A reference policy and an entropy bonus.
+TERMS = ("--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05")
 SAME = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction")
 
 
 @pytest.fixture(scope="module")
 def start(ranks, tmp_path_factory):
-    """Folder with the checkpoint, and the single process's steps for each set of flags."""
+    """The steps that flags make from one checkpoint of their model, in a layout."""
     folder = tmp_path_factory.mktemp("layouts")
-    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/llama"))
-    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/gpt2", model=GPT2))
-    untied = "--untie-embeddings-and-output-weights"
-    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/untied", untied))
-    known = {}
+    for name, model in MODELS.items():
+        ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/{name}", model=model))
 
+    @functools.cache
     def steps(*more: str, model: str = "llama", layout: Layout = SINGLE):
-        shape = {"llama": LLAMA, "gpt2": GPT2, "untied": LLAMA}[model]
-        words = flags(folder, f"--load={folder}/{model}", "--finetune", *CUT, *more, *layout.flags(), model=shape)
-        key = (model, more, layout)
-        if layout == SINGLE and key in known:
-            return known[key]
-        result = ranks.run(train_recorded, layout, words, BATCHES)
-        if layout == SINGLE:
-            known[key] = result
-        return result
+        load = [f"--load={folder}/{model}", "--finetune"]
+        words = flags(folder, *load, *CUT, *more, *layout.flags(), model=MODELS[model])
+        return ranks.run(train_recorded, layout, words, BATCHES)
 
     return steps
 
@@ -75,26 +72,23 @@ def test_adam_takes_the_same_steps(start, layout):
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2)], ids=str)
 def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
-    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05", "--ppo-dual-clip=1.01"]
+    more = ["--optimizer=sgd", *TERMS, "--ppo-dual-clip=1.01"]
     assert_same(start(*more, model="gpt2", layout=layout), start(*more, model="gpt2"), [1e-5] * 4)
 
 
 @pytest.mark.parametrize(
-    ("layout", "packed"), [(Layout(pp=2, vpp=True), False), (Layout(tp=2, cp=2, sp=True), True)], ids=str
+    ("layout", "model", "more", "form"),
+    [
+        (Layout(pp=2, vpp=True), "llama", (), ()),
+        (Layout(tp=2, cp=2, sp=True), "llama", (), ("--rl-use-sequence-packing",)),
+        (Layout(tp=2, sp=True), "untied", TERMS, ()),
+    ],
+    ids=["pp2-vpp", "tp2-cp2-sp-packed", "tp2-sp-untied"],
 )
-def test_log_probs_without_logits_take_the_same_steps(start, layout, packed):
-    more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
-    form = ["--fused-linear-log-probs", *["--rl-use-sequence-packing"] * packed]
-    assert_same(start(*more, *form, layout=layout), start(*more), [1e-5] * 4)
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True)], ids=str)
-def test_log_probs_without_logits_from_an_untied_layer(start, layout):
-    """With a reference policy and an entropy bonus, whose gradients flow through the same function."""
-    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05"]
-    more += ["--untie-embeddings-and-output-weights"]
-    got = start(*more, "--fused-linear-log-probs", model="untied", layout=layout)
-    assert_same(got, start(*more, model="untied"), [1e-5] * 4)
+def test_log_probs_without_logits_take_the_same_steps(start, layout, model, more, form):
+    more = ("--optimizer=sgd", "--sgd-momentum=0.5", *more)
+    got = start(*more, "--fused-linear-log-probs", *form, model=model, layout=layout)
+    assert_same(got, start(*more, model=model), [1e-5] * 4)
 
 
 def test_recompute_changes_nothing(start):

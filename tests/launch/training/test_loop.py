@@ -1,7 +1,5 @@
 """The training loop on the ranks of the pool: resumption, failures on one rank, steps that must not be made."""
 
-import contextlib
-import io
 import math
 import sys
 from dataclasses import replace
@@ -11,12 +9,12 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.reporting import metrics_file
-from megatron_rc.launch.training.reporting.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
-from tests.support.ranks import Layout, drawing
-from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, share
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch
 from tests.support.training_runs import (
     LIVE,
     SHORT,
@@ -25,6 +23,7 @@ from tests.support.training_runs import (
     rows,
     run_training,
     run_until_signal,
+    said_by_training,
     tensors_of,
     weights_of,
     without_times,
@@ -57,31 +56,6 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model
     assert without_times(broken) == without_times(whole)
 
 
-def continue_recorded(words):
-    """One more recorded batch after a checkpoint; the metrics."""
-    trainer = make_trainer(words)
-    metrics = trainer.update(trainer.prepare(share(trainer, 5)), 0)
-    if trainer.config.checkpoints.save:
-        trainer.save()
-    return trainer.iteration, metrics
-
-
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
-def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, distributed):
-    """Weights and Adam's moments written by TP2×PP2 are read by one process and by CP2×DP2, which agree."""
-    words = flags(tmp_path, *SHORT, "--lr=1e-3", *["--use-distributed-optimizer"] * distributed)
-    ranks.run(continue_recorded, Layout(tp=2, pp=2), [*words, f"--save={tmp_path}/save", *Layout(tp=2, pp=2).flags()])
-    results = [
-        ranks.run(continue_recorded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[0]
-        for layout in (Layout(), Layout(cp=2, dp=2), Layout(tp=2, pp=2))
-    ]
-    for iteration, metrics in results:
-        assert iteration == 2
-        assert metrics["policy/approx_kl"] == 0
-        assert metrics["grad_norm"] == pytest.approx(results[0][1]["grad_norm"], rel=1e-4)
-        assert metrics["loss/total"] == pytest.approx(results[0][1]["loss/total"], abs=1e-5)
-
-
 def run_with_metrics_in_place(words):
     """What stands in the place of the metrics stays there, although the run begins."""
     with mock.patch.object(metrics_file, "set_aside"):
@@ -97,22 +71,6 @@ def test_a_full_disk_under_the_metrics_is_one_error_on_all_ranks(ranks, tmp_path
         f"AgreedError: the metrics in {tmp_path}/run cannot be written (No space left on device): make room, or choose "
         "another --runs-dir"
     }
-
-
-def run_with_picture(words):
-    with drawing():
-        return run_training(words)
-
-
-def test_a_run_that_fails_leaves_its_picture_and_its_page(ranks, tmp_path):
-    """A learning rate that makes the loss something that is no number."""
-    words = flags(tmp_path, *LIVE, "--lr=1e38", "--clip-grad=0", "--optimizer=sgd", "--train-iters=9")
-    (message,) = ranks.run(run_with_picture, Layout(), words)
-    assert message is not None
-    assert 1 <= len(rows(tmp_path)) < 9
-    assert (tmp_path / "run" / "summary.png").read_bytes().startswith(b"\x89PNG")
-    ending = page_data(tmp_path / "run")["ending"]
-    assert ending.startswith(f"failed after step {len(rows(tmp_path))}: {message.partition(': ')[2]}, after ")
 
 
 class BrokenEngine:
@@ -131,6 +89,8 @@ class BrokenEngine:
             raise TimeoutError("no answer in 60 s")
         if self.fault == "exit":
             sys.exit(0)
+        if self.fault == "flag":
+            raise ConfigurationError("--prompt-data a.jsonl has changed")
         log_probs = [-1.0] * 8
         log_probs[2] = math.nan if self.fault == "nan" else -1.0
         return [Sample([3] * 8, log_probs, "stop") for _ in prompts]
@@ -158,6 +118,7 @@ def run_broken(words, fault):
 FAULTS = {
     "weights": "the rollout engine refused the weights of step 0: out of memory",
     "exception": "the rollout of step 0 failed: TimeoutError: no answer in 60 s",
+    "flag": "--prompt-data a.jsonl has changed",
     "exit": "the rollout of step 0 failed: SystemExit: 0",
     "nan": "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is nan",
 }
@@ -279,19 +240,13 @@ def test_a_signal_in_the_last_step_loses_nothing(ranks, tmp_path):
     assert ranks.run(run_until_signal, Layout(), words, 1) == [False]
 
 
-def what_is_said(words):
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        error = run_training(words)
-    return error, said.getvalue()
-
-
 def test_a_resumed_run_says_where_it_goes_on_and_leaves_nothing_where_it_is_refused(ranks, tmp_path):
     layout, config = Layout(dp=2), tmp_path / "run" / "config.yaml"
     words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-hf={tmp_path}/hf")
-    (error, said), _ = ranks.run(what_is_said, layout, [*words, "--train-iters=1"])
+    (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=1"])
     assert error is None
     assert "goes on from" not in said
-    (error, said), _ = ranks.run(what_is_said, layout, [*words, "--train-iters=2"])
+    (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=2"])
     assert error is None
     assert f"goes on from checkpoint 1 of {tmp_path}/save\n" in said
     assert f"finished at step 2, saved to {tmp_path}/save, model in {tmp_path}/hf/step-2 after" in said

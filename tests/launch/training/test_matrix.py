@@ -280,22 +280,3 @@ def test_a_wrong_factor_fails(run, single, variant, per_token_loss):
     everywhere, alone = run(case, run_wrongly, variant), single(case)
     with pytest.raises(AssertionError, match="gradient of"):
         assert_case(everywhere, case, alone)
-
-
-def run_with_mean_of_means(words, data, old, new):
-    """As ``run_case``, with denominators of each rank's own sequences, averaged over the ranks."""
-    from megatron_rc.training.decoupled import DecoupledPlan
-
-    def wrong(self, mini_batch):
-        accepted = self.sequence_lengths.view(MINI_BATCHES, -1)[mini_batch] > 0
-        return accepted.sum().double().clamp(min=1) * torch.distributed.get_world_size()
-
-    with mock.patch.object(DecoupledPlan, "denominator", wrong):
-        return training_cases.run_case(words, data, old, new)
-
-
-def test_denominators_of_single_ranks_fail(run, single):
-    case = Case(Layout(dp=2), "decoupled")
-    everywhere, alone = run(case, run_with_mean_of_means), single(case)
-    with pytest.raises(AssertionError):
-        assert_case(everywhere, case, alone)

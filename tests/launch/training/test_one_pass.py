@@ -164,7 +164,7 @@ def step(words, data, old, new):
 
 def compare(cases, data, old, new):
     """What differs between the steps of each case, on this rank."""
-    return [compare_one(*words, data, old, new) for words in cases]
+    return [compare_one(words, data, old, new) for words in cases]
 
 
 def compare_one(words, data, old, new):
@@ -195,7 +195,7 @@ def near(got, want):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_step_is_that_of_two_passes(ranks, tmp_path, layout):
-    cases = [(case.words(tmp_path),) for case in CASES if case.layout == layout]
+    cases = [case.words(tmp_path) for case in CASES if case.layout == layout]
     for rank in ranks.run(compare, layout, cases, make_data(), *training_cases.weights()):
         for wrong, one, two, metrics, largest in rank:
             assert wrong == []

@@ -29,7 +29,7 @@ def steps_and_layers(words):
 
 def steps_as_on_one_process(ranks, folder, layout, *model, more=()):
     """What each rank of the layout finds, from the same weights as one process, whose steps it takes."""
-    words = flags(folder, *model, "--optimizer=sgd")
+    words = flags(folder, "--optimizer=sgd", *model)
     ranks.run(save_initial, Layout(), [*words, f"--save={folder}/start"])
     words += [f"--load={folder}/start", "--finetune"]
     expected = ranks.run(steps, Layout(), words)[0]
@@ -67,6 +67,18 @@ def test_uneven_stages_take_the_same_steps(ranks, tmp_path, layout, ends, layers
     assert [numbers for _, numbers in found] == layers
 
 
-def test_experts_split_in_another_way_take_the_same_steps(ranks, tmp_path):
-    """Each rank has two whole experts where the other matrices are split."""
-    steps_as_on_one_process(ranks, tmp_path, Layout(tp=2, sp=True, ep=2, etp=1), *EXPERTS.split())
+ADAM = ["--optimizer=adam", "--lr=1e-3", "--adam-eps=1e-2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "adam", "more"),
+    [
+        (Layout(tp=2, sp=True, ep=2, etp=1), [], []),
+        (Layout(dp=2, ep=2), ADAM, []),
+        (Layout(dp=2, ep=2), ADAM, ["--use-distributed-optimizer"]),
+    ],
+    ids=["whole-experts", "spread", "distributed"],
+)
+def test_experts_split_in_another_way_take_the_same_steps(ranks, tmp_path, layout, adam, more):
+    """The gradient norm too, of which each rank holds another part."""
+    steps_as_on_one_process(ranks, tmp_path, layout, *EXPERTS.split(), *adam, more=more)

@@ -1,14 +1,11 @@
 """Training on prompts from files, on ranks: who draws what, resumption, and files that differ."""
 
 import json
-import os
 import re
-from unittest import mock
 
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
@@ -91,25 +88,6 @@ def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files
     (line,) = said.pop()
     assert re.match("--prompt-data .* --seed .* checkpoint 2: .* order ", line)
     assert said == [[], []]
-
-
-def run_with_a_file_that_changes(flags, path):
-    """It does when the engine has its weights for the first time."""
-    probe = RolloutCollector.probe
-
-    def change(collector, *args):
-        os.utime(path, ns=(1, 1))
-        return probe(collector, *args)
-
-    with mock.patch.object(RolloutCollector, "probe", change):
-        return run_training(flags)
-
-
-def test_a_file_that_changes_under_way_is_named_without_the_engine(ranks, tmp_path, files):
-    path = tmp_path / "train.jsonl"
-    found = ranks.run(run_with_a_file_that_changes, LAYOUT, words(tmp_path, files, "--train-iters=1"), path)
-    sentence = f"AgreedError: --prompt-data {path} has changed since the run began: start the run again"
-    assert found == [sentence, sentence]
 
 
 @pytest.mark.parametrize(("seed", "lines"), [(1, 0), (2, 1)])

@@ -110,21 +110,14 @@ def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published)
     assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--norm-epsilon=1e-3", "--norm-epsilon 0.001; it was written with 1e-05"),
-        ("--vocab-size=20", "--vocab-size 20"),
-    ],
-)
-def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_path, more, message):
+def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_path):
     words = flags(tmp_path, *KL)
     ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
     for load in (["--ref-load"], ["--load"], ["--finetune", "--load"]):
         words_of_load = [*load[:-1], f"{load[-1]}={tmp_path}/save"]
-        (said,) = ranks.run(refusal, Layout(), [*words, more, *words_of_load])
+        (said,) = ranks.run(refusal, Layout(), [*words, "--norm-epsilon=1e-3", *words_of_load])
         assert f"{load[-1]} {tmp_path}/save: checkpoint 0 is of another architecture than" in said
-        assert "the policy (" + message in said
+        assert "the policy (--norm-epsilon 0.001; it was written with 1e-05" in said
 
 
 def bytes_while_it_is_compared(words):
@@ -155,15 +148,7 @@ def test_no_second_model_comes_into_being(ranks, tmp_path):
     assert 0 < most <= largest
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rms_norm_eps": 1e-3}, "--norm-epsilon 0.001.* 1e-06"),
-        ({"num_hidden_layers": 2}, "--num-layers 2.* 4"),
-        ({"model_type": "qwen2"}, "--add-qkv-bias true.* False"),
-    ],
-)
-def test_another_architecture_is_refused(tmp_path, published, change, message):
-    other = changed(published[1], tmp_path, change)
-    with pytest.raises(ConfigurationError, match=message):
+def test_another_architecture_is_refused(tmp_path, published):
+    other = changed(published[1], tmp_path, {"num_hidden_layers": 2})
+    with pytest.raises(ConfigurationError, match=r"--num-layers 2.* 4"):
         run_config(words_of(published[0], Layout(), *KL, f"--ref-load-hf={other}"), engine=False)

@@ -1,12 +1,8 @@
 """Rewards in a run: components and errors over all ranks, ends of runs, responses without an end."""
 
-import io
 import json
 import math
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +10,17 @@ import torch
 from megatron_rc.records.rollout import FINISH_REASONS, load_rollouts, save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch
-from tests.support.training_runs import LIVE, agreed, rows, run_training
+from tests.support.training_runs import LIVE, agreed, rows, run_training, said_by_training
 
 USER = "python:tests.support.user_rewards"
 
 
 def test_components_are_logged_and_errors_cost_their_sample(ranks, tmp_path):
     layout = Layout(tp=2, dp=2)
-    (tmp_path / "own.py").write_text(
-        "def score(prompt, response, label, record):\n"
-        "    if len(response) > 3:\n        raise ValueError('too long: ' + response)\n"
-        "    return {'reward': 0.5, 'short': len(response)}\n"
-    )
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--save-rollouts={tmp_path}/records")
-    more = ["--reward=python:own:score", "--reward-on-error=-2", "--reward-workers=1"]
-    assert ranks.run(with_path, layout, str(tmp_path), [*words, *more]) == [None] * 4
+    more = [f"--reward={USER}:short_ones", "--reward-on-error=-2", "--reward-workers=1"]
+    (error, said), *_ = ranks.run(said_by_training, layout, [*words, *more])
+    assert error is None
     (row,) = rows(tmp_path)
     batches = [load_rollouts(path) for path in sorted((tmp_path / "records").iterdir())]
     rewards = torch.cat([batch.rewards for batch in batches])
@@ -40,24 +32,13 @@ def test_components_are_logged_and_errors_cost_their_sample(ranks, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "reward-errors.jsonl").read_text().splitlines()]
     assert len(lines) == failed.sum()
     end = f"{failed.sum()} of {SEQUENCES} responses could not be scored, see {tmp_path}/run/reward-errors.jsonl"
-    assert end in (tmp_path / "said-0").read_text()
+    assert end in said
     assert {line["replica"] for line in lines} <= {0, 1}
     for line in lines:
         assert line["error"] == f"raised ValueError: too long: {line['response']}"
         assert line["traceback"].splitlines()[-1] == f"ValueError: too long: {line['response']}"
-        assert (line["rule"], line["step"], line["held_out"]) == ("--reward python:own:score", 0, False)
+        assert (line["rule"], line["step"], line["held_out"]) == (f"--reward {USER}:short_ones", 0, False)
         assert len(line["prompt"]) == 2
-
-
-def with_path(folder, words):
-    sys.path.insert(0, folder)
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said), redirect_stderr(said):
-            return run_training(words)
-    finally:
-        sys.path.remove(folder)
-        Path(folder, f"said-{torch.distributed.get_rank()}").write_text(said.getvalue())
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)

@@ -60,9 +60,3 @@ def test_recorded_supports_train_as_the_sampled_ones_did(ranks, tmp_path):
             assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-9), name
     error, _ = outcome(ranks, tmp_path / "other", Layout(dp=2), load)
     assert "were sampled at top_p 0.8, --rollout-top-p is 1.0: set it alike" in error
-
-
-def test_the_entropy_is_over_all_tokens_unless_a_flag_says_so(ranks, tmp_path):
-    _, whole = outcome(ranks, tmp_path / "whole", Layout(), *NUCLEUS)
-    _, kept = outcome(ranks, tmp_path / "kept", Layout(), *NUCLEUS, "--entropy-over-support")
-    assert kept[0]["policy/entropy"] < 0.9 * whole[0]["policy/entropy"]

@@ -322,9 +322,3 @@ def test_scaling_that_changes_advantages_is_taken(tmp_path):
     """Responses without a group have no deviation that would undo it."""
     alone = ["--grpo-group-size=1", "--grpo-prompts-per-step=16", "--reward-scaling=std"]
     assert run_config(flags(tmp_path, *alone)).advantages.reward_scaling == "std"
-
-
-def test_the_kl_in_the_reward_brings_a_reference_policy(tmp_path):
-    without = run_config(flags(tmp_path, "--grpo-kl-beta=0"))
-    assert not without.needs_reference
-    assert run_config(flags(tmp_path, "--grpo-kl-beta=0", "--kl-in-reward=0.1")).needs_reference

@@ -13,37 +13,25 @@ from tests.support.training_runs import LIVE, run_training
 
 @pytest.mark.parametrize("shared", ["run", "save"])
 def test_a_second_run_in_one_folder_is_one_error_on_all_ranks(ranks, tmp_path, shared):
-    """This process stands for the first run."""
-    folder = tmp_path / shared
+    """This process stands for the first run, which is between two names of a checkpoint."""
+    folder, replaced = tmp_path / shared, tmp_path / shared / "iter_0000001.replaced"
+    replaced.mkdir(parents=True)
     layout = Layout(tp=2)
     first = {"run": ["--run-name=run"], "save": ["--run-name=other", f"--save={tmp_path}/save"]}[shared]
-    words = [*LIVE, *layout.flags(), "--train-iters=1", f"--save={tmp_path}/save"]
+    words = [*LIVE, *layout.flags(), "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     theirs = {"run": {"run"}, "save": {"save", "other"}}[shared]
     with in_use(run_config(flags(tmp_path, *first, "--train-iters=1"))) as refused:
         assert refused is None
         found, other = ranks.run(run_training, layout, flags(tmp_path, *words))
         assert {path.name for path in tmp_path.iterdir()} == theirs, "what is refused leaves nothing"
+    assert replaced.is_dir()
     assert found == other
     name = {"run": f"--runs-dir {tmp_path}, --run-name run", "save": f"--save {folder}"}[shared]
     assert found.startswith(f"AgreedError: {name}: another run (process {os.getpid()} on ")
     assert found.endswith(
         f") writes there: wait until it has ended, or choose another folder (if it has ended, remove {folder}/.in-use)"
     )
-    assert not list(tmp_path.iterdir()), "nor does a run that wrote nothing"
-
-
-def test_what_another_run_is_replacing_is_left_to_it(ranks, tmp_path):
-    """Between two names of a checkpoint."""
-    layout, replaced = Layout(tp=2), tmp_path / "save" / "iter_0000001.replaced"
-    replaced.mkdir(parents=True)
-    words = flags(
-        tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"
-    )
-    with in_use(run_config(flags(tmp_path, "--run-name=other", f"--save={tmp_path}/save", "--train-iters=1"))):
-        found, other = ranks.run(run_training, layout, words)
-    assert found == other
-    assert " writes there: wait until it has ended" in found
-    assert replaced.is_dir()
+    assert list(tmp_path.rglob("*")) == [folder, replaced], "nor does a run that wrote nothing"
 
 
 def test_a_killed_run_keeps_nobody_out(tmp_path):

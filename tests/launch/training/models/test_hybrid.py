@@ -98,24 +98,6 @@ def test_values_and_gradients_are_those_of_the_gpt_model(ranks, tmp_path, name):
             assert gradient.any(), parameter
 
 
-def results_of_plain_frequencies(words):
-    from megatron_rc.launch.training.models import hybrid
-
-    rotary = hybrid.RotaryEmbedding
-    with mock.patch.object(hybrid, "RotaryEmbedding", lambda **given: rotary(**given | {"rope_scaling": False})):
-        return results(words, HYBRID)[1]
-
-
-@needs_hybrid
-def test_the_comparison_sees_unscaled_frequencies(ranks, tmp_path):
-    words = flags(tmp_path, model=MODELS["llama3"])
-    (wrong,), ((gpt, _),) = (
-        ranks.run(results_of_plain_frequencies, Layout(), words),
-        ranks.run(both_results, Layout(), words),
-    )
-    assert (wrong - gpt[1]).abs().max() > 1e-5
-
-
 STEPS = {
     "tp2-dp2": Case(Layout(tp=2, dp=2), "decoupled"),
     "tp2-cp2-sp-packed": Case(Layout(tp=2, cp=2, sp=True), "bypass reinforce", packed=True, size=4),
