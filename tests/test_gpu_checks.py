@@ -15,7 +15,6 @@ import pytest
 
 from tests.gpu import __main__ as program
 from tests.gpu import environment, machine, wheels
-from tests.support import recorded_training
 from tests.support.errors import largest_error
 from tests.support.paths import ROOT
 
@@ -168,22 +167,3 @@ def test_an_environment_that_wheels_do_not_complete(tmp_path, capsys, monkeypatc
     assert stopped.value.code == environment.UNUSABLE
     said = f"rc_absent_package, which are not here: put their wheels into {tmp_path}"
     assert said in capsys.readouterr().err
-
-
-ON_A_GPU = """
-import sys, torch
-torch.cuda.is_available = lambda: True  # and nothing is run on it
-from megatron_rc.launch import distributed, train_ppo
-distributed.initialize = distributed.shut_down = lambda *_: None
-train_ppo.main(sys.argv[1:], run=lambda config, _: print(config.launch.on_cpu))
-print("megatron_rc.launch.training.loop" in sys.modules, "megatron_rc.launch.training.models.cpu" in sys.modules)
-"""
-
-
-@pytest.mark.processes
-def test_a_run_on_a_gpu_never_loads_the_cpu_switch(tmp_path):
-    """The launcher's own way to the training loop, as it is taken where PyTorch finds a GPU."""
-    words = [word for word in recorded_training.flags(tmp_path) if word != "--cpu"]
-    status, output, error = run(sys.executable, "-c", ON_A_GPU, *words, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert status == 0, error
-    assert output.split() == ["False", "True", "False"]

@@ -144,10 +144,6 @@ def test_what_the_loss_needs_is_named():
         masked_loss(correction, batch, theta, None, scale)
     with pytest.raises(ValueError, match=r"kl_coef=0\.1 needs the reference policy"):
         masked_loss(correction, batch, theta, entropy, scale)
-    with pytest.raises(ValueError, match="from the plan of another correction"):
-        masked_loss(make_correction("bypass", "ppo_clip"), batch, theta, None, scale)
-    with pytest.raises(ValueError, match=r"take it from plan\.loss_scale"):
-        masked_loss(correction, batch, theta, entropy, dataclasses.replace(scale, step=None))
 
 
 def corrected_by_plan(mode, **loss):
@@ -171,15 +167,12 @@ def test_what_the_loss_finds_is_not_taken_and_ignored(name):
         end([one_step.Chunk()])
 
 
-BROADCAST = {"[1, s]": (slice(1),), "[s]": (0,), "[b, 1]": (slice(None), slice(1)), "0-D": (0, 0), "[1, b, s]": (None,)}
-
-
-@pytest.mark.parametrize("shape", BROADCAST)
-@pytest.mark.parametrize("name", ["ref_log_probs", "rollout_log_probs", "entropy"])
+@pytest.mark.parametrize("index", [slice(1), 0, None], ids=["one row", "without rows", "one more dimension"])
+@pytest.mark.parametrize("name", ["ref_log_probs", "rollout_log_probs", "mini_batch_ids", "entropy"])
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_no_tensor_of_a_micro_batch_is_broadcast(mode, name, shape):
+def test_no_tensor_of_a_micro_batch_is_broadcast(mode, name, index):
     correction, scale, batch, entropy, _end = corrected_by_plan(mode, entropy_coef=0.1, kl_coef=0.1)
-    theta, index = tensors()[0], BROADCAST[shape]
+    theta = tensors()[0]
     masked_loss(correction, batch, theta, entropy, scale)
     if name == "entropy":
         entropy = entropy[index]
@@ -187,14 +180,6 @@ def test_no_tensor_of_a_micro_batch_is_broadcast(mode, name, shape):
         batch = dataclasses.replace(batch, **{name: getattr(batch, name)[index]})
     with pytest.raises(ValueError, match=name):
         masked_loss(correction, batch, theta, entropy, scale)
-
-
-@pytest.mark.parametrize("ids", [torch.zeros(1).long(), torch.tensor(0), torch.zeros(ROWS, 1).long()], ids=str)
-def test_mini_batch_ids_are_one_a_sequence(ids):
-    correction, scale, batch, entropy, _end = corrected_by_plan("decoupled")
-    batch = dataclasses.replace(batch, mini_batch_ids=ids)
-    with pytest.raises(ValueError, match="mini_batch_ids has shape"):
-        masked_loss(correction, batch, tensors()[0], entropy, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -211,21 +196,6 @@ def test_gradients_of_narrow_log_probs_add_in_float32(mode, dtype):
         found.append([loss.detach(), *(leaf.grad.to(dtype) for leaf in leaves)])
     for narrow, rounded in zip(*found, strict=True):
         assert torch.equal(narrow, rounded)
-
-
-@pytest.mark.parametrize("mode", ["bypass_mode", "proximal_interpolation"])
-def test_a_plan_takes_no_log_probs_that_it_ignores(mode):
-    _, old, rollout, _, _, mask = tensors()
-    correction = RolloutCorrection(RolloutCorrectionConfig(rollout_is=None, **{mode: True}), ALONE, loss=LOSS)
-    inputs, versions = PlanInputs(old, rollout, mask), torch.zeros(ROWS, dtype=torch.int64)
-    with pytest.raises(ValueError, match=f"^train_log_probs would be ignored: {mode}=True .* rollout_log_probs"):
-        correction.plan(dataclasses.replace(inputs, policy_versions=versions), current_version=0)
-
-
-def test_a_cap_that_the_objective_of_bypass_mode_does_not_have_is_refused():
-    config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, loss_type="cispo")
-    with pytest.raises(ValueError, match=r"dual_clip=3\.0 does nothing with"):
-        RolloutCorrection(config, ALONE, loss=PolicyLossConfig(dual_clip=3.0))
 
 
 TOLD = {"calculate_per_token_loss": True, "local_tokens": ROWS * WIDTH, "total_tokens": ROWS * WIDTH}
@@ -248,8 +218,5 @@ def test_what_the_scale_was_told_is_compared_with_what_megatron_divides_by(mode)
     for num_tokens, told in ((torch.tensor(1), {}), (None, TOLD), (torch.tensor(ROWS * WIDTH + 2), TOLD)):
         with pytest.raises(StepError, match=r"calculate_per_token_loss.* total_tokens"):
             end_step(mode, num_tokens, **told)
-
-
-def test_micro_batches_of_other_lengths_than_local_tokens_are_refused():
     with pytest.raises(ValueError, match=rf"local_tokens=10 .* of {ROWS * WIDTH} tokens"):
-        end_step("decoupled", None, **TOLD | {"local_tokens": 10})
+        end_step(mode, None, **TOLD | {"local_tokens": 10})

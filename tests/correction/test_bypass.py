@@ -292,6 +292,7 @@ def test_calls_out_of_order_are_errors():
         ({"rollout_is_batch_normalize": True}, {}, True, "auxiliary losses"),
         ({"rollout_token_veto_threshold": 0.1}, {}, True, "auxiliary losses"),
         ({}, {"algorithm": "ppo_clip"}, False, "contradicts loss_type='reinforce'"),
+        ({}, {"dual_clip": 3.0}, False, "dual_clip=3.0 does nothing with"),
     ],
 )
 def test_combinations_that_cannot_be_exact_are_errors(fields, loss, auxiliary, message):

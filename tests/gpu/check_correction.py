@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.parallel import SequenceLayout
 from tests.gpu import measure
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import correct, moved, pack
@@ -26,14 +27,16 @@ def large_batch(shape):
     return (rollout + noise).clamp(max=0), rollout, torch.rand(shape, generator=generator) > 0.25
 
 
-def differences(got, want):
-    """The largest relative difference of the metrics, and of the weights."""
+def assert_near(got, want, figures):
+    """The same mask, and metrics and weights with a relative difference of 1e-4 at most."""
     mine, theirs = got.metrics(), want.metrics()
     assert mine.keys() == theirs.keys()
     of_metrics = largest_error(abs(mine[name] - theirs[name]) / (1e-3 + abs(theirs[name])) for name in mine)
     apart = (got.weights.cpu() - want.weights.cpu()).abs() / (1e-6 + want.weights.cpu().abs())
+    figures(metric_error=of_metrics, weight_error=float(apart.max()))
     assert torch.equal(got.mask.cpu(), want.mask.cpu())
-    return of_metrics, float(apart.max())
+    assert of_metrics <= 1e-4
+    assert apart.max() <= 1e-4
 
 
 @pytest.mark.timeout(90)
@@ -65,43 +68,25 @@ def test_float32(device, on_gpu, figures, name):
     batch = large_batch((673, 24929) if on_gpu else (17, 129))
     found = correct_rollouts(*(tensor.to(device) for tensor in batch), CONFIGS[name])
     found.check()
-    of_metrics, of_weights = differences(found, correct_rollouts(*batch, CONFIGS[name]))
-    figures(metric_error=of_metrics, weight_error=of_weights)
-    assert of_metrics <= 1e-4
-    assert of_weights <= 1e-4
+    assert_near(found, correct_rollouts(*batch, CONFIGS[name]), figures)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_cost(device, counts, figures, name):
-    """2²⁰ tokens: one wait of the host, few hundred kernels."""
-    batch = [tensor.to(device) for tensor in large_batch((512, 2048))]
+@pytest.mark.parametrize(("name", "packed"), [("token", False), ("sequence", False), ("sequence", True)])
+def test_cost(device, counts, figures, name, packed):
+    """2²⁰ tokens: one wait of the host, few hundred kernels; lengths of packed sequences are sent without a wait."""
+    bounds = [0, *torch.tensor([1 + 37 * index % 4001 for index in range(512)]).cumsum(0).tolist()]
+    batch = [tensor.to(device) for tensor in large_batch((bounds[-1],) if packed else (512, 2048))]
 
     def work(lap=lambda: None):
-        correct_rollouts(*batch, CONFIGS[name]).check()
+        layout = SequenceLayout.packed(bounds) if packed else None
+        correct_rollouts(*batch, CONFIGS[name], layout).check()
         lap()
 
     found = measure.costs(work)
     peak = found.pop("peak_bytes") / (4 * batch[0].numel())
     figures(**found, peak_in_tensors=peak, milliseconds=measure.milliseconds(work, device)[0])
     assert found["syncs"] == 1
-    assert found["launches"] <= MOST_LAUNCHES
-
-
-def test_packed_cost(device, counts, figures):
-    """Sequences of all lengths: their lengths are sent without a wait."""
-    from megatron_rc.parallel import SequenceLayout
-
-    lengths = [1 + 37 * index % 4001 for index in range(512)]
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    batch = [tensor.to(device) for tensor in large_batch((bounds[-1],))]
-
-    def work(lap=lambda: None):
-        correct_rollouts(*batch, CONFIGS["sequence"], SequenceLayout.packed(bounds)).check()
-        lap()
-
-    found = measure.costs(work)
-    figures(tokens=bounds[-1], **found, milliseconds=measure.milliseconds(work, device)[0])
-    assert found["syncs"] == 1
+    assert packed or found["launches"] <= MOST_LAUNCHES
 
 
 def test_errors_are_those_of_the_cpu(device):

@@ -29,6 +29,7 @@ WIDTHS = {
     "151936": Case(151936, 151936, temperature=0.9, used=(0, 1)),
     "152064 with padding": Case(151669, 152064, gap=5),
     "4099, 20 kept": Case(4099, 4111, temperature=0.7, kept=20),
+    "4099 in place": Case(4099, 4111, gap=5, used=(0, 1), inplace=True),
 }
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
@@ -38,11 +39,6 @@ def interpreted(device, on_gpu, monkeypatch):
     """Without a GPU the kernels run under Triton's interpreter."""
     if not on_gpu:
         monkeypatch.setattr(kernels, "uses_triton", lambda logits: logits.element_size() <= 4)
-
-
-@pytest.fixture
-def without_triton(monkeypatch):
-    monkeypatch.setattr(kernels, "uses_triton", lambda logits: False)
 
 
 def exact(logits, labels, kept=None, over=False):
@@ -85,14 +81,9 @@ def test_triton(device, figures, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_in_place(device, figures, dtype):
-    require("triton")
-    assert_case(Case(4099, 4111, DTYPES[dtype], gap=5, used=(0, 1), inplace=True), device, figures)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pytorch(device, figures, without_triton, dtype):
+def test_pytorch(device, figures, monkeypatch, dtype):
     """What runs where Triton is missing."""
+    monkeypatch.setattr(kernels, "uses_triton", lambda logits: False)
     assert_case(dataclasses.replace(WIDTHS["4099"], dtype=DTYPES[dtype]), device, figures)
 
 

@@ -20,13 +20,10 @@ CASES = [
 ]
 
 
-def parameters():
-    for case in CASES:
-        yield pytest.param(case, id=str(case), marks=pytest.mark.gpus(case.layout.world))
-
-
 @pytest.mark.timeout(110)
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, id=str(one), marks=pytest.mark.gpus(one.layout.world)) for one in CASES]
+)
 def test_layout(device, figures, tmp_path, case):
     words = words_for(device.type, [*case.words(tmp_path), "--transformer-impl=local"])
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.layout.world}"]

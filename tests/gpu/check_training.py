@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.gpu import measure
 from tests.gpu.packages import require
 from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
@@ -128,17 +127,6 @@ def test_steps(words, on_gpu, figures, more, model):
     figures(loss=found[-1]["loss/total"], grad_norm=found[-1]["grad_norm"])
 
 
-def test_cost_of_a_step(words, counts, figures):
-    """How often the host waits: once for the plan, once for the loss, and Megatron's optimizer beside."""
-    trainer = make_trainer(words(*BF16))
-    batch = on_device(recorded_batch(0), trainer.device)
-    plan = measure.costs(lambda: trainer.prepare(batch))
-    prepared = trainer.prepare(batch)
-    step = measure.costs(lambda: trainer.update(prepared, 0))
-    figures(plan_syncs=plan["syncs"], plan_launches=plan["launches"])
-    figures(step_syncs=step["syncs"], step_launches=step["launches"])
-
-
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("more", [(), BF16], ids=["float32", "bfloat16"])
 def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
@@ -147,7 +135,9 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
     kept = (*more, f"--save={folder}", f"--load={folder}")
     steps(words(*kept), [0, 1])
     without = steps(words(*more), [0, 1, 2, 3])
-    there = on_the_cpu(words(*kept), tmp_path / "there.json", [2])
+    path = tmp_path / "there.json"
+    job(("-m", "tests.gpu.training", "steps", str(path), "[2]", *words_for("cpu", words(*kept))), 80)
+    there = json.loads(path.read_text(encoding="utf-8"))
     here = steps(words(*kept), [3])
     apart = [
         abs(got["grad_norm"] - want["grad_norm"]) / want["grad_norm"]
@@ -157,48 +147,18 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
     assert largest_error(apart) <= (0.05 if more else 1e-3)
 
 
-def on_the_cpu(words, path, batches):
-    """The metrics of these steps in a process on the CPU."""
-    words = words_for("cpu", words)
-    job(("-m", "tests.gpu.training", "steps", str(path), json.dumps(batches), *words), 80)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_collectives_of_one_rank(device):
-    """nccl's, in a group of one: what Megatron calls whatever the size."""
-    import torch.distributed as dist
-
-    values = torch.arange(4.0, device=device)
-    dist.all_reduce(values, group=dist.group.WORLD)
-    gathered = torch.empty(4, device=device)
-    dist.all_gather_into_tensor(gathered, values, group=dist.group.WORLD)
-    scattered = torch.empty(4, device=device)
-    dist.reduce_scatter_tensor(scattered, values, group=dist.group.WORLD)
-    dist.broadcast(values, 0, group=dist.group.WORLD)
-    dist.barrier(group=dist.group.WORLD)
-    assert dist.get_backend() == ("nccl" if device.type == "cuda" else "gloo")
-    assert torch.equal(gathered, values)
-    assert torch.equal(scattered, values)
-
-
-def exported(trainer):
-    from megatron_rc.launch.weights.converter import export_model
-
-    return dict(export_model(trainer.chunks, trainer.config, trainer.groups))
-
-
 def test_grouped_experts(words, figures, tmp_path):
     """Grouped products take the weights of single experts, give them back, and score alike."""
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
-    from megatron_rc.launch.weights.converter import load_model
+    from megatron_rc.launch.weights.converter import export_model, load_model
 
     require("transformer_engine.pytorch")
     more = [*BF16, "--transformer-impl=transformer_engine", "--num-experts=4", "--moe-ffn-hidden-size=32"]
     alone, grouped = (make_trainer(words(*more, *own)) for own in ((), ("--moe-grouped-gemm",)))
-    weights = exported(alone)
+    weights = dict(export_model(alone.chunks, alone.config, alone.groups))
     save_file({name: tensor.cpu() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
     load_model(grouped.chunks, grouped.config, grouped.groups, tmp_path)
-    again = exported(grouped)
+    again = dict(export_model(grouped.chunks, grouped.config, grouped.groups))
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
     batch = on_device(recorded_batch(0), alone.device)

@@ -33,6 +33,7 @@ def train(words):
         there[torch.tensor([0, 1])] = torch.ones(2, device=GPU)
         with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
             there[torch.tensor([0, 1])] = torch.ones(2)
+        train_ppo.cpu_backend = None  # a run on a GPU never takes the CPU switch
         train_ppo.main(words)
         assert torch.optim.AdamW([there]).param_groups[0]["params"][0].is_cuda
 
