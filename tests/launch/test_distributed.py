@@ -13,15 +13,14 @@ import torch.distributed as dist
 
 from megatron_rc.launch.distributed import AgreedError, agree, alone, choose_interfaces
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.train_ppo import _collect_garbage_again, cpu_backend
+from megatron_rc.launch.train_ppo import cpu_backend
 from megatron_rc.parallel import ParallelGroups
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.runs import wait_for
+from tests.support.runs import ONE, wait_for
 
 NAMED = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
-WORDS = ["--config=count_up", "--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"]
 
 
 def agree_on(words, text):
@@ -75,7 +74,7 @@ def meet(config):
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list threads")
 def test_the_threads_of_process_groups_go_with_the_last_reference(tmp_path):
-    config, _ = configure([*WORDS, "--no-sequence-parallel", f"--runs-dir={tmp_path}"], 1)
+    config, _ = configure(["--config=count_up", *ONE, f"--runs-dir={tmp_path}"], 1)
     meet(config)
     gc.collect()
     wait_for(lambda: number_of_threads() < 20)
@@ -84,18 +83,6 @@ def test_the_threads_of_process_groups_go_with_the_last_reference(tmp_path):
     assert number_of_threads() > before
     gc.collect()
     wait_for(lambda: number_of_threads() == before)
-
-
-def test_garbage_is_collected_again_after_a_start():
-    """What was made until then is passed over."""
-    frozen = gc.get_freeze_count()
-    gc.disable()
-    try:
-        _collect_garbage_again()
-        assert (gc.isenabled(), gc.get_freeze_count() > frozen) == (True, True)
-    finally:
-        gc.unfreeze()
-        gc.enable()
 
 
 FORK = """

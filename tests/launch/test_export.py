@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import pickle
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
 from tests.launch.weights.test_memory import most_alive
 from tests.support.commands import code_of
 from tests.support.paths import ROOT
-from tests.support.published_models import GATED, LLAMA3, MODELS, SMALL_GPT2
+from tests.support.published_models import GATED, MODELS, SMALL_GPT2
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, make_trainer
 
@@ -32,11 +30,7 @@ WIDE = {
     "tie_word_embeddings": False,
 }
 CONFIGS = {
-    "llama3": transformers.LlamaConfig(
-        **GATED | {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}, tie_word_embeddings=True
-    ),
-    "qwen3_moe": MODELS["qwen3_moe"],
-    "deepseek_v3": MODELS["deepseek_v3"],
+    **{name: MODELS[name] for name in ("llama3", "qwen3_moe", "deepseek_v3")},
     "mistral": transformers.MistralConfig(**GATED, sliding_window=32, tie_word_embeddings=False),
     "gpt2": transformers.GPT2Config(**SMALL_GPT2, bos_token_id=None, eos_token_id=1),
     "wide": transformers.LlamaConfig(**GATED | WIDE),
@@ -87,12 +81,6 @@ def exported(checkpoints, target, *more):
     return code_of(export.main, "--load", checkpoints, "--save-hf", target, *more)
 
 
-@pytest.fixture
-def copy(home, tmp_path):
-    """Checkpoints to be spoilt."""
-    return shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_reads_what_was_trained(home, tmp_path, name):
     """Written by tensor, pipeline, virtual pipeline and expert parallel ranks; read by one process."""
@@ -121,7 +109,7 @@ def test_its_tokenizer_and_the_way_it_ends_come_along(home, tmp_path):
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 0)
     assert (model.config.bos_token_id, model.config.eos_token_id) == (None, 1)
     # Prompts from a file have every printable character.
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": None})
+    checkpoints = with_settings(home, tmp_path / "checkpoints", task={"task": None})
     assert exported(checkpoints, tmp_path / "out") == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("Hi, 1 + 2?")["input_ids"]) == "Hi, 1 + 2?"
@@ -140,17 +128,13 @@ def test_the_documents_command_is_run_as_written(home, tmp_path, monkeypatch, ca
         assert re.search(r"^24\d*$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.fixture
-def in_small_files(monkeypatch):
-    def use(size):
-        right = hugging_face.write_directory
-        monkeypatch.setattr(hugging_face, "write_directory", lambda *given: right(*given, shard_bytes=size))
-
-    return use
+def in_small_files(monkeypatch, size):
+    right = hugging_face.write_directory
+    monkeypatch.setattr(hugging_face, "write_directory", lambda *given: right(*given, shard_bytes=size))
 
 
-def test_large_models_are_several_files(home, tmp_path, in_small_files):
-    in_small_files(20_000)
+def test_large_models_are_several_files(home, tmp_path, monkeypatch):
+    in_small_files(monkeypatch, 20_000)
     assert exported(home / "gpt2-checkpoints", tmp_path / "out") == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -162,11 +146,11 @@ def test_large_models_are_several_files(home, tmp_path, in_small_files):
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_memory_is_a_file_and_a_layer(home, tmp_path, in_small_files):
+def test_memory_is_a_file_and_a_layer(home, tmp_path, monkeypatch):
     """Every byte that is allocated, of a model of eight layers."""
     model = 4 * sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(CONFIGS["wide"]).parameters())
     layer = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 224 + 2 * 64)
-    in_small_files(50_000)
+    in_small_files(monkeypatch, 50_000)
     numbers = iter(range(9))
 
     def once():
@@ -184,8 +168,8 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     transformers.GenerationConfig(eos_token_id=[1, 2], do_sample=True, top_p=0.5).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 2], "bos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=OWN)
-    with_settings(checkpoints, None, checkpoints={"load_hf": str(folder)})
+    loaded = {"load_hf": str(folder)}
+    checkpoints = with_settings(home, tmp_path / "checkpoints", task=OWN, checkpoints=loaded)
     assert exported(checkpoints, tmp_path / "out") == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
@@ -200,40 +184,30 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(home, tmp_path, capsys):
     CharacterText("".join(map(chr, range(32, 127)))).save(tmp_path / "large")
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=OWN)
+    checkpoints = with_settings(home, tmp_path / "checkpoints", task=OWN)
     assert exported(checkpoints, tmp_path / "out", "--tokenizer-model", tmp_path / "large") == 2
     assert re.search(r"^error: the tokenizer in \S+/large has 98 tokens, the model \d\d: give", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
-def with_settings(source, target, **changes):
-    """The checkpoints, or a copy of them, with other settings beside the weights; None leaves a section out."""
-    if target is not None:
-        shutil.copytree(source, target)
-    path = (target or source) / STEP / "settings.json"
+def with_settings(home, target, **changes):
+    """A copy of Llama's checkpoints with other settings beside the weights; None leaves a section out."""
+    path = shutil.copytree(home / "llama3-checkpoints", target) / STEP / "settings.json"
     sections = json.loads(path.read_text())
     for name, change in changes.items():
         sections[name] = None if change is None else sections[name] | change
     path.write_text(json.dumps({name: value for name, value in sections.items() if name == "experts" or value}))
-    listed(path)
-    return target or source
-
-
-def listed(path):
-    """Let the manifest say what the file now is, as whoever wants to mislead would."""
     files = json.loads((path.parent / MANIFEST).read_text())["files"]
     files[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     (path.parent / MANIFEST).write_text(json.dumps({"files": files}) + "\n")
+    return target
 
 
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
         ("model", {"rotary_base": "a"}, r"model: rotary_base is 'a': it was written by another version, or is broken"),
-        ("model", {"rotary_base": 1.5}, r"model: rotary_base is 1\.5"),
-        ("model", {"untie_embeddings_and_output_weights": 0}, "untie_embeddings_and_output_weights is 0"),
         ("model", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
-        ("transformer", {"num_layers": None}, "num_layers is None"),
         ("transformer", {"memory": 5}, "transformer has an unknown field 'memory'"),
         ("transformer", {"qk_layernorm": True, "add_qkv_bias": True}, "no Hugging Face architecture has the settings"),
         ("transformer", None, "has no section transformer"),
@@ -244,22 +218,14 @@ def listed(path):
     ids=str,
 )
 def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, section, change, message):
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", **{section: change})
+    checkpoints = with_settings(home, tmp_path / "checkpoints", **{section: change})
     assert exported(checkpoints, tmp_path / "out") in (1, 2)
     assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
-def test_checkpoints_that_cannot_be_read_are_named(copy, tmp_path, capsys):
-    """Without checksums too; nothing is left of what was begun."""
-    for path in copy.rglob("*.distcp"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert exported(copy, tmp_path / "out", "--no-verify-integrity") == 1
-    assert "distcp" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
-
-
-def test_a_flipped_bit_is_found_unless_nobody_looks(home, copy, tmp_path, capsys):
+def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home, tmp_path, capsys):
+    copy = shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
     (path, *_) = sorted(copy.rglob("*.distcp"), key=lambda path: -path.stat().st_size)
     held = bytearray(path.read_bytes())
     held[len(held) // 2] ^= 1
@@ -272,21 +238,10 @@ def test_a_flipped_bit_is_found_unless_nobody_looks(home, copy, tmp_path, capsys
     assert exported(copy, tmp_path / "out") == 1
     assert "; --ckpt-step 2 takes one that is whole" in capsys.readouterr().err
     assert exported(copy, tmp_path / "out", "--no-verify-integrity") == 0
-
-
-class Hostile:
-    def __reduce__(self):
-        return (Path.touch, (Path("it-ran"),))
-
-
-def test_a_checkpoint_runs_no_code(copy, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    path = copy / STEP / ".metadata"
-    path.write_bytes(pickle.dumps(Hostile()))
-    listed(path)
-    assert exported(copy, tmp_path / "out") == 1
-    assert "has no place in a checkpoint: nothing of it was run" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    path.write_bytes(held[: len(held) // 2])
+    assert exported(copy, tmp_path / "half", "--no-verify-integrity") == 1
+    assert path.name in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
 
 
 def test_a_task_of_ones_own_is_imported_only_where_it_is_named(home, tmp_path, monkeypatch, capsys):
@@ -296,7 +251,7 @@ def test_a_task_of_ones_own_is_imported_only_where_it_is_named(home, tmp_path, m
         "from pathlib import Path\nPath('it-ran').touch()\nclass Task:\n    characters = '0123456789'\n"
         "    max_response_length = 4\n    def __init__(self, seed):\n        self.problems = list\n"
     )
-    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": spec})
+    checkpoints = with_settings(home, tmp_path / "checkpoints", task={"task": spec})
     assert exported(checkpoints, tmp_path / "out") == 2
     assert f"is that of {spec}, which is code: give --task {spec} if you trust it" in capsys.readouterr().err
     assert exported(checkpoints, tmp_path / "out", "--task=python:other:Task") == 2
@@ -325,19 +280,6 @@ def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_stands_beside_the_directory_is_left_alone(home, tmp_path, capsys):
-    """A backup can have any name; a failed export leaves nothing."""
-    for name in ("out.old", "out.part"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text("mine")
-    file = tmp_path / "out.old" / "model.safetensors"
-    assert exported(home / "gpt2-checkpoints", file / "out") == 1
-    assert "the model cannot be written to" in capsys.readouterr().err
-    assert exported(home / "gpt2-checkpoints", tmp_path / "out") == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.part"]
-    assert {(tmp_path / name / "model.safetensors").read_text() for name in ("out.old", "out.part")} == {"mine"}
-
-
 def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
     target, own = tmp_path / "out", tmp_path / "own"
     part, old = own / "new", own / "old"
@@ -364,8 +306,7 @@ def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
         path.write_text(json.dumps(held))
     for name, load_hf, eos in (("loaded", str(folder), 2), ("from-nothing", None, 1)):
         task = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
-        checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / name, task=task)
-        with_settings(checkpoints, None, checkpoints={"load_hf": load_hf})
+        checkpoints = with_settings(home, tmp_path / name, task=task, checkpoints={"load_hf": load_hf})
         assert exported(checkpoints, tmp_path / f"{name}-out") == 0
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out")
         assert (model.config.pad_token_id, model.model.embed_tokens.padding_idx) == (None, None)

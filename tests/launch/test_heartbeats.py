@@ -21,12 +21,11 @@ from megatron_rc.launch import heartbeats, phases
 from megatron_rc.launch.ending import tell_start
 from megatron_rc.launch.heartbeats import Beat, Heartbeats, tell_other_machines
 from tests.support.forked import launch_forked
-from tests.support.runs import SMALL, TWO, finish, read, rows_of, wait_for
+from tests.support.runs import ONE, SMALL, TWO, finish, read, rows_of, wait_for
 
 HOST = socket.gethostname()
 SINCE = r"since \d\d:\d\d:\d\d"
 BEAT = 0.02
-ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
 
 
 @pytest.fixture

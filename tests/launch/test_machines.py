@@ -8,10 +8,7 @@ import pytest
 
 from tests.support.forked import ForkedCall
 from tests.support.meets import meet
-from tests.support.runs import SMALL, finish, launch, read, start
-
-# A layout for any number of processes.
-ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
+from tests.support.runs import ONE, SMALL, finish, launch, read, start
 
 
 def free_port():

@@ -59,14 +59,6 @@ def test_a_folder_goes_with_its_process_killed_or_not(tmp_path, owner):
     assert names(tmp_path) == ["kind-file", "kind-link", "other"]
 
 
-def test_what_is_to_be_spared_stays(tmp_path):
-    for name in ("old", "new"):
-        (tmp_path / "kind-1" / name).mkdir(parents=True)
-    (tmp_path / "kind-2" / "new").mkdir(parents=True)
-    remove_left_behind(tmp_path, "kind-", spare="old")
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["kind-1", "kind-1/old"]
-
-
 def test_folders_that_cannot_be_locked_or_are_another_users_are_not_removed(tmp_path, monkeypatch):
     """As on NFS."""
     (tmp_path / "kind-1").mkdir()

@@ -11,6 +11,7 @@ import pytest
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criteria import CRITERIA
+from tests.launch.flags.test_rows_to_try import SMALL
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.training_runs import rows, run_training
@@ -21,10 +22,6 @@ COMMANDS = [
     shlex.split(text.replace("\\\n", " ")) for text in re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 ]
 FLAGS = [words[words.index("--config") :] for words in COMMANDS]
-# A few small steps of the launch file on one process.
-SMALL = """--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel --cpu --train-iters=2
---grpo-iterations=1 --grpo-prompts-per-step=4 --grpo-group-size=4 --run-name=run --global-batch-size=16
---micro-batch-size=8""".split()
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def test_every_command_is_a_run(folder, words):
 def test_the_examples_train(ranks, folder):
     """The task with its replies, the objective and the criterion."""
     _, _, replies, objects = FLAGS
-    words = [*replies, *objects[2:], *SMALL, f"--runs-dir={folder}", "--reward-workers=1"]
+    words = [*replies, *objects[2:], *SMALL, "--train-iters=2", f"--runs-dir={folder}", "--reward-workers=1"]
     assert ranks.run(in_folder, Layout(), folder, run_training, words) == [None]
     (first, second) = rows(folder)
     assert {"reward/first_digit", "rollout_corr/rollout_rs_seq_min_k1_mean"} < set(first)

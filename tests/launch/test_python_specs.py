@@ -6,19 +6,10 @@ import sys
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.python_specs import is_python_spec, load_python
-from tests.support import user_rewards
+from megatron_rc.launch.python_specs import load_python
 from tests.support.paths import ROOT
 
 HERE = "tests.support.user_rewards"
-
-
-def test_an_object_is_found_by_its_module_and_name():
-    assert load_python(f"python:{HERE}:parts", "--reward") is user_rewards.parts
-    assert load_python(f"python:{HERE}:Doubles.reward", "--reward") is user_rewards.Doubles.reward
-    assert is_python_spec(f"python:{HERE}:parts")
-    assert not is_python_spec("exact")
-    assert not is_python_spec(None)
 
 
 @pytest.mark.parametrize("given", ["a", "a:", ":b", "a:b:c", "a/b.py:c", ".a:b"])

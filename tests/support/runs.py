@@ -16,6 +16,8 @@ from tests.support.paths import ROOT
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
 --grpo-iterations 1 --lr-decay-iters 6""".split()
 TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
+# A layout for any number of processes.
+ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
 
 # Listening sockets' state in /proc/net/tcp, and 127.0.0.1 in that file.
 _LISTEN, LOOPBACK = "0A", "0100007F"

@@ -23,10 +23,6 @@ async def later(prompt, response, label, record):
     return 1.0
 
 
-async def later_one_by_one(prompt, response, label, record):
-    yield 1.0
-
-
 class _Later:
     async def __call__(self, prompt, response, label, record):
         return 1.0
@@ -58,8 +54,6 @@ def misbehave(prompt, response, label, record):
         raise ValueError(rest)
     elif what == "quit":
         sys.exit(4)
-    elif what == "recurse":
-        return misbehave(prompt, response, label, record)
     elif what == "give":
         return GIVEN[rest]
     elif what == "print":
@@ -99,8 +93,6 @@ GIVEN = {
     "without": {"fluency": 1},
     "nested": {"reward": {"reward": 1}},
     "taken": {"reward": 1, "mean": 2},
-    "odd": {"reward": 1, "a b": 2},
-    "number": {"reward": 1, 3: 2},
     "many": {"reward": 1, **{f"part{index}": index for index in range(40)}},
     "huge": {"reward": 1, "x" * 10_000_000: 1},
 }
@@ -135,17 +127,8 @@ class Bare:
         return float(response == label)
 
 
-class BadReward(Doubles):
-    def reward(self, response):
-        return 1.0
-
-
 def too_few(prompt, response):
     return 1.0
-
-
-def keywords(**given):
-    return float(len(given) == 4)
 
 
 def short_ones(prompt, response, label, record):

@@ -129,9 +129,3 @@ def test_uneven_stages_hold_what_their_layers_hold():
     even = predicted("pipeline-untied")
     assert first.parameters + last.parameters == sum(stage.parameters for stage in even)
     assert first.parameters < even[0].parameters
-
-
-def test_what_is_in_flight_follows_from_the_schedule():
-    assert [found.in_flight for found in predicted("pipeline-untied")] == [2, 1]
-    assert [found.in_flight for found in predicted("virtual")] == [5, 3]
-    assert [found.in_flight for found in predicted("pipeline-untied", "--micro-batch-size=16")] == [1, 1]

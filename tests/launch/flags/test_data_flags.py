@@ -98,12 +98,8 @@ REFUSED = """
 --eval-data B :: --eval-data | b.jsonl | --eval-interval
 --eval-interval=2 :: --eval-interval 2 | --eval-data
 --eval-interval=2 --eval-data B --eval-problems=5 :: --eval-data | 4 | 5
---input-key=question :: a.jsonl, line 1 | 'question' | 'prompt', 'label'
---label-key=answer :: a.jsonl, line 1 | 'answer'
---label-key=answer --reward=python:math:sqrt :: a.jsonl, line 1 | 'answer'
 --overlong-prompts=keep :: --overlong-prompts: | 'keep'
 --max-response-length=57 --overlong-prompts=error :: line 1 | 8 tokens | --seq-len
---max-response-length=57 :: 8 tokens
 --apply-chat-template :: --apply-chat-template | --tokenizer-model
 --task=count_up :: --task count_up and --prompt-data | a.jsonl
 """

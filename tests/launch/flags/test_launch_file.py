@@ -10,14 +10,14 @@ FLAT = """rollout-is: token
 rollout-is-threshold: 3
 rollout-rs: none
 rollout-token-veto-threshold: 1e-4
-no-rollout-is-batch-normalize: true
+rollout-is-batch-normalize: true
 """
 NESTED = """rollout_correction:
   rollout_is: token
   rollout_is_threshold: 3
   rollout_rs: null
   rollout-token-veto-threshold: 1e-4
-  rollout_is_batch_normalize: false
+  rollout_is_batch_normalize: true
 """
 
 
@@ -31,21 +31,15 @@ def test_a_nested_correction_is_that_of_the_flat_keys(tmp_path):
     nested = correction(tmp_path, NESTED)
     assert nested == correction(tmp_path, FLAT)
     assert (nested.rollout_is, nested.rollout_is_threshold, nested.rollout_token_veto_threshold) == ("token", 3, 1e-4)
-    assert correction(tmp_path, NESTED, "--rollout-is-threshold=5").rollout_is_threshold == 5
-
-
-def test_a_nested_switch_is_one(tmp_path):
-    on = "rollout_correction: {rollout_is: token, rollout_is_batch_normalize: true}\n"
-    assert correction(tmp_path, on).rollout_is_batch_normalize
-    assert not correction(tmp_path, on, "--no-rollout-is-batch-normalize").rollout_is_batch_normalize
+    typed = correction(tmp_path, NESTED, "--rollout-is-threshold=5", "--no-rollout-is-batch-normalize")
+    assert nested.rollout_is_batch_normalize
+    assert (typed.rollout_is_threshold, typed.rollout_is_batch_normalize) == (5, False)
 
 
 WRONG = """
-learning-rate: 1 :: 'learning-rate'
 num_layers: 2 :: 'num_layers' | num-layers
 lr: fast :: --lr | 'fast'
 lr: [1, 2] :: lr: ['1', '2']
-lr: :: lr: ''
 swiglu: 1 :: swiglu: '1'
 lr: 1\\nlr: 2 :: 'lr'
 - lr :: list
@@ -55,15 +49,10 @@ config: other :: 'config'
 eps-clip: 0.2 :: 'eps-clip' | grpo-clamp-eps-lower
 algorithm: {adv_estimator: grpo} :: 'algorithm' | rollout_correction
 rollout_correction: token :: rollout_correction: 'token'
-rollout_correction: :: rollout_correction: ''
 BELOW rollout_is_treshold: 2 :: below rollout_correction | 'rollout-is-treshold' | rollout
 BELOW lr: 1 :: below rollout_correction: lr
-BELOW rollout_is: token\\n  rollout_is: token :: 'rollout_is'
 BELOW rollout_is: token\\n  rollout-is: token :: below rollout_correction: rollout-is
 BELOW rollout_is: token\\nrollout-is: token :: rollout-is | below rollout_correction
-BELOW rollout_is: [token] :: below rollout_correction: rollout-is: ['token']
-BELOW bypass_mode: 1 :: below rollout_correction: bypass-mode: '1'
-BELOW rollout_is: words :: rollout_is='words'
 BELOW rollout_is: none\\n  rollout_is_threshold: 2 :: rollout_is_threshold
 """
 

@@ -1,9 +1,7 @@
 """Limits of the machine are found at the start."""
 
 import os
-import re
 import resource
-from dataclasses import replace
 
 import pytest
 
@@ -13,15 +11,11 @@ from tests.support.recorded_training import flags, run_config
 
 
 def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
-    """If something needs it: vLLM does, a checkpoint does not."""
     shared = tmp_path / "shm"
     shared.write_text("no folder")
     monkeypatch.setattr(machine, "SHARED_MEMORY", shared)
-    config = run_config(flags(tmp_path, "--train-iters=1", f"--save={tmp_path}/save"))
-    of_vllm = replace(config, engine=replace(config.engine, rollout_engine="vllm"))
-    with pytest.raises(
-        ConfigurationError, match=rf"^{re.escape(str(shared))} cannot be written to \(Not a directory\)"
-    ):
+    of_vllm = run_config(flags(tmp_path)).changed(engine={"rollout_engine": "vllm"})
+    with pytest.raises(ConfigurationError, match=rf"^{shared} cannot be written to \(Not a directory\)"):
         machine.check_machine(of_vllm)
 
 

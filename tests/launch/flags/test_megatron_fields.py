@@ -97,13 +97,14 @@ def test_a_flag_goes_unchanged_into_the_config(tmp_path, words):
         assert all(one == value for one in reached)
 
 
-def test_a_launch_file_has_the_same_names(tmp_path):
+def test_a_launch_file_has_the_same_names_and_flags_override_it(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "overlap-grad-reduce: true\nno-rope-fusion: true\nrecompute-modules: [core_attn, mlp]\nfp8-wgrad: false\n"
+        "lr: 1e-3\nswiglu: false\n"
     )
-    args = parse_args(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce"])
+    args = parse_args(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce", "--lr=2"])
     assert (args.overlap_grad_reduce, args.apply_rope_fusion, args.fp8_wgrad) == (False, False, False)
-    assert args.recompute_modules == ["core_attn", "mlp"]
+    assert (args.recompute_modules, args.lr, args.swiglu) == (["core_attn", "mlp"], 2.0, False)
 
 
 @pytest.mark.parametrize("words", ["--bf16", SPLIT, f"{SPLIT} --bf16 --rl-use-sequence-packing", f"{SPLIT} --bf16"])
@@ -134,12 +135,8 @@ def test_user_buffers_are_made_with_the_arguments_of_megatron_lm(tmp_path, monke
     assert made == [shape | kind | {"ub_cfgs": {}, "bootstrap_backend": "gloo"}]
 
 
-NO_PATTERNS = ["", "a", "[a]", "[1]*[2]", "1+1", "[1]+1", "[[1]]", "__import__('os')", "[1.5]", "True"]
-# These would fill the memory.
-NO_PATTERNS += ["[1]*99999999999", "99999999999*[0,1]", "[0]" + "+[1]" * 30000]
-
-
-@pytest.mark.parametrize("word", NO_PATTERNS, ids=lambda word: word[:20])
+# The last one would fill the memory.
+@pytest.mark.parametrize("word", ["", "[a]", "[1]*[2]", "[1]+1", "__import__('os')", "[1]*99999999999"])
 def test_another_pattern_is_refused(word):
     with pytest.raises(ValueError, match="number, or a list"):
         number_or_pattern(word)

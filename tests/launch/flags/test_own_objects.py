@@ -64,8 +64,6 @@ REFUSED = {
     f"--policy-loss={USER}:SEQ_MIN": r"^--policy-loss \S+ .*Criterion.*Objective",
     f"--rollout-rs={USER}:GOOD_ONLY": r"^--rollout-rs \S+ .*Objective.*Criterion",
     f"--rollout-rs={USER}:TAKEN": r"^--rollout-rs \S+: .*'token_k3'",
-    f"--rollout-rs=token_k1,{USER}:NO": r"^--rollout-rs python:\S+:NO: ",
-    "--loss-type=python:nowhere:X": r"^--loss-type python:nowhere:X: .*nowhere",
     "--policy-loss=ppo": r"^--policy-loss: .*'ppo'.*ppo_clip, reinforce",
     f"--rollout-rs={USER}:SEQ_MIN --rollout-rs-threshold=-1": r"^--rollout-rs-threshold",
 }

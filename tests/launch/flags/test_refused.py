@@ -11,18 +11,15 @@ from megatron_rc.launch.flags.parser import build_parser, needs_of
 from megatron_rc.launch.run_config import flag_options
 from megatron_rc.launch.run_config.options import is_met
 from megatron_rc.records.rollout import save_rollouts
+from tests.launch.flags.test_latent_attention import HEADS, LATENT
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
 from tests.support.refusals import refused
 
 USER = "python:tests.support.user_rewards"
-# All heads have keys of their own.
-HEADS = [word for word in LLAMA if "group" not in word]
-SIZES = "--q-lora-rank=12 --kv-lora-rank=8 --qk-head-dim=6 --qk-pos-emb-head-dim=4 --v-head-dim=10"
 # Short forms of words in the rows.
 SHORT = {
     "PP": "--pipeline-model-parallel-size=2",
     "ALONE": "--grpo-group-size=1 --grpo-prompts-per-step=16",
-    "WEIGHTED": "--advantage-baseline=weighted --advantage-baseline-weights=correction",
     "SERVERS=": "--rollout-weights-dir=w --rollout-url=http://a:1,http://b:1 --rollout-engine=",
 }
 # Model, words in front, whether the run samples, and rows: [@RANKS] WORDS [:: FRAGMENT | FRAGMENT]. The sentence has
@@ -35,7 +32,6 @@ TABLES = {
         """
         --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | 2 processes, got 1
         @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: = 4 | 6 processes
-        @3 --tensor-model-parallel-size=3 :: --num-attention-heads 4 | --tensor-model-parallel-size = 3
         @4 --tensor-model-parallel-size=4 :: --num-query-groups 2 | --tensor-model-parallel-size = 4
         @3 --pipeline-model-parallel-size=3 :: --num-layers 4 | --pipeline-model-parallel-size = 3
         --num-layers-per-virtual-pipeline-stage=0 :: must be positive
@@ -51,14 +47,12 @@ TABLES = {
         --global-batch-size=5 :: --grpo-prompts-per-step 4 · --grpo-group-size 4 = 16 | --global-batch-size 5
         --micro-batch-size=3 :: --global-batch-size 16 | --micro-batch-size 3
         @2 --grpo-prompts-per-step=3 :: --grpo-prompts-per-step 3 | 2 data-parallel
-        --save=/tmp/none --save-interval=3 :: --save-interval 3 | 2 optimizer steps
         --rl-use-sequence-packing --rl-sequence-packing-bin-size=8 :: --rl-sequence-packing-bin-size 8 | --seq-length 16
         @2 --rl-use-sequence-packing --rl-sequence-packing-bin-size=18 --context-parallel-size=2 :: bin-size 18
         --seq-length=64 --max-position-embeddings=32 :: --seq-length 64 | --max-position-embeddings 32
         --seq-length=10 :: --max-response-length 10 | --seq-length 10
         --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
         --kv-channels=7 :: --kv-channels 7 | --rotary-percent
-        --rotary-percent=0.4 :: --kv-channels 8 | --rotary-percent 0.4 | 3
         --transformer-impl=transformer_engine
         --recompute-granularity=full :: --recompute-method | --recompute-num-layers
         """,
@@ -72,23 +66,17 @@ TABLES = {
         --lr=0 :: --lr 0.0 must be positive
         --min-lr=1 :: --min-lr 1.0 | --lr 0.02
         --adam-beta1=1 :: --adam-beta1 1.0 must be below 1
-        --adam-beta2=-1 :: --adam-beta2 -1.0 must be 0 or more
-        --rotary-percent=1.5 :: --rotary-percent 1.5 must be at most 1
         --tokenizer-type=HuggingFaceTokenizer :: HuggingFaceTokenizer | --tokenizer-model | --load-hf
         --tokenizer-type=CharacterTokenizer --tokenizer-model=DIR :: --tokenizer-model DIR | --tokenizer-type
         --apply-chat-template
         ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
-        --grpo-clamp-eps-lower=1.5 :: --grpo-clamp-eps-lower
         --rollout-is=batch :: rollout_is='batch'
-        --rollout-correction-preset=best :: preset='best'
         --task=chess
         --tokenizer-model=/nowhere :: /nowhere
         --load-rollouts=/nowhere
         --config=/tmp
         --policy-loss=cispo --bypass-mode :: --policy-loss cispo | --loss-type cispo
-        --save=/dev/null/x
-        --runs-dir=/dev/null/x
         --load=/nowhere/at/all
         --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
         --metric-prefix=step :: --metric-prefix 'step'
@@ -98,21 +86,13 @@ TABLES = {
         --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load-hf=nowhere
-        --ref-load=. --ref-load-hf=nowhere :: --ref-load . | --ref-load-hf nowhere
         --record-memory-history
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
         --profile --profile-ranks 4 :: --profile-ranks 4
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
-        --advantage-baseline=weighted --bypass-mode :: --advantage-baseline weighted | --bypass-mode
-        --advantage-estimator=optimal-token-baseline --bypass-mode :: optimal-token-baseline | --bypass-mode
-        --advantage-baseline=weighted ALONE :: --advantage-baseline weighted | --grpo-group-size 1
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
         --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
-        --train-samples=64 --lr-warmup-iters=1 :: --lr-warmup-iters 1 | --lr-warmup-samples
         --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
-        --lr-warmup-fraction=0.1 --lr-warmup-iters=2 :: --lr-warmup-fraction 0.1 | --lr-warmup-iters 2
-        --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
-        --weight-decay-incr-style=linear :: --start-weight-decay | --end-weight-decay
         --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
         --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
         """,
@@ -123,26 +103,18 @@ TABLES = {
         True,
         """
         --save=. --keep-last=2 :: --keep-last 2 | --save-interval
-        --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override | --use-checkpoint
         --rollout-engine=vllm-server --rollout-url=http://a:1 :: --rollout-engine vllm-server | --rollout-weights-dir
-        --rollout-engine=sglang-server --rollout-weights-dir=w :: --rollout-engine sglang-server | --rollout-url
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
         @2 SERVERS=sglang-server --rollout-model=m :: --rollout-model m | --rollout-engine sglang-server | vllm-server
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
         SERVERS=vllm-server --rollout-weight-transfer=nccl :: --rollout-weight-transfer nccl | GPUs | gloo
         SERVERS=sglang-server --rollout-weight-transfer=ipc :: --rollout-weight-transfer ipc | vllm-server | gloo
-        --kl-estimator=k1 --grpo-kl-beta=0 :: --kl-estimator k1 | --grpo-kl-beta 0
         --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
         --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
         --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'
-        --openai-gelu :: --openai-gelu | --swiglu
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
-        --advantage-estimator=remax --advantage-baseline=weighted :: --advantage-baseline weighted | remax
-        WEIGHTED --advantage-baseline-bound=2 :: --advantage-baseline-bound 2.0 | --advantage-baseline-weights
-        WEIGHTED --no-rollout-is-apply :: correction | --rollout-is
+        --no-rollout-is-apply --advantage-baseline=weighted --advantage-baseline-weights=correction :: --rollout-is
         @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
-        @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
-        --sync-probe-interval=2 --rollout-staleness=2 :: --sync-probe-interval 2 | --rollout-staleness 2
         """,
     ),
     "experts": (
@@ -152,10 +124,8 @@ TABLES = {
         """
         @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
         @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 tensor · data
-        @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 tensor
         --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
-        --moe-router-topk=9 :: --moe-router-topk 9 | [2, 8]
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
         @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
@@ -163,9 +133,7 @@ TABLES = {
         --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce :: rejection_denominator=original
         --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
         --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
-        --moe-layer-freq=[0,2,1,1] :: -freq | '[0,2,1,1]'
         --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
-        --moe-router-num-groups=4 --moe-router-group-topk=3 :: --moe-router-topk 4 | --moe-router-group-topk = 3
         --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
         --moe-router-bias-update-rate=0.1
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
@@ -185,7 +153,7 @@ TABLES = {
     ),
     "latent": (
         HEADS,
-        f"--multi-latent-attention {SIZES}",
+        LATENT,
         False,
         """
         --group-query-attention --num-query-groups=2 :: --group-query-attention | --multi-latent-attention
@@ -201,8 +169,6 @@ TABLES = {
         "--advantage-estimator=gae --rollout-is=none --rollout-is-threshold=none",
         False,
         """
-        --num-critic-only-steps=3 :: --num-critic-only-steps 3 | 2 optimizer steps
-        --critic-load-hf=nowhere
         --correct-values=mask --bypass-mode :: --correct-values mask | --bypass-mode
         --correct-values=weights :: --correct-values weights | --rollout-is
         """,
@@ -213,13 +179,9 @@ TABLES = {
         True,
         f"""
         --reward=exactly
-        --reward={USER}:nothing :: --reward | nothing
         --reward={USER}:NUMBER :: --reward | int
-        --reward={USER} :: python:pkg.module:name
         --reward-on-error=nan
         --reward={USER}:too_few :: --reward | prompt, response, label and record
-        --task={USER}:BadReward :: --task | prompt, response, label and record
-        --overlong=penalise :: --overlong penalise | --overlong-buffer
         """,
     ),
     "evaluations": (
@@ -238,7 +200,6 @@ TABLES = {
         "--load-rollouts=RECORDS --train-iters=2",
         True,
         """
-        --reward=exact :: --reward exact | --load-rollouts
         --overlong=penalise --overlong-buffer=4 :: --overlong penalise | --load-rollouts
         --rollout-engine=vllm :: --rollout-engine vllm | --load-rollouts
         --advantage-estimator=remax :: --advantage-estimator remax | --load-rollouts
@@ -252,34 +213,21 @@ TABLES = {
         False,
         """
         --moe-input-jitter-eps=0.1 --num-experts=4 :: --moe-input-jitter-eps 0.1 | π_old and π_θ
-        --moe-expert-capacity-factor=1 --num-experts=4 :: --moe-expert-capacity-factor 1.0
-        --mtp-num-layers=1
         --fp8-param-gather :: --fp8-param-gather
-        --use-megatron-fsdp :: --use-megatron-fsdp | --use-distributed-optimizer
-        --num-distributed-optimizer-instances=2
-        --delay-wgrad-compute :: --delay-wgrad-compute
-        --hybrid-context-parallel :: --hybrid-context-parallel | one group | --context-parallel-size
         --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-size above 1
         @2 PP --pipeline-model-parallel-layout=Et|L :: Et|L with --num-layers 4 | must match
-        @2 PP --pipeline-model-parallel-layout=Et|tt|tL :: --pipeline-model-parallel-size 2 | divisible
         @2 PP --pipeline-model-parallel-layout=||| :: ||| with --num-layers 4 | Et|ttL
         @2 PP --pipeline-model-parallel-layout=Ettt|tL --num-layers-per-virtual-pipeline-stage=1 :: drop --num-layers-p
-        @2 PP --pipeline-model-parallel-layout=Et|tttL --decoder-first-pipeline-num-layers=1 :: Megatron-Core | --dec
         --cuda-graph-impl=local
-        --experimental-attention-variant=gated_delta_net
         --fp16 --bf16 :: --fp16 and --bf16
         --fp16 --num-experts=4 :: --fp16 with --num-experts
         --fp8-format=hybrid :: --fp8-format hybrid | delayed
-        --fp8-format=hybrid --fp8-recipe=mxfp8 :: --fp8-format hybrid | --transformer-impl transformer_engine
         --tp-comm-overlap :: --tp-comm-overlap | --transformer-impl transformer_engine
         --optimizer-cpu-offload :: --optimizer-cpu-offload | GPU
-        --use-nccl-ub :: --use-nccl-ub | GPU
         --overlap-param-gather :: --overlap-param-gather | --use-distributed-optimizer
-        --ep-overlap-early-attn-memory-release :: Megatron-Core refuses | --ep-overlap-early-attn-memory-release
         --recompute-granularity=selective --recompute-modules layernorm :: --recompute-modules layernorm | --transf
         --recompute-granularity=selective --recompute-modules nothing :: Megatron-Core refuses | --recompute-modules
         --defer-embedding-wgrad-compute --fused-linear-log-probs :: --defer-embedding-wgrad-compute | --fused-linear
-        --defer-embedding-wgrad-compute :: Megatron-Core refuses --defer-embedding-wgrad-compute
         --no-initialization :: --no-initialization | --load
         --no-rope-freq=often :: --no-rope-freq | 'often'
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1

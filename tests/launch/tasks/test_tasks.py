@@ -20,11 +20,9 @@ def count_up():
     [
         ("56789", "56789", 1.0),
         ("", "", 1.0),
-        ("56789", "", 0.0),
         ("56789", "5678", 4 / 6),
         ("56789", "567890", 5 / 6),
         ("56789", "66789", 0.0),
-        ("", "0", 0.0),
     ],
 )
 def test_count_up_rewards_what_is_right_up_to_the_first_mistake(count_up, answer, response, reward):

@@ -8,9 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.launch.tasks import Problem
 from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText
-from tests.support.recorded_training import flags
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}[assistant]"
 PROBLEM = Problem("4 + 5 = ?\n", 9, (("1 + 2 = ?\n", "3"),))
@@ -81,48 +80,23 @@ def test_a_tokenizer_may_lack_padding_but_no_end(tmp_path):
         HuggingFaceText(tokenizer_folder(tmp_path / "eos", eos=None), chat=False)
 
 
-def test_a_template_that_refuses_the_tasks_problems_is_named_at_the_start(tmp_path):
-    tokenizer_folder(tmp_path, template="{{ raise_exception('system first') }}")
-    message = r"--apply-chat-template: the tokenizer's chat_template.*conversation \(system first\)"
-    with pytest.raises(ConfigurationError, match=message):
-        check(tmp_path, f"--tokenizer-model={tmp_path}", "--apply-chat-template")
-
-
 def test_folders_without_a_readable_tokenizer_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         HuggingFaceText(tmp_path, chat=False)
 
 
-def check(tmp_path, *words):
-    return configure(flags(tmp_path / "runs", "--vocab-size=300", "--seq-length=256", *words), 1)
-
-
-def test_the_flags_choose_the_tokenizer(tmp_path):
-    tokenizer_folder(tmp_path)
-    config, task = check(tmp_path, f"--tokenizer-model={tmp_path}", "--apply-chat-template")
-    assert isinstance(task.text, HuggingFaceText)
-    assert task.text.chat
-    assert config.task.tokenizer_type == "HuggingFaceTokenizer"
-    config, task = check(tmp_path)
-    assert isinstance(task.text, CharacterText)
-    assert config.task.tokenizer_type == "CharacterTokenizer"
-    with pytest.raises(ConfigurationError, match="--vocab-size 200 is smaller than the tokenizer's 259 tokens"):
-        check(tmp_path, f"--tokenizer-model={tmp_path}", "--vocab-size=200")
-
-
 def test_a_model_directory_brings_its_tokenizer(tmp_path):
     """--load-hf is enough: architecture, weights and tokenizer lie in one place."""
-    config = transformers.LlamaConfig(
+    model = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path)
     words = ["--seq-length=256", "--task=count_up", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
     words += [f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
     with pytest.raises(ConfigurationError, match="holds no tokenizer"):
         configure(words, 1)
     tokenizer_folder(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 300
-    _, task = configure(words, 1)
+    config, task = configure(words, 1)
     assert isinstance(task.text, HuggingFaceText)
-    assert make_task("count_up", 1).text.size < 30
+    assert config.task.tokenizer_type == "HuggingFaceTokenizer"

@@ -62,7 +62,6 @@ def test_what_editors_leave_is_no_row(tmp_path):
         (b'{"a": 1}\n\xff\n', "a.jsonl, line 2 is not UTF-8"),
         (b'[\n{"a": 1}\n]', "a.jsonl is one JSON value over several lines"),
         (gzip.compress(b'{"a": 1}\n', mtime=0), "a.jsonl is .* gzip"),
-        ('{"a": 1}\n'.encode("utf-16"), "a.jsonl is .* UTF-16"),
         (b'{"a": 1}\nPAR1\n', "a.jsonl, line 2 is not JSON"),
     ],
 )
@@ -77,10 +76,8 @@ def test_what_cannot_be_read_or_can_be_read_once_is_refused(tmp_path, monkeypatc
     """Reading a pipe or a device would block, or take the rows from the next rank."""
     os.mkfifo(tmp_path / "pipe")
     for path, message in {
-        "/dev/null": "^--prompt-data /dev/null is no regular file",
         f"{tmp_path}/pipe": f"^--prompt-data {tmp_path}/pipe is no regular file",
         f"{tmp_path}/none.jsonl": r"none\.jsonl cannot be read: No such file or directory",
-        f"{tmp_path}/{'x' * 5000}": "x cannot be read: File name too long",
     }.items():
         with pytest.raises(ConfigurationError, match=message):
             open_rows("--prompt-data", path, ignore)
@@ -96,18 +93,15 @@ def test_what_cannot_be_read_or_can_be_read_once_is_refused(tmp_path, monkeypatc
         open_rows("--prompt-data", str(tmp_path), ignore)
 
 
-@pytest.mark.parametrize("change", ["rewritten", "replaced", "gone"])
-def test_a_file_that_changes_during_the_run_is_noticed(tmp_path, change):
+def test_a_file_that_is_replaced_or_gone_during_the_run_is_noticed(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = open_rows("--prompt-data", write(path), ignore)
-    if change == "gone":
-        path.unlink()
-    elif change == "replaced":
-        write(tmp_path / "b.jsonl", [{"prompt": "x", "label": 0}] * 5)
-        (tmp_path / "b.jsonl").replace(path)
-    else:
-        write(path, ROWS[::-1])
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl (has changed since|cannot be read any more)"):
+    (tmp_path / "b.jsonl").write_bytes(path.read_bytes())
+    (tmp_path / "b.jsonl").replace(path)
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl has changed since"):
+        rows.row(1)
+    path.unlink()
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl cannot be read any more"):
         rows.row(1)
 
 
@@ -118,6 +112,7 @@ def datasets():
 
 def test_a_folder_of_the_datasets_library(tmp_path, datasets):
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_list(ROWS[::-1]).save_to_disk(str(tmp_path / "other"))
     seen = []
     path = str(tmp_path / "saved")
     rows = open_rows("--prompt-data", path, lambda index, row: seen.append(row))
@@ -125,26 +120,8 @@ def test_a_folder_of_the_datasets_library(tmp_path, datasets):
     assert rows.row(3) == ROWS[3]
     assert len(rows) == 5
     assert rows.where(3) == f"--prompt-data {path}, row 3"
-    assert rows.digest == open_rows("--prompt-data", path, ignore).digest
-
-
-def test_the_digest_of_a_folder_is_that_of_what_is_stored(tmp_path, datasets):
-    """An image is an object with its address in memory for a name."""
-    pytest.importorskip("PIL", reason="images need Pillow")
-    import numpy
-
-    path, features = str(tmp_path / "saved"), datasets.Features(prompt=datasets.Value("string"), image=datasets.Image())
-    images = [numpy.full((2, 2, 3), shade, dtype=numpy.uint8) for shade in range(2)]
-    data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": images}, features=features)
-    data.save_to_disk(path)
-    data.select([1, 0]).save_to_disk(f"{path}-turned")
-    seen = []
-    first, again, turned = (
-        open_rows("--prompt-data", name, lambda index, row: seen.append(row)).digest
-        for name in (path, path, f"{path}-turned")
-    )
-    assert seen[0]["image"].size == (2, 2)
-    assert first == again != turned
+    same, other = (open_rows("--prompt-data", str(tmp_path / name), ignore).digest for name in ("saved", "other"))
+    assert rows.digest == same != other
 
 
 def test_folders_that_are_no_data_set(tmp_path, datasets):

@@ -12,26 +12,15 @@ CHAT = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=
 USER = {"role": "user", "content": "4 + 5"}
 
 
-def test_a_line_is_an_object():
-    assert parse_line(b'{"prompt": "\xc3\xa9", "label": [1, 2.5e3, null]}\r\n') == {
-        "prompt": "é",
-        "label": [1, 2500.0, None],
-    }
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": "a"', "is not JSON .* at column 15"),
         (b'{"prompt": "a"\r\n', "is not JSON .* at column 15"),
         (b"  \t\r\n", "is empty"),
         (b'["a", "b"]', "a list, not a JSON object"),
-        (b"null", "null, not a JSON object"),
         (b'{"prompt": "\xff"}', "UTF-8 .byte 13 is 0xff."),
         (b'{"prompt": "a", "label": NaN}', "NaN"),
         (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' twice"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "5000 digits"),
         (b'{"a": [1e999]}', "1e999"),
     ],
 )
@@ -73,17 +62,14 @@ def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(labe
     ("row", "message"),
     [
         ({"question": "a", "label": 1}, "has no 'prompt' .it has 'question', 'label'.: .*--input-key"),
-        ({}, "has no 'prompt' .it has no key at all."),
         ({"prompt": "a", "answer": 1}, "has no 'label' .it has 'prompt', 'answer'.: .*--label-key"),
         ({"prompt": "a", "label": None}, "null under 'label'"),
         ({"prompt": 3, "label": 1}, "a number under 'prompt'"),
-        ({"prompt": {"text": "a"}, "label": 1}, "an object under 'prompt'"),
         ({"prompt": " \n", "label": 1}, "empty text as prompt"),
         ({"prompt": json.loads('"a\\ud800"'), "label": 1}, "surrogate .* prompt, at character 2"),
         ({"prompt": [], "label": 1}, "no message under 'prompt'"),
         ({"prompt": ["a"], "label": 1}, r"a string as prompt\[0\],"),
         ({"prompt": [{"content": "a"}], "label": 1}, r"nothing as prompt\[0\]\['role'\]"),
-        ({"prompt": [{"content": "a", "role": None}], "label": 1}, r"null as prompt\[0\]\['role'\]"),
         ({"prompt": [USER, {"role": "user", "content": ["a"]}], "label": 1}, r"a list as prompt\[1\]\['content'\]"),
         ({"prompt": [USER, {"role": "assistant", "content": "9"}], "label": 1}, "'prompt' with .* assistant"),
         ({"prompt": [USER], "label": 1}, "messages under 'prompt': .*--apply-chat-template"),

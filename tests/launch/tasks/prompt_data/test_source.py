@@ -63,12 +63,6 @@ def test_files_have_their_weights(letters, digits):
     assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
 
 
-def test_held_out_prompts_come_in_the_order_of_their_files(letters, digits):
-    data = source(letters, held_out=[digits])
-    assert prompts(data, 2, 3, held_out=True) == ["2", "3", "4"]
-    assert data.num_held_out == 10
-
-
 @pytest.mark.parametrize(
     ("prompt", "template"), [("a" * 1_280_000, None), ("a", "{{ messages[0]['content'] * 1280000 }}")]
 )
@@ -118,9 +112,8 @@ def test_rows_and_orders_are_told_apart(tmp_path, letters, digits):
     assert source(letters).digest != source(letters, held_out=[digits]).digest
     order = source("0.5", letters, "0.5", digits).order_digest
     assert source("1", letters, "1", digits, held_out=[digits]).order_digest == order
-    assert source("0.4", letters, "0.6", digits).order_digest != order
-    assert source("0.5", digits, "0.5", letters).order_digest != order
-    assert source("0.5", letters, "0.5", digits, seed=9).order_digest != order
+    others = source("0.4", letters, "0.6", digits), source("0.5", letters, "0.5", digits, seed=9)
+    assert order not in {other.order_digest for other in others}
     # Of the prompts that fit.
     path = write(tmp_path / "a.jsonl", ["a", "b" * 8, "c"])
     assert source(path, room=8).order_digest == source(path, room=9).order_digest != source(path, room=7).order_digest
