@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_rc.doctor.__main__ import main
+from megatron_rc.doctor.facts import level_of, of_tokens
 from megatron_rc.doctor.series import facts_of_series
-from megatron_rc.doctor.tables import own_rows
+from megatron_rc.doctor.tables import own_row, own_rows
 from tests.doctor.test_faults import growing_rows
 from tests.doctor.test_inputs import write_lines
 from tests.support.exported_runs import LEVELS, exported, flags, healthy_rows, verdicts
@@ -37,6 +38,18 @@ def test_long_responses_of_a_healthy_engine_are_healthy(tmp_path, capsys, level)
     path = write_lines(tmp_path / "m.jsonl", [{"step": step, **metrics} for step in range(3)])
     assert main([str(path)]) == 0
     assert "nothing wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_metrics_tell_their_level(level):
+    known = own_row(row(level, 0.00015, 2048), "")
+    token = own_row(row("token", 0.00015, 2048), "")
+    assert level_of(of_tokens(known) | known) == level
+    # Numbers of tokens are those of token weights, whatever the level.
+    of = of_tokens(known)
+    assert of["ratio_mean"] == pytest.approx(token["rollout_is_raw_mean"], abs=1e-7)
+    assert of["ratio_std"] == pytest.approx(token["rollout_is_raw_std"], rel=1e-3)
+    assert of["token_eff_sample_size"] == pytest.approx(token["rollout_is_raw_eff_sample_size"], rel=1e-6)
 
 
 def test_the_level_comes_from_the_flag_then_the_settings_then_the_metrics():
