@@ -118,12 +118,6 @@ def from_rows(rows, settings=None):
     return list(verdicts(rows, settings))
 
 
-def stale(oldest_kl):
-    """Metrics whose oldest tokens are this far off."""
-    rollout_corr = {"k3_kl": 0.004, "staleness_0_kl": 1e-3, "staleness_3_kl": oldest_kl}
-    return {f"rollout_corr/{name}": value for name, value in rollout_corr.items()}
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
@@ -134,9 +128,6 @@ def stale(oldest_kl):
         ({"train/gen_kl_error": 0.02, "train/token_mult_prob_error": 1.3}, ["precision"]),
         ({"train/gen_kl_error": 0.02, "train/avg_trajectory_age": 1.0}, ["staleness"]),
         ({"train/mismatch_k3_kl": 0.02}, ["precision"]),
-        ({"mismatch/mismatch_k3_kl": 0.02}, ["precision"]),
-        ({"train/rollout_corr/k3_kl": 0.02}, ["precision"]),
-        ({"train/train_rollout_logprob_abs_diff": 0.02}, []),
         ({"train/train_rollout_logprob_abs_diff": 0.2}, ["precision"]),
         ({"rollout_corr/kl": -0.2}, ["precision"]),
         ({"rollout_corr/rollout_is_veto_fraction": 0.2}, ["veto"]),
@@ -144,9 +135,8 @@ def stale(oldest_kl):
         ({"mismatch/rollout_is_eff_sample_size": 0.2}, ["wide_weights"]),
         ({"mismatch/rollout_is_mean": 0.4}, ["mean_weight"]),
         ({"mismatch/rollout_is_mean": 2.4}, ["mean_weight"]),
-        ({"mismatch/rollout_is_masked_fraction": 0.6}, ["threshold_cuts_half"]),
-        (stale(8e-3), ["staleness"]),
-        (stale(1e-3), ["precision"]),
+        ({"mismatch/k3_kl": 4e-3, "mismatch/staleness_0_kl": 1e-3, "mismatch/staleness_3_kl": 8e-3}, ["staleness"]),
+        ({"mismatch/k3_kl": 4e-3, "mismatch/staleness_0_kl": 1e-3, "mismatch/staleness_3_kl": 1e-3}, ["precision"]),
         ({"rollout_corr/k3_kl": 0.004, "rollout/staleness_mean": 2.0}, ["staleness"]),
         ({"rollout_corr/k3_kl": 0.001, "rollout/staleness_mean": 2.0}, []),
     ],
@@ -163,22 +153,20 @@ def test_numbers_that_nobody_knows_are_not_told():
     assert verdict.words.startswith("tokens of older weights")
 
 
-def test_growing_responses():
-    def steps(length, chi2):
-        return [
-            {
-                "step": step,
-                "rollout/response_length": 100 * length**step,
-                "rollout_corr/chi2_seq": 0.5 * chi2**step,
-                "rollout_corr/k3_kl": 1e-3,
-            }
-            for step in range(15)
-        ]
+def growing_rows(length, chi2):
+    """Metrics of a run whose responses and χ² of sequences grow by these factors a step."""
+    common = {"rollout_corr/k3_kl": 1e-3}
+    return [
+        common | {"rollout/response_length": 100 * length**step, "rollout_corr/chi2_seq": 0.5 * chi2**step}
+        for step in range(15)
+    ]
 
-    assert from_rows(steps(1.05, 1.2)) == ["growing_length"]
-    assert from_rows(steps(1.0, 1.2)) == []
-    assert from_rows(steps(1.05, 1.0)) == []
-    assert from_rows(steps(1.05, 1.2)[:8]) == []
+
+def test_growing_responses():
+    assert from_rows(growing_rows(1.05, 1.2)) == ["growing_length"]
+    assert from_rows(growing_rows(1.0, 1.2)) == []
+    assert from_rows(growing_rows(1.05, 1.0)) == []
+    assert from_rows(growing_rows(1.05, 1.2)[:8]) == []
 
 
 def test_policies_that_drift_apart():

@@ -1,6 +1,5 @@
 """What the doctor says, proposes and ends with."""
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -12,7 +11,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from megatron_rc import RolloutCorrectionConfig, add_rollout_correction_args, rollout_correction_config_from_args
+from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.advice import effect, geometric_bound, mean_log_ratios
 from megatron_rc.doctor.inputs import Evidence
@@ -23,6 +22,7 @@ from megatron_rc.doctor.report import as_json, examine, in_words
 from megatron_rc.doctor.rules import RULES
 from megatron_rc.doctor.sampled import Sampled
 from tests.doctor.test_inputs import metrics_of, write_lines
+from tests.settings.test_flags import from_line
 from tests.support.made_faults import made
 
 
@@ -56,9 +56,7 @@ def test_proposal_and_exit_code(fault, preset, code):
 def test_the_proposed_flags_are_the_proposed_correction():
     for fault in (None, "tails", "int4"):
         choice = report_of(fault).choice
-        parser = argparse.ArgumentParser()
-        add_rollout_correction_args(parser)
-        assert rollout_correction_config_from_args(parser.parse_args(choice.flags().split())) == choice.config()
+        assert from_line(choice.flags()) == choice.config()
 
 
 def test_the_proposed_bound_keeps_95_percent_of_the_sequences():

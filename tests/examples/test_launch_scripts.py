@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.launch.errors import missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser
+from tests.launch.tasks.test_text import tokenizer_folder
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples" / "launch"
@@ -83,16 +85,9 @@ SHAPES = {
 
 def publish(folder: Path, shape: str) -> None:
     """Write a user's files: a model's directory, here without weights, and prompts."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
-
-    of = Qwen3Config if shape.startswith("qwen3") else Qwen2Config
+    of = transformers.Qwen3Config if shape.startswith("qwen3") else transformers.Qwen2Config
     of(**SHAPES[shape]).save_pretrained(folder / "model")
-    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<end>": 2}, unk_token="<end>"))
-    template = "{{ messages[0]['content'] }}"
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", chat_template=template).save_pretrained(
-        folder / "model"
-    )
+    tokenizer_folder(folder / "model")
     (folder / "train.jsonl").write_text('{"prompt": "one", "label": "two"}\n')
 
 
@@ -112,15 +107,10 @@ def made(tmp_path_factory):
     """(torchrun's part, the run) of a script, by its name."""
 
     @functools.cache
-    def published(shape):
-        folder = tmp_path_factory.mktemp(shape)
-        publish(folder, shape)
-        return folder
-
-    @functools.cache
     def make(name, *words):
         original = ORIGINALS[name]
-        folder = published(original.shape)
+        folder = tmp_path_factory.mktemp(name)
+        publish(folder, original.shape)
         paths = {"MODEL": str(folder / "model"), "TRAIN": str(folder / "train.jsonl")}
         code, found, errors = start(name, folder, *words, **paths, **original.environment)
         assert (code, errors) == (0, "")

@@ -85,9 +85,6 @@ def test_what_cannot_be_corrected_is_one_sentence(tmp_path, run, made):
         (tmp_path / "engine.safetensors",): "engine.safetensors has no old_log_probs",
         (tmp_path / "infinite.safetensors",): "position 20 is infinite",
         (tmp_path / "empty.jsonl",): "empty.jsonl has no responses",
-        ("--make", made): "File exists",
-        (made, "--make", tmp_path): "name files of recorded rollouts, or --make DIR",
-        (made, "--rollout-correction-preset", "token"): "preset='token' is unknown",
         (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: use a decoupled preset",
         (made, "--out", tmp_path / "nowhere" / "a.png"): "No such file or directory",
     }.items():

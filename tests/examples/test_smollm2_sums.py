@@ -53,7 +53,6 @@ def test_the_files_hold_every_sum_once(tmp_path, example):
     [
         ("4 + 5 = 9, 9 + 6 = 15. Answer: 15", 1),
         (" Answer: 15.\n1 + 1 = ?", 1),
-        ("4 + 5 = 9, 9 + 6 = 15. Answer: 14", 0),
         ("I think\nAnswer: 15", 0),
         ("Answer: 15 or 16", 0),
         ("Answer: 150", 0),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
@@ -24,10 +23,6 @@ def test_a_good_batch_passes():
         changed(batch, "rollout_log_probs", filler, ~batch.response_mask).validate()
     changed(batch, "policy_versions", -1, ~batch.response_mask).validate()
     changed(batch, "sample_ids", 2**21 - 1, 0).validate()
-    wide = {
-        name: getattr(batch, name).to(dtype) for name, dtype in (("tokens", torch.int32), ("rewards", torch.float64))
-    }
-    dataclasses.replace(batch, **wide).validate()
     with pytest.raises(TypeError, match="rewards is list: expected a tensor"):
         dataclasses.replace(batch, rewards=[1.0, 2.0, 3.0]).validate()
 
@@ -36,14 +31,9 @@ def test_a_good_batch_passes():
     ("name", "value", "message"),
     [
         ("tokens", torch.zeros(3, dtype=torch.int64), r"tokens has shape \(3,\): expected \[sequences, length\]"),
-        ("tokens", torch.zeros(3, 8), "tokens is torch.float32: expected integers"),
         ("response_mask", torch.zeros(3, 8).long(), "response_mask is torch.int64: expected bool"),
         ("rollout_log_probs", torch.zeros(3, 8).bfloat16(), "rollout_log_probs is torch.bfloat16: expected float32 or"),
-        ("policy_versions", torch.zeros(3, 8), "policy_versions is torch.float32: expected integers"),
         ("sample_ids", torch.zeros(3, 1).long(), r"sample_ids has shape \(3, 1\): expected \(3,\), one for each row"),
-        ("group_ids", torch.zeros(3).bool(), "group_ids is torch.bool"),
-        ("rewards", torch.zeros(3).long(), "rewards is torch.int64: expected float32 or float64"),
-        ("rewards", torch.zeros(()), "rewards has shape"),
         ("routed_experts", torch.zeros(3, 8, 2).int(), r"routed_experts has shape .* expected \(3, 8\) \+"),
         ("routed_experts", torch.zeros(3, 8, 2, 2).byte(), "routed_experts is torch.uint8: expected signed"),
         ("rewards", torch.zeros(3, device="meta"), r"rewards is on meta, tokens on cpu: move the batch with"),
@@ -64,7 +54,6 @@ def test_wrong_shapes_dtypes_and_devices_are_refused(name, value, message):
         ("rollout_log_probs", 2e-4, (1, 3), r"sample 5, token 3 is 0\.00019"),
         ("policy_versions", -1, (1, 2), "the policy version of sample 5, token 2 is -1: expected 0 or more"),
         ("sample_ids", 5, 2, "sample_ids must be unique: 2 .* 5"),
-        ("sample_ids", -1, 1, "sample_ids has -1: expected 0 to 2097151"),
         ("sample_ids", 2**21, 1, "sample_ids has 2097152: expected 0 to 2097151: number the samples"),
         ("group_ids", -2, 0, "the group id of sample 7 is -2: expected 0 or more"),
         ("rewards", math.nan, 1, "the reward of sample 5 is nan: expected a finite number"),
@@ -76,30 +65,20 @@ def test_wrong_values_are_refused_by_sample_and_position(name, value, at, messag
         changed(example(), name, value, at).validate(vocab_size=39)
 
 
-WRONG = {
-    "temperature": (0.0, -1, math.nan, math.inf, "1"),
-    "top_p": (0.0, 1.5, None),
-    "top_k": (-1, 2.0, True),
-    "log_probs_mode": ("raw_logprobs",),
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_wrong_sampling_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} "):
-        dataclasses.replace(example(), sampling=SamplingParams(**{name: value})).validate()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"log_probs_mode": "raw", "temperature": 0.6}, r"raw \(before temperature\) at temperature 0.6"),
-        ({"top_p": 0.9}, "top_p=0.9, top_k=0, min_p=0"),
-        ({"top_k": 5}, "top_p=1.0, top_k=5, min_p=0"),
+        ({"temperature": 0.0}, "temperature=0.0 "),
+        ({"temperature": "1"}, "temperature='1' "),
+        ({"top_p": 1.5}, "top_p=1.5 "),
+        ({"top_k": -1}, "top_k=-1 "),
+        ({"min_p": 1}, "min_p=1 "),
+        ({"log_probs_mode": "raw_logprobs"}, "log_probs_mode='raw_logprobs' "),
+        ({"log_probs_mode": "raw", "temperature": 0.6}, r"log-probs are raw .* at temperature 0.6"),
     ],
 )
-def test_sampling_from_another_distribution_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_sampling_is_refused(change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         dataclasses.replace(example(), sampling=SamplingParams(**change)).validate()
 
 
@@ -228,7 +207,6 @@ def test_concatenation_pads_to_the_longest():
     ("other", "message"),
     [
         ({"sampling": SamplingParams()}, "batches were sampled differently, .*temperature=0.5.* keep them apart"),
-        ({"routed_experts": None}, r"different routed_experts, \[.., 2, 2\] and none"),
         ({"routed_experts": torch.zeros(3, 8, 2, 3).int()}, r"\[.., 2, 2\] and \[.., 2, 3\]"),
     ],
 )
@@ -237,13 +215,3 @@ def test_batches_that_do_not_go_together_stay_apart(other, message):
         RolloutBatch.concatenate([example(), dataclasses.replace(example(), **other)])
     with pytest.raises(ValueError, match="batches is empty"):
         RolloutBatch.concatenate([])
-
-
-def test_identical_compares_bits():
-    batch = changed(example(), "rollout_log_probs", math.nan, (0, 0))
-    assert identical(batch, batch.rows(slice(None)))
-    assert batch != batch.rows(slice(None))  # == is identity, and never an error
-    assert not identical(batch, changed(batch, "rollout_log_probs", -0.0, (1, 0)))
-    assert not identical(batch, dataclasses.replace(batch, tokens=batch.tokens.int()))
-    assert not identical(batch, dataclasses.replace(batch, routed_experts=None))
-    assert not identical(batch, dataclasses.replace(batch, sampling=SamplingParams()))

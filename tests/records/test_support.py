@@ -125,7 +125,6 @@ def test_the_four_forms_are_one():
     [
         (7, {}, "the kept tokens are int: expected a list of token ids for each position"),
         ([[1], 2], {}, "the kept tokens of position 1 are 2: expected a list of token ids"),
-        ([[1], [True]], {}, r"position 1 are \[True\]"),
         ([1.5], {"counts": [1]}, r"the kept tokens are torch.float32 \(1,\): expected a list of integers of 32 bits"),
         ([1, 2], {"counts": [1]}, "2 kept tokens came for positions with 1: the record is damaged"),
         ([1, 2], {"offsets": [1, 2]}, r"the offsets of the kept tokens begin with \[1\]: expected 0"),
@@ -141,9 +140,7 @@ def test_other_forms_are_refused(kept, more, message):
     [
         ({"support_counts": None}, "support_counts is None: give support_ids and support_counts"),
         ({"support_ids": torch.zeros(3, dtype=torch.int32)}, "support_ids has 3 ids, support_counts 11"),
-        ({"support_ids": torch.zeros(11)}, "support_ids is torch.float32: expected int32 or int64"),
         ({"support_ids": torch.zeros(11, 1, dtype=torch.int32)}, r"support_ids has shape \(11, 1\): expected a list"),
-        ({"support_counts": torch.zeros(3, 7, dtype=torch.int32)}, r"support_counts has shape \(3, 7\)"),
     ],
 )
 def test_a_damaged_record_is_refused(change, message):
@@ -185,8 +182,6 @@ def test_log_probs_of_zero_are_right_if_one_token_was_kept():
 def test_older_records_have_no_min_p():
     older = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed"}
     assert SamplingParams.from_dict(older) == HALF
-    with pytest.raises(ValueError, match="min_p"):
-        SamplingParams(min_p=1).check()
 
 
 def test_the_doctor_takes_them_for_the_trainers_distribution():

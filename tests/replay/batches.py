@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from tests.support.made_rollouts import made_batch
 
 
 def scored_batch(seed=0, rows=12, length=20, version=3, noise=0.25):
@@ -20,15 +20,12 @@ def scored_batch(seed=0, rows=12, length=20, version=3, noise=0.25):
     rollout = -3 * uniform(rows, length) - 0.5
     old = (rollout + noise * torch.randn((rows, length), generator=generator)).clamp(max=-0.01)
     age = torch.randint(0, 3, (rows, 1), generator=generator)
-    return RolloutBatch(
-        tokens=torch.randint(0, 50, (rows, length), generator=generator),
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, rollout, torch.nan),
+    return made_batch(
+        torch.randint(0, 50, (rows, length), generator=generator),
+        mask,
+        rollout,
+        torch.randint(-1, 2, (rows,), generator=generator).float(),
         policy_versions=(version - age).expand(rows, length).int().contiguous(),
         sample_ids=torch.arange(rows) + 100,
-        group_ids=torch.arange(rows) // 4,
-        rewards=torch.randint(-1, 2, (rows,), generator=generator).float(),
-        finish_reasons=torch.zeros(rows, dtype=torch.int64),
-        sampling=SamplingParams(),
         old_log_probs=torch.where(mask, old, torch.nan),
     )

@@ -22,6 +22,7 @@ from megatron_rc.replay.tokens import recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from tests.replay.batches import scored_batch
 from tests.support import correction_oracle as oracle
+from tests.support.records import changed
 from tests.support.rounding import assert_equal_but_rounding
 
 # Each with the settings of the oracle, and the objective that it trains with.
@@ -330,7 +331,6 @@ def refused(words, capsys):
         (["--preset=decoupled_tokn_is"], "did you mean 'decoupled_token_is'?"),
         (["--preset=disabled", "--grid=rollout_is_treshold=1,2"], "--grid='rollout_is_treshold' is unknown"),
         (["--preset=disabled", "--grid=rollout_is_threshold"], "expected field=value,value,... for example"),
-        (["--preset=disabled", "--grid=rollout_is_threshold=1,,2"], "expected field=value,value,..."),
         (["--preset=token_is", "--grid=rollout_is_threshold=2", "--grid=rollout_is_threshold=3"], "a field twice"),
         (["--preset=token_is", "--grid=rollout_is_threshold=-1"], "--grid rollout_is_threshold=-1 over token_is: "),
         (
@@ -339,7 +339,6 @@ def refused(words, capsys):
         ),
         (["--correction=nowhere.yaml"], "--correction nowhere.yaml: nowhere.yaml cannot be read"),
         (["--preset=disabled", "--html=nowhere/a.html"], "--html nowhere/a.html: the folder nowhere does not exist"),
-        (["--preset=disabled", "--html=a.jsonl"], "--html a.jsonl is the name of a record: name the page"),
         (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
         (["--preset=token_is", "--grid=proximal_interpolation=true"], "proximal_interpolation"),
     ],
@@ -348,26 +347,20 @@ def test_flags_that_cannot_serve_are_one_sentence(folder, capsys, words, message
     assert message in refused([folder, *words], capsys)
 
 
-def changed(**fields):
-    return lambda batch: dataclasses.replace(batch, **fields)
-
-
-def bad_value(batch):
-    values = batch.rollout_log_probs.clone()
-    values[2, 4] = 0.5
-    return dataclasses.replace(batch, rollout_log_probs=values)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("batch", "message"),
     [
-        (changed(old_log_probs=None), "no sampled token has a log-prob of the trainer (old_log_probs): write them"),
-        (lambda batch: batch.rows([]), "expected records of --save-rollouts"),
-        (bad_value, "the rollout log-prob of sample 102, token 4 is 0.5: expected a finite number"),
+        (dataclasses.replace(scored_batch(), old_log_probs=None), "no sampled token has a log-prob of the trainer"),
+        (scored_batch().rows([]), "expected records of --save-rollouts"),
+        (
+            changed(scored_batch(), "rollout_log_probs", 0.5, (2, 4)),
+            "the rollout log-prob of sample 102, token 4 is 0.5",
+        ),
     ],
+    ids=["unscored", "empty", "wrong"],
 )
-def test_records_that_cannot_serve_are_one_sentence(tmp_path, capsys, change, message):
-    save_rollouts(change(scored_batch()), tmp_path / "a.safetensors")
+def test_records_that_cannot_serve_are_one_sentence(tmp_path, capsys, batch, message):
+    save_rollouts(batch, tmp_path / "a.safetensors")
     assert message in refused([tmp_path / "a.safetensors", "--preset=disabled"], capsys)
 
 

@@ -46,7 +46,6 @@ def test_criteria_are_parsed_into_bounds_on_the_statistic():
     ("fields", "mode", "bounds"),
     [
         ({}, "truncate", (0.5, 2.0)),
-        ({"rollout_is_threshold": 4}, "truncate", (0.25, 4.0)),
         ({"rollout_is_threshold": "0.5_5"}, "mask", (0.5, 5.0)),
         ({"rollout_is_threshold": "0.5_5", "rollout_is_mode": "clamp"}, "clamp", (0.5, 5.0)),
         ({"rollout_is_threshold": 4.0, "rollout_is_mode": "mask"}, "mask", (0.25, 4.0)),
@@ -74,24 +73,14 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rollout_is": "tokens"}, "rollout_is='tokens' is unknown: use one of None, token, sequence, geometric"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold=0.0 must be a finite positive number"),
-        ({"rollout_is_threshold": 10**400}, "000 must be a finite positive number"),
         ({"rollout_is_threshold": "2_1"}, "must lie below the upper one"),
-        ({"rollout_is_threshold": "1_2_3"}, "must be a number or 'lo_hi'"),
-        ({"rollout_is_threshold": "0.5_2", "rollout_is_mode": "truncate"}, "'truncate' does not use: give one number"),
-        ({"rollout_is_threshold": "0.5_2", "rollout_is_threshold_lower": 0.1}, "has a lower bound already: drop"),
         ({"rollout_is_threshold_lower": 0.1}, "does nothing with rollout_is_mode='truncate'"),
         ({"rollout_is": None, "rollout_is_threshold": 2.0}, "does nothing without rollout_is"),
-        ({"rollout_is": None, "rollout_is_batch_normalize": True}, "does nothing without rollout_is: set rollout_is"),
         ({"rollout_is_apply": False, "rollout_is_batch_normalize": True}, "does nothing with rollout_is_apply=False"),
         ({"rollout_is_batch_normalize_scope": "accepted"}, "does nothing without rollout_is_batch_normalize"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs='token_k4' is unknown"),
-        ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
-        ({"rollout_rs_threshold": 2.0}, "does nothing without a criterion in rollout_rs"),
-        ({"rollout_rs": "group_any", "rollout_rs_threshold": 2.0}, "does nothing without a criterion"),
         ({"rollout_rs": "group_any"}, "'group_any' tests the rejection by other criteria"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_2"}, "'a' is not a number: give digits, such as 2.0"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2"}, "token_k3 takes one upper bound, in nats"),
@@ -100,19 +89,13 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         # float() would read 0_1 as 1.
         ({"rollout_rs": "opsm", "rollout_rs_threshold": "0_1"}, "'0_1' must be one number, not a pair"),
         (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.1},
-            "has a lower bound for token_k1 already",
-        ),
-        (
             {"rollout_rs": "token_k3", "rollout_rs_threshold": 1, "rollout_rs_threshold_lower": 0.1},
             "only k1 criteria have a lower bound",
         ),
-        ({"loss_type": "reinforce"}, "names the objective of bypass mode: set bypass_mode=True, or drop it"),
         ({"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True}, "contradicts loss_type="),
         ({"bypass_mode": True, "rollout_is_batch_normalize": True}, "applies no weights: drop it"),
         ({"bypass_mode": True, "rollout_rs": "group_mean_k3", "rollout_rs_threshold": 1}, "rollout_rs=group_mean_k3"),
         ({"rolout_is": "token"}, "unknown field 'rolout_is' of the rollout correction: known are rollout_is, "),
-        ({"notes": ("x",)}, "unknown field 'notes'"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, message):
@@ -136,8 +119,6 @@ def test_what_no_field_takes_is_named(name, value):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read: No such file or directory; name a YAML file with lines of `field: value`"),
-        ("directory", "cannot be read: Is a directory; name a YAML file"),
         (b"rollout_is: \xff\xfe", "is no text: name a YAML file with lines of `field: value`"),
         (b"", "expected lines of `field: value`, got an empty file"),
         (b"- 1\n", "expected lines of `field: value`, got list"),
@@ -146,34 +127,22 @@ def test_what_no_field_takes_is_named(name, value):
 )
 def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message):
     path = tmp_path / "fields.yaml"
-    if content == "directory":
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}:? {re.escape(message)}"):
         RolloutCorrectionConfig.from_yaml(path)
 
 
-@pytest.mark.parametrize("dialect", ["megatron_rc", "verl"])
-@pytest.mark.parametrize("fields", [None, "rollout_is", [("rollout_is", "token")]])
-def test_fields_that_are_no_mapping_are_refused(fields, dialect):
-    with pytest.raises(ValueError, match=f"fields is a {type(fields).__name__}: pass a dict"):
-        RolloutCorrectionConfig.from_dict(fields, dialect)
+def test_fields_that_are_no_mapping_are_refused():
+    with pytest.raises(ValueError, match="fields is a NoneType: pass a dict"):
+        RolloutCorrectionConfig.from_dict(None)
 
 
-@pytest.mark.parametrize(
-    ("text", "fields"),
-    [
-        ("rollout_rs_threshold: 0.5_2", {"rollout_rs_threshold": "0.5_2"}),
-        ("rollout_rs_threshold: 2\nrollout_token_veto_threshold: 1e-4", {"rollout_token_veto_threshold": 1e-4}),
-        ("rollout_rs_threshold: 2\nrollout_is_threshold: 1.5e1\n", {"rollout_is_threshold": 15.0}),
-        ("rollout_rs_threshold: 2\nrollout_is_threshold: ~\n", {"rollout_is_threshold": None}),
-    ],
-)
-def test_numbers_in_a_file_are_what_they_look_like(tmp_path, text, fields):
-    (tmp_path / "rs.yaml").write_text(f"rollout_rs: token_k1\n{text}\n")
+def test_numbers_in_a_file_are_what_they_look_like(tmp_path):
+    text = "rollout_rs: token_k1\nrollout_rs_threshold: 0.5_2\nrollout_is_threshold: 1.5e1\n"
+    (tmp_path / "rs.yaml").write_text(f"{text}rollout_token_veto_threshold: 1e-4\n")
     config = RolloutCorrectionConfig.from_yaml(tmp_path / "rs.yaml")
-    assert {name: getattr(config, name) for name in fields} == fields
+    assert (config.rollout_rs_threshold, config.rollout_is_threshold) == ("0.5_2", 15.0)
+    assert config.rollout_token_veto_threshold == 1e-4
 
 
 @pytest.mark.parametrize("config", DESCRIBED, ids=range(len(DESCRIBED)))

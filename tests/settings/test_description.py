@@ -57,7 +57,6 @@ def test_a_description_says_every_fact():
 
 
 FACTS = """
-disabled | token weights w_t = ρ_t, truncated at 2
 disabled | the weights are measured, not applied
 disabled | no rejection by divergence
 decoupled_k3_rs | no importance weights
@@ -69,7 +68,6 @@ bypass_ppo_clip@2025-11 | the weights are measured, not applied: the ratio of th
 pg_is | bypass: π_old := π_rollout, ρ = π_θ / π_rollout; REINFORCE, without clipping
 slime | token weights w_t = ρ_t, not truncated
 slime | the weights are divided by their mean over the valid tokens of the global batch
-slime | the loss is averaged over all trained tokens, rejected ones too
 """
 
 

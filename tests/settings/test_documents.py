@@ -14,7 +14,12 @@ from tests.support.paths import ROOT
 def rows(document, head):
     """The cells of each row of the table with this head."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    table = text.partition(f"| {head} |\n")[2].partition("\n\n")[0]
+    return rows_of(text.partition(f"| {head} |\n")[2])
+
+
+def rows_of(text):
+    """The cells of each row of the table that the text begins with, below its head."""
+    table = text.partition("\n\n")[0]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()[1:]]
 
 

@@ -39,7 +39,6 @@ def test_there_is_a_flag_for_each_field_and_each_is_explained():
     assert {"--rollout-correction-preset", "--rollout-correction-config"} < set(actions)
     assert {"--no-bypass-mode", "--no-rollout-is-batch-normalize"} < set(actions)
     assert "--no-loss-type" not in actions
-    assert parser.format_help().count("rollout-token-veto-threshold") == 2
     with pytest.raises(SystemExit):  # abbreviations are off
         parser.parse_args(["--rollout-correction-pre", "disabled"])
 
@@ -52,16 +51,12 @@ def test_no_flags_are_the_defaults():
 
 FIELDS_OF_FLAGS = """
 --rollout-is none | rollout_is: null
---rollout-is NULL | rollout_is: null
 --rollout-is-threshold 3 | rollout_is_threshold: 3.0
 --rollout-is-threshold 0.5_3 | rollout_is_threshold: '0.5_3'
---rollout-is-threshold none | -
 --metric-prefix none | metric_prefix: none
 --rollout-staleness-scale 1:1.5,4:2 | rollout_staleness_scale: '1:1.5,4:2'
 --no-rl-inference-logprobs-is-correction | -
 --rl-inference-logprobs-is-correction | rollout_is: token, rollout_is_threshold: UNTRUNCATED
---rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 10
-    | rollout_is: token, rollout_is_threshold: 10.0
 --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 10
     --rollout-rs token_k3 --rollout-rs-threshold 1
     | rollout_is: token, rollout_is_threshold: 10.0, rollout_rs: token_k3, rollout_rs_threshold: 1.0
@@ -76,16 +71,12 @@ def test_flags_are_fields(line, fields):
 OVER_A_PRESET = """
 decoupled_token_is | --rollout-is-threshold 5 | rollout_is: token, rollout_is_threshold: 5.0
 decoupled_token_is | --rollout-is none | rollout_is: null
-decoupled_k3_rs | --rollout-rs none | rollout_is: null
 decoupled_k3_rs | --rollout-rs token_k1 --rollout-rs-threshold 2
     | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 2.0
-decoupled_k3_rs | --rollout-rs-threshold 0.5 | rollout_is: null, rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.5
 decoupled_geo_rs@2025-11 | --rollout-token-veto-threshold none
     | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 1.001
 bypass_pg_is | --no-bypass-mode | rollout_is: sequence, rollout_is_threshold: 2.0
-bypass_pg_is | --rollout-is none | rollout_is: null, bypass_mode: true, loss_type: reinforce
 disabled | --bypass-mode | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false, bypass_mode: true
-disabled | --rollout-is sequence | rollout_is: sequence, rollout_is_threshold: 2.0, rollout_is_apply: false
 disabled | --rollout-is-apply | rollout_is: token, rollout_is_threshold: 2.0
 decoupled_token_is | --no-rollout-is-apply | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false
 decoupled_token_icepop | --rollout-is-threshold 4 | rollout_is: token, rollout_is_threshold: 4.0, rollout_is_mode: mask
@@ -121,7 +112,6 @@ rollout_rs_threshold_lower: 0.1,0.2
 
 
 OVER_A_FILE = """
---rollout-is-threshold 4 | rollout_is_threshold: 4.0
 --rollout-is-threshold 0.3_4 | rollout_is_threshold: '0.3_4', rollout_is_threshold_lower: null
 --rollout-is-mode mask | rollout_is_mode: mask
 --rollout-is-mode truncate | rollout_is_mode: truncate, rollout_is_threshold_lower: null
@@ -129,7 +119,6 @@ OVER_A_FILE = """
 --bypass-mode | bypass_mode: true, rollout_is_batch_normalize: false, rollout_is_batch_normalize_scope: all
 --no-rollout-is-apply
     | rollout_is_apply: false, rollout_is_batch_normalize: false, rollout_is_batch_normalize_scope: all
---rollout-rs-threshold 3 | rollout_rs_threshold: 3.0
 --rollout-rs-threshold 0.5_2 | rollout_rs_threshold: '0.5_2', rollout_rs_threshold_lower: null
 --rollout-rs none | rollout_rs: null, rollout_rs_threshold: null, rollout_rs_threshold_lower: null
 """
@@ -185,11 +174,9 @@ def test_flags_complete_what_a_launch_file_begins():
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [
-        (LAUNCH_FILE, "--rollout-correction-preset disabled --rollout-is-batch-normalize", "rollout_is_apply=False"),
         (LAUNCH_FILE, "--rollout-correction-preset disabled --rollout-rs-threshold 2", "--rollout-rs-threshold: "),
         ("--loss-type reinforce", "--rollout-is token", "--loss-type: loss_type='reinforce' names the objective"),
         ("--rollout-rs-threshold 2", "", "--rollout-rs-threshold: rollout_rs_threshold=2.0 does nothing without"),
-        ("--rl-inference-logprobs-is-correction", "--rollout-is sequence", "--rollout-is contradict: give one of them"),
     ],
 )
 def test_flags_over_a_launch_file_that_cannot_work_are_named(file, line, message):
@@ -203,20 +190,14 @@ REFUSED = """
 --rollout-correction-preset best | --rollout-correction-preset best: preset='best' is unknown
 --rollout-correction-preset geo_rs@2024 | --rollout-correction-preset geo_rs@2024: release='2024' is unknown
 --rollout-correction-preset geo_rs --rollout-rs token_k3 | --rollout-rs: rollout_rs='token_k3' needs
---rollout-correction-preset bypass_pg_is --no-bypass-mode --loss-type reinforce
-    | --loss-type: loss_type='reinforce' names the objective of bypass mode
 --rollout-correction-preset decoupled_token_icepop --rollout-is-mode truncate
     | --rollout-is-threshold: rollout_is_threshold='0.5_5.0' has a lower bound that
 --rollout-correction-preset disabled --rollout-correction-config x.yaml | contradict: give one of them
 --rollout-correction-config x/none.yaml | --rollout-correction-config x/none.yaml: x/none.yaml cannot be read: No such
---rollout-correction-preset bypass_ppo_clip --proximal-interpolation
-    | --proximal-interpolation: proximal_interpolation=True contradicts
 --rl-importance-sampling-truncation-coef 2 | does nothing without --rl-inference-logprobs-is-correction
 --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef -2
     | --rl-importance-sampling-truncation-coef -2.0: rollout_is_threshold=-2.0 must be
 --rl-inference-logprobs-is-correction --rollout-is none | and --rollout-is contradict: give one of them
---rl-inference-logprobs-is-correction --rollout-correction-preset disabled
-    | and --rollout-correction-preset contradict: give one of them
 """
 
 

@@ -58,39 +58,26 @@ def test_reading_holds_one_batch_at_a_time():
 
 
 def record(**change):
-    """The first line of the example with other fields; ``...`` removes a field."""
-    fields = json.loads(next(to_json_lines(example()))) | change
-    return json.dumps({name: value for name, value in fields.items() if value is not ...})
+    """The first line of the example with other fields."""
+    return json.dumps(json.loads(next(to_json_lines(example()))) | change)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", r"line 2: no JSON .* the file is cut off or damaged"),
         (record()[:-9], "line 2: no JSON"),
         ("[]", "line 2: a JSON list: expected an object"),
         ("{}", "schema_version is missing: this is no record"),
         (record(text="hello"), "fields unknown or missing: text"),
-        (record(reward=..., tokens=...), "fields unknown or missing: reward, tokens"),
         (record(tokens=[1, 2.5, 3, 4, 5, 6]), "tokens: expected a list of integers"),
         (record(tokens=[1, 2]), "response_mask: expected 0 or 1 for each of 2 tokens"),
-        (record(response_mask=[0, 0, 2, 0, 0, 1]), "response_mask: expected 0 or 1 for each of 6 tokens"),
         (record(rollout_log_probs=[None] * 6), "rollout_log_probs has None at token 2: expected a number, or null if"),
-        (record(rollout_log_probs=[-0.1, -0.2]), "rollout_log_probs: expected a list of 6, one for each token"),
         (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: .* null"),
-        (record(policy_versions=[1.0] * 6), "policy_versions has 1.0 at token 0"),
         (record(policy_versions=[2**31] * 6), "policy_versions has numbers beyond 32 bits"),
-        (
-            record(policy_versions=[2**64] * 6),
-            f"policy_versions has {2**64} at token 0: expected an integer of 64 bits",
-        ),
-        (record(policy_versions=3), "policy_versions: expected a list of 6"),
         (record(sample_id="7"), "sample_id is '7': expected an integer"),
-        (record(reward="1"), "reward is '1': expected a number"),
         (record(finish_reason="eos"), "finish_reason is 'eos': expected one of stop, length, abort"),
         (record(sampling={"temperature": 1.0}), "sampling parameters: log_probs_mode, top_k, top_p unknown or missing"),
         (record(routed_experts=[[[1]]]), r"routed_experts has shape \(1, 1, 1\): expected \(6, any, any\)"),
-        (record(routed_experts=[[[1]], [[1, 2]]] * 3), "routed_experts is no tensor of shape"),
     ],
 )
 def test_lines_that_are_no_records_are_named(line, message):
@@ -114,12 +101,11 @@ def test_files_of_lines_that_are_damaged_are_named(tmp_path):
         read_jsonl(path, batch_size=0)
 
 
-@pytest.mark.parametrize(("name", "at"), [("rollout_log_probs", (1, 3)), ("rewards", 1)])
-def test_lines_cannot_say_nan(tmp_path, name, at):
+def test_lines_cannot_say_nan(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("old")
     with pytest.raises(ValueError, match="sample 5 has a log-prob or a reward that is not finite"):
-        write_jsonl([changed(example(), name, math.nan, at)], path)
+        write_jsonl([changed(example(), "rewards", math.nan, 1)], path)
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -133,8 +119,6 @@ def test_lines_say_null_of_tokens_that_the_trainer_did_not_score():
     bad = record(old_log_probs=[None, None, "x", None, None, -0.5])
     with pytest.raises(ValueError, match="line 1: old_log_probs has 'x' at token 2"):
         list(from_json_lines([bad], batch_size=1))
-    with pytest.raises(ValueError, match="line 1: log_probs: expected a list of 6, one for each token"):
-        list(from_json_lines([record(log_probs=[-0.5])], batch_size=1))
 
 
 def test_lines_have_the_rewards_of_turns():

@@ -131,14 +131,11 @@ def test_nemo_rl_and_back(batch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": None}, "input_ids is missing"),
         ({"input_ids": torch.zeros(3, 7)}, "input_ids is torch.float32: expected integers"),
         ({"input_lengths": torch.tensor([6, 8, 3])}, "input_lengths of sequence 1 is 8: expected 0 to 7"),
-        ({"generation_logprobs": torch.zeros(3, 6)}, r"generation_logprobs has shape \(3, 6\): expected \(3, 7\)"),
         ({"sample_mask": torch.tensor([1, 0.5, 0])}, "sample_mask of sequence 1 is 0.5: expected 0 or 1"),
         ({"total_reward": None}, "total_reward is missing: score the responses first"),
         ({"policy_version": [1, 2]}, r"policy_version has shape \(2,\): expected \(3,\)"),
-        ({"group_ids": ["a", "b", "c"]}, "group_ids is no tensor of shape"),
         ({"message_log": [[{"role": "user"}]]}, "message_log of sequence 0 has no message with token_ids"),
         (
             {"message_log": [[{"token_ids": [1, 2], "token_loss_mask": [0, 1], "role": "assistant"}]]},
@@ -147,14 +144,6 @@ def test_nemo_rl_and_back(batch):
         (
             {"message_log": [[{"token_ids": [1, 2], "generation_logprobs": torch.zeros(2).bfloat16()}]]},
             "message 0 of sequence 0: generation_logprobs is torch.bfloat16, which shifts the ratios by percents",
-        ),
-        (
-            {"message_log": [[{"token_ids": [1], "generation_logprobs": [-1.0], "token_loss_mask": [0.5]}]]},
-            "message 0 of sequence 0: token_loss_mask has 0.5: expected 0 or 1 throughout",
-        ),
-        (
-            {"message_log": [[{"token_ids": [1, 2], "generation_logprobs": [-1.0], "role": "assistant"}]]},
-            r"message 0 of sequence 0: generation_logprobs has shape \(1,\): expected \(2,\)",
         ),
     ],
 )

@@ -114,14 +114,11 @@ def test_several_versions_are_all_written():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": None}, "sample 0 of the list: tokens is missing"),
         ({"tokens": [1.5] * 6}, "tokens is torch.float32: expected integers"),
         ({"response_length": 7}, "response_length is 7: expected 0 to 6, the number of tokens"),
         ({"response_length": ...}, "'response_length' is missing"),
         ({"rollout_log_probs": None}, "rollout_log_probs is missing: the engine was not asked for log-probs"),
-        ({"rollout_log_probs": [-0.1] * 6}, r"rollout_log_probs has shape \(6,\): expected \(4,\)"),
         ({"loss_mask": [1, 0.5, 0, 1]}, "loss_mask has 0.5: expected 0 or 1"),
-        ({"rollout_log_probs": torch.zeros(4).bfloat16()}, "rollout_log_probs is torch.bfloat16, which shifts"),
         ({"log_probs": torch.zeros(4).half()}, "log_probs is torch.float16, which shifts the ratios by percents"),
         ({"reward": None}, "reward is None: score the responses first"),
         ({"reward": {"math": 1.0}}, "reward has math: pass one of them as reward_key"),
@@ -129,9 +126,6 @@ def test_several_versions_are_all_written():
         ({"group_index": "g"}, "group_index is 'g': expected an integer"),
         ({"weight_versions": ["default"]}, r"weight versions \['default'\]: pass policy_version"),
         ({"weight_versions": [str(2**31)]}, "sequence 0 has the weight version 2147483648, beyond 32 bits: pass the"),
-        ({"weight_versions": [2**70]}, f"sequence 0 has the weight version {2**70}, beyond 32 bits: pass the number"),
-        ({"index": 2**63}, f"index is {2**63}: expected an integer of 64 bits"),
-        ({"rollout_routed_experts": torch.zeros(6, 2, 1).int()}, r"expected \(5, any, any\)"),
     ],
 )
 def test_wrong_samples_are_refused(change, message):

@@ -9,7 +9,7 @@ from megatron_rc.settings.dialects import DIALECTS, probable_dialects
 from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.presets import PRESETS
 from tests.golden.load import cases
-from tests.settings.dialects.test_nemo_rl import ICEPOP, RATIO, RATIO_MIN, named
+from tests.settings.dialects.test_nemo_rl import named
 from tests.support.tables import table
 
 REFUSED = r"""
@@ -24,52 +24,33 @@ nemo-rl | grpo: {error: 1.5}, ppo: {error: 2} | seq_logprob_error_threshold .* 1
 slime | --tis-clip: 3.0, tis_clip: 2.0 | tis_clip .* 3.0 and 2.0: keep one
 verl-2026 | - | dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl
 verl | rolout_is: token | unknown setting 'rolout_is': known are rollout_is
-verl | use_tis: true | 'use_tis', a name of slime: read these settings with dialect='slime'
 slime | loss_fn: {} | 'loss_fn', a name of nemo-rl: read these settings with dialect='nemo-rl'
 nemo-rl | bad_log_probs: error | a name of megatron_rc: read these settings with
-megatron_rc | algorithm: {} | a name of verl and verl-2025-11 and verl-2025-10: read
-slime | 3: true | unknown setting '3': known are use_tis
-verl | use_policy_gradient: true | unknown setting 'use_policy_gradient'
 verl | rollout_correction: 3 | rollout_correction=3 must hold settings
 verl | rollout_is: geometric | rollout_is='geometric' is unknown: use one of None, token, sequence
-verl | rollout_is_threshold: '5_0.5' | must lie below the upper one
 verl | rollout_is_batch_normalize: 'yes' | rollout_is_batch_normalize='yes' must be true or false
-verl | rollout_rs: ' , ' | rollout_rs=' , ' names no criterion: name one, or set it to null
 verl | rollout_rs: token_k1 | rollout_rs_threshold=None: rollout_rs='token_k1' needs a bound
 verl | rollout_rs: geometric, rollout_rs_threshold: 2 | rollout_rs='geometric' is unknown to verl
-verl | rollout_rs: seq_max_k1, rollout_rs_threshold: 2 | rollout_rs='seq_max_k1' is unknown
 verl | rollout_rs: token_k1, rollout_rs_threshold: '1,2' | has 2 bounds for 1 criteria
-verl | rollout_rs: token_k3, rollout_rs_threshold: 0.1_0.2 | token_k3 takes one upper bound
-verl-2025-11 | rollout_rs: token_k1 | rollout_rs='token_k1' is unknown: use one of None, token, sequence
 verl-2025-11 | rollout_rs: token, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 3
     | rollout_rs_threshold_lower=3 must lie below rollout_rs_threshold=2
-verl-2025-11 | rollout_is: null, rollout_rs: sequence, rollout_rs_threshold: null
-    | rollout_rs_threshold=None: rollout_rs='sequence' needs a number: set it, or set rollout_rs to null
 verl-2025-11 | rollout_is: token, rollout_is_threshold: null
     | rollout_is_threshold=None: rollout_is='token' needs a number
 verl-2025-11 | rollout_is_threshold: 0.5_5.0 | rollout_is_threshold='0.5_5.0' must be a number
-verl-2025-11 | rollout_token_veto_threshold: nan | rollout_token_veto_threshold='nan' must be finite
-verl-2025-11 | bypass_mode: true, bypass_old_logprob_for_rollout: false
-    | bypass_mode=True and bypass_old_logprob_for_rollout=False contradict
 verl-2025-11 | bypass_mode: true, loss_type: reinforce, use_policy_gradient: false
     | loss_type='reinforce' and use_policy_gradient=False contradict
-verl-2025-10 | rollout_is_mode: clamp | rollout_is_mode='clamp' is unknown: use one of truncate, mask, clip
 slime | use_tis: true, tis_mode: icepop | tis_mode='icepop' is unknown: use one of truncate, clip, mask
-slime | use_tis: true, tis_upper_bound: null | tis_upper_bound=None must be a finite positive number
-slime | use_tis: true, use_rs: true, rs_upper_bound: 0.1 | rs_lower_bound=0.5 must lie below rs_upper
 slime | use_tis: true, tis_mode: mask, use_rs: true, rs_lower_bound: 3.0, rs_upper_bound: 4.0 | together accept no ρ
 slime | use_tis: true, tis_level: geometric, tis_batch_normalize: true
     | tis_batch_normalize=True fails in slime with tis_level='geometric'
 slime | use_tis: true, tis_clip: 2.0, tis_mode: mask | tis_clip belongs to slime's built-in
 slime | use_opsm: true, opsm_delta: -1 | opsm_delta=-1.0 must be a number, 0 or more
 slime | use_tis: true, use_rollout_logprobs: true | use_tis=True and use_rollout_logprobs=True contradict
-nemo-rl | use: true, type: TIS | 'TIS' is unknown
 nemo-rl | use: true, type: tis | truncated_importance_sampling_ratio=None must be a finite positive number
 nemo-rl | use: true, type: icepop, max: 5.0
     | truncated_importance_sampling_ratio_min is missing: 'icepop' needs both bounds
 nemo-rl | use: true, type: seq-mask-tis, max: 1.1, min: 0.9, by_sequence: true | 'seq-mask-tis' has token weights
 nemo-rl | type: tis, max: 2 | needs use_importance_sampling_correction=True
-nemo-rl | max: 2 | needs use_importance_sampling_correction=True
 """
 
 
@@ -100,20 +81,16 @@ def test_numbers_survive_exactly():
     )
     (criterion,) = config.criteria
     assert (criterion.lower, criterion.upper) == (math.log(low), math.log(high))
-    config = RolloutCorrectionConfig.from_dict({**ICEPOP, RATIO: high, RATIO_MIN: low}, "nemo-rl")
-    assert config.is_bounds == (low, high)
 
 
 PROBABLE = """
 rollout_rs: geometric, rollout_rs_threshold: 1.01 | verl-2025-11
 algorithm: {rollout_correction: {rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.9_1.1}} | verl
 rollout_is_threshold: 2.0, rollout_is: true, rollout_is_level: token | verl-2025-10
-use_mis: true, mis_level: token | slime
 use_tis: true, tis_level: token | slime
 loss_fn: {use_importance_sampling_correction: true, ratio_clip_min: 0.2} | nemo-rl
 rollout_is: token, rollout_is_threshold: 2.0 | verl | verl-2025-11
 learning_rate: 1
--
 """
 
 
@@ -124,7 +101,6 @@ def test_settings_are_probably_of(settings, dialects):
 
 def test_a_config_is_said_in_other_words():
     token, icepop = RolloutCorrectionConfig.decoupled_token_is(1.5), RolloutCorrectionConfig.decoupled_token_icepop()
-    assert token.to_dict() == token.to_dict("megatron_rc")
     assert token.to_dict("slime") == {"use_tis": True, "tis_clip": 1.5}
     assert icepop.to_dict("nemo-rl") == {
         "use_importance_sampling_correction": True,
@@ -149,7 +125,6 @@ def test_a_config_is_said_in_other_words():
         (RolloutCorrectionConfig.decoupled_geo_rs_token_tis, "slime", "slime .*rejection_denominator='accepted'"),
         (lambda: RolloutCorrectionConfig(rollout_is="geometric"), "verl", "rollout_is='geometric' is unknown"),
         (lambda: RolloutCorrectionConfig(bad_log_probs="reject_token"), "verl", "verl .*bad_log_probs="),
-        (RolloutCorrectionConfig.decoupled_token_is, "verl-2026", "dialect='verl-2026' is unknown"),
     ],
 )
 def test_what_a_program_cannot_say_is_an_error(make, dialect, message):
@@ -174,8 +149,7 @@ def test_what_is_said_is_read_back(dialect):
         if not lost:
             again = RolloutCorrectionConfig.from_dict(config.to_dict(dialect), dialect)
             assert written(again, dialect) == (fields, [])
-            assert again.criteria == config.criteria or pytest.approx(
-                [bound for one in config.criteria for bound in (one.lower, one.upper)], abs=1e-9
-            ) == [bound for one in again.criteria for bound in (one.lower, one.upper)]
+            bounds = [[bound for one in of.criteria for bound in (one.lower, one.upper)] for of in (again, config)]
+            assert bounds[0] == pytest.approx(bounds[1], abs=1e-9)
             said += 1
     assert said >= len(own) + 4

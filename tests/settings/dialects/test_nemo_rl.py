@@ -8,15 +8,12 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.support.tables import table
 from tests.support.translated import reads
 
-TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
-ICEPOP = {**TIS, "truncated_importance_sampling_type": "icepop"}
-RATIO, RATIO_MIN = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 # NeMo-RL's names of the words in tables.
 NAMES = {
     "use": "use_importance_sampling_correction",
     "type": "truncated_importance_sampling_type",
-    "max": RATIO,
-    "min": RATIO_MIN,
+    "max": "truncated_importance_sampling_ratio",
+    "min": "truncated_importance_sampling_ratio_min",
     "by_sequence": "sequence_level_importance_ratios",
     "error": "seq_logprob_error_threshold",
 }
@@ -57,10 +54,10 @@ def test_nemo_rls_rejection_of_sequences(section):
     rejects = {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 1.0}
     reads("nemo-rl", ERROR, {"rollout_is": None, **rejects}, note)
     own = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}
-    nested = {"loss_fn": {**TIS, RATIO: 3.0}, section: {**ERROR, "num_prompts_per_step": 8}, "data": {}}
+    weights = named({"use": True, "type": "tis", "max": 3.0})
+    nested = {"loss_fn": weights, section: {**ERROR, "num_prompts_per_step": 8}, "data": {}}
     unread = f"not read, no part of the correction: {section}.num_prompts_per_step, data"
     reads("nemo-rl", nested, own, note, unread)
-    reads("nemo-rl", {section: ERROR}, {"rollout_is": None, **rejects}, note)
     off = {"loss_fn": {}, section: {"seq_logprob_error_threshold": None}}
     reads("nemo-rl", off, {"rollout_is": None})
 
