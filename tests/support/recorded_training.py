@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -50,9 +51,7 @@ def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBa
     tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
     batch = made_batch(tokens, mask, log_probs.clamp(max=-0.01), torch.rand(SEQUENCES, generator=generator))
     rows = slice(replica * SEQUENCES // replicas, (replica + 1) * SEQUENCES // replicas)
-    return RolloutBatch(
-        *(getattr(batch, name)[rows] for name in tuple(RolloutBatch.__dataclass_fields__)[:8]), batch.sampling
-    )
+    return dataclasses.replace(batch, **{name: values[rows] for name, values in batch.tensors().items()})
 
 
 def make_trainer(words: list[str]):
