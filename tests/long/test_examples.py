@@ -1,12 +1,15 @@
 """The commands of examples/README.md, as they are written, and what the page says that they print."""
 
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.examples.test_table import COMMANDS, EXAMPLES
-from tests.support.runs import as_in_a_shell
+from tests.support.paths import ROOT
 
 
 def numbers(line):
@@ -16,7 +19,9 @@ def numbers(line):
 def test_the_commands_run_in_their_order(tmp_path):
     """All but SmolLM2's, which makes an environment of its own."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    shown, environment = {}, as_in_a_shell()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    shown = {}
     for command in COMMANDS:
         if not command.startswith("make"):
             end = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
