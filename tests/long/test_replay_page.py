@@ -56,21 +56,29 @@ def shown(folder, name):
     return done.stdout
 
 
-def test_the_page_draws_itself_and_answers_clicks_and_the_mouse(tmp_path, capsys):
+def test_the_page_draws_itself(tmp_path, capsys):
     batch = scored_batch(rows=40, length=60)
     save_rollouts(batch, tmp_path / "a.safetensors")
+    words = ["--preset=decoupled_seq_is_rs", "--preset=disabled", f"--html={tmp_path}/page.html"]
+    assert main([str(tmp_path / "a.safetensors"), *words]) == 0
+    capsys.readouterr()
+    text = shown(tmp_path, "page.html")
+    page = text.partition('<script type="application/json"')
+    # Two token plots and the sequences; each has a point for every one of them.
+    tokens, sequences = int(batch.response_mask.sum()), len(batch.rewards)
+    assert page[0].count("<circle") == 2 * tokens + sequences
+    assert page[0].count("<svg") == 4
+    assert page[0].count("<polygon") == 2
+    assert "NaN" not in page[0]
+    assert page[0].count('aria-pressed="true"') == 1
+    assert re.search(r"40 sequences, \d+ sampled tokens, 1 batch\.", page[0])
+
+
+def test_the_page_answers_clicks_and_the_mouse(tmp_path, capsys):
+    save_rollouts(scored_batch(rows=40, length=60), tmp_path / "a.safetensors")
     words = ["--preset=decoupled_seq_is_rs", "--preset=disabled", "--preset=decoupled_token_is", "--json"]
     assert main([str(tmp_path / "a.safetensors"), *words, f"--html={tmp_path}/page.html"]) == 0
     report = json.loads(capsys.readouterr().out)["corrections"]
-    drawn = shown(tmp_path, "page.html").partition('<script type="application/json"')[0]
-    # Two token plots and the sequences; each has a point for every one of them.
-    tokens, sequences = int(batch.response_mask.sum()), len(batch.rewards)
-    assert drawn.count("<circle") == 2 * tokens + sequences
-    assert drawn.count("<svg") == 4
-    assert drawn.count("<polygon") == 2
-    assert "NaN" not in drawn
-    assert drawn.count('aria-pressed="true"') == 1
-    assert re.search(r"40 sequences, \d+ sampled tokens, 1 batch\.", drawn)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     (tmp_path / "acted.html").write_text(page.replace("</body>", f"{ACTIONS}</body>"), encoding="utf-8")
     found = re.search(r'data-found="([^"]*)"', shown(tmp_path, "acted.html"))
