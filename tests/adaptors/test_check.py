@@ -123,21 +123,14 @@ def test_a_host_that_is_not_there_cannot_be_compared(monkeypatch, capsys, host):
     assert f"run this in an environment in which {host}." in capsys.readouterr().err
 
 
-class Other(ClippedLoss):
-    def __call__(self, logprobs, data):
-        raise AssertionError
+def test_a_host_that_fails_cannot_be_compared(monkeypatch, capsys):
+    class Other(ClippedLoss):
+        def __call__(self, logprobs, data):
+            raise AssertionError
 
-
-class Crashing(ClippedLoss):
-    def __call__(self, *args, **more):
-        raise RuntimeError("no kernel")
-
-
-@pytest.mark.parametrize(("loss", "error"), [(Other, "TypeError"), (Crashing, "RuntimeError: no kernel")])
-def test_a_host_that_fails_cannot_be_compared(monkeypatch, capsys, loss, error):
-    with_nemo_rl(monkeypatch, loss)
+    with_nemo_rl(monkeypatch, Other)
     assert main(["nemo_rl"]) == UNUSABLE
-    assert f"nemo_rl could not be called: {error}" in capsys.readouterr().err
+    assert "nemo_rl could not be called: TypeError" in capsys.readouterr().err
 
 
 def test_a_comparison_needs_a_batch(capsys):

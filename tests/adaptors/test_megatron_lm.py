@@ -141,11 +141,9 @@ def test_masks_of_any_dtype_are_turned():
         ("", {"rollout_log_probs": None}, "rollout_log_probs is missing in a micro-batch"),
         ("--grpo-kl-beta 0.1", {}, "ref_log_probs is missing in a micro-batch"),
         ("", {"rollout_log_probs": torch.full((2, 4), torch.nan)}, "is NaN"),
-        ("", {"loss_mask": [[1] * 4] * 2}, r"loss_mask of a micro-batch is list: expected a tensor of shape \(2, 4\)"),
         ("", {"advantages": torch.ones(3)}, r"advantages of a micro-batch has shape \(3,\): expected \(2,\)"),
         ("--proximal-interpolation", {}, "proximal_interpolation=True: .* drop it"),
         ("--rollout-rs group_mean_k1 --rollout-rs-threshold 0.9_1.1", {}, "rollout_rs='group_mean_k1' needs prompts"),
-        ("--policy-loss gpso", {}, "--policy-loss: algorithm='gpso' is unknown"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:24],
 )

@@ -98,11 +98,9 @@ def test_ranks_with_other_sequences(ranks):
     ("changed", "words"),
     [
         ({"train_log_probs": torch.zeros(2, 3)}, "train_log_probs is a Tensor: pass a list"),
-        ({"train_log_probs": None}, "train_log_probs is a NoneType: pass a list"),
         ({"train_log_probs": TWO[:1]}, "train_log_probs has 1 sequences, response_masks 2"),
         ({"rollout_log_probs": TWO[::-1]}, r"rollout_log_probs\[0\] has 3 tokens, response_masks\[0\] 2"),
         ({"rollout_log_probs": [*TWO[:1], TWO[1].view(1, 3)]}, r"rollout_log_probs\[1\] is tensor"),
-        ({"response_masks": [mask.long() for mask in MASKS]}, "response_mask is torch.int64"),
         ({"advantages": [torch.ones(2)]}, "advantages has 1 sequences"),
         ({"rollout_log_probs": [TWO[0] * torch.nan, TWO[1]]}, "rollout log-prob of sample 0"),
     ],

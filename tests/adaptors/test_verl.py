@@ -11,6 +11,8 @@ from megatron_rc.adaptors.verl import VerlCorrection
 from tests.support import correction_oracle as oracle
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import assert_metrics
+from tests.support.objectives_oracle import Bounds, of_response
+from tests.support.training_oracle import divides
 
 
 def fits(case):
@@ -62,34 +64,22 @@ def test_the_driver_gets_the_oracles_batch(name):
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == expected.metrics["rollout_rs_masked_fraction"]
 
 
-def per_token(log_prob, old, advantages, algorithm, weights, low=0.2, high=0.3, dual=3.0):
+def per_token(log_prob, old, advantages, algorithm, weights):
     """[b, r] by the formula, element by element."""
-    loss = torch.zeros_like(log_prob)
-    for row, column in torch.ones_like(log_prob).nonzero().tolist():
-        a, ratio = advantages[row, column], (log_prob[row, column] - old[row, column]).exp()
-        if algorithm == "reinforce":
-            value = -a * log_prob[row, column]
-        else:
-            value = max(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
-            value = min(value, -a * dual) if a < 0 else value
-        loss[row, column] = value * weights[row, column]
-    return loss
+    bounds = Bounds(algorithm, low=0.2, high=0.3, dual=3.0)
+    rows = zip(log_prob, old.tolist(), advantages.tolist(), strict=True)
+    found = [[loss for loss, _ in of_response(bounds, list(new), *row)] for new, *row in rows]
+    return torch.stack([torch.stack(row) for row in found]) * weights
 
 
 def divided(loss, mask, mode, info):
     """verl's sums and denominators, by loops over sequences."""
-    rows = [loss[row][mask[row]].sum() for row in range(len(mask))]
-    counts = [int(row.sum()) for row in mask]
-    some = sum(count > 0 for count in counts)
-    tokens, sequences = info.get("batch_num_tokens") or sum(counts), info.get("global_batch_size") or some
-    total = {
-        "token-mean": sum(rows) / tokens,
-        "token-sum": sum(rows),
-        "seq-mean-token-sum": sum(rows) / sequences,
-        "seq-mean-token-mean": sum(row / max(count, 1) for row, count in zip(rows, counts, strict=True)) / sequences,
-        "seq-mean-token-sum-norm": sum(rows) / sequences / (info.get("loss_scale_factor") or mask.shape[1]),
-    }[mode]
-    return total * (info.get("dp_size") or 1)
+    rows = [loss[row][mask[row]] for row in range(len(mask))]
+    total = sum(row.sum() / (max(len(row), 1) if mode == "seq-mean-token-mean" else 1) for row in rows)
+    tokens = info.get("batch_num_tokens") or sum(map(len, rows))
+    sequences = info.get("global_batch_size") or sum(len(row) > 0 for row in rows)
+    scale = 1 if mode == "token-sum" else info.get("loss_scale_factor") or mask.shape[1]
+    return total / divides(mode, tokens, sequences, scale) * (info.get("dp_size") or 1)
 
 
 def step(seed=0, shape=(6, 8)):
@@ -100,6 +90,13 @@ def step(seed=0, shape=(6, 8)):
     advantages = 2 * torch.randn(shape[0], 1, generator=generator, dtype=torch.float64).expand(shape)
     mask = torch.arange(shape[1]) < torch.tensor([8, 3, 0, 5, 1, 7]).unsqueeze(1)
     return old, new.requires_grad_(), advantages, mask & (torch.rand(shape, generator=generator) > 0.2)
+
+
+def assert_loss(loss, expected, log_prob):
+    """Assert that a loss is the expected one, and has its gradient."""
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    (gradient,), (wanted,) = (torch.autograd.grad(one, log_prob, retain_graph=True) for one in (loss, expected))
+    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
 
 
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 12, "loss_scale_factor": 7}
@@ -114,11 +111,7 @@ def test_the_loss_of_the_decoupled_mode(mode, info):
     correction = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is())
     filled = torch.where(mask, old, torch.nan)
     loss, metrics = correction.policy_loss(filled, new, advantages, mask.int(), mode, actor(info), weights)
-    expected = divided(per_token(new, old, advantages, "ppo_clip", weights), mask, mode, info)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    (gradient,) = torch.autograd.grad(loss, new, retain_graph=True)
-    (wanted,) = torch.autograd.grad(expected, new)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
+    assert_loss(loss, divided(per_token(new, old, advantages, "ppo_clip", weights), mask, mode, info), new)
     assert metrics["actor/pg_clipfrac"] > 0.1
     assert metrics["actor/pg_clipfrac_lower"] >= 0
 
@@ -139,14 +132,8 @@ def test_the_loss_of_bypass_mode(loss_type, info):
     kept, weights = torch.tensor(found.mask), torch.tensor(found.weights, dtype=torch.float64)
     assert 0 < int(kept.sum()) < int(mask.sum())
     weights = weights if loss_type == "reinforce" else torch.ones_like(weights)
-    expected = divided(per_token(new, rollout, advantages, loss_type, weights), kept, "token-mean", info)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    (gradient,) = torch.autograd.grad(loss, new, retain_graph=True)
-    (wanted,) = torch.autograd.grad(expected, new)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
-    assert_metrics(
-        {name: value for name, value in metrics.items() if "/" in name and "actor/" not in name}, found, 1e-9
-    )
+    assert_loss(loss, divided(per_token(new, rollout, advantages, loss_type, weights), kept, "token-mean", info), new)
+    assert_metrics({name: value for name, value in metrics.items() if not name.startswith("actor/")}, found, 1e-9)
 
 
 def test_settings_are_verls_own():
@@ -202,7 +189,6 @@ NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch
     ("changes", "message"),
     [
         ({"rollout_log_probs": None}, "rollout_log_probs is missing in the batch: set actor_rollout_ref.rollout.calc"),
-        ({"response_mask": torch.ones(12)}, r"response_mask has shape \(12,\)"),
         ({"rollout_log_probs": torch.full((12, 16), torch.nan)}, "is NaN"),
         ({"old_log_probs": torch.zeros(12, 16).numpy()}, r"old_log_probs is ndarray: expected a tensor of shape \(12"),
         ({"response_mask": NESTED}, r"response_mask is a nested tensor: expected it padded to shape \[rows, tokens\]"),

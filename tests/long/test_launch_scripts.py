@@ -1,28 +1,19 @@
 """Dry runs of the launch scripts in ``examples/launch``, as a user starts them: each fits on 80 GB a GPU."""
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.examples.test_launch_scripts import FOLDER, ORIGINALS, publish
-from tests.support.paths import ROOT
+from tests.support.runs import as_in_a_shell
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_script_fits(name, tmp_path):
     original = ORIGINALS[name]
     publish(tmp_path, original.shape)
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "MODEL": str(tmp_path / "model"),
-        "TRAIN": str(tmp_path / "train.jsonl"),
-        **original.environment,
-    }
+    files = {"MODEL": str(tmp_path / "model"), "TRAIN": str(tmp_path / "train.jsonl")}
+    environment = as_in_a_shell() | files | original.environment
     # Every machine of a run needs the same flags; a dry run is one process.
     command = [str(FOLDER / f"{name}.sh"), "--dry-run", "--device-memory-gib", "72"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -3,12 +3,8 @@
 import re
 import shlex
 
-import pytest
-
 from tests.support.paths import ROOT
 from tests.support.runs import finish, launch, read, start
-
-pytestmark = pytest.mark.long
 
 
 def test_the_critic_and_the_policy_learn_the_task(tmp_path):

@@ -86,13 +86,10 @@ geometric:
   fields: {rollout_is: geometric, rollout_is_mode: clamp, rollout_is_threshold: 1.1, rollout_rs:
     'seq_mean_k1,seq_mean_k2', rollout_rs_threshold: '1.2,0.25', rollout_rs_threshold_lower: 0.75}
   settings: {level: geometric, mode: clamp, upper: 1.1, criteria: [seq_mean_k1 0.75 1.2, seq_mean_k2 -inf 0.25]}
-geometric measured:
+geometric and veto measured:
   fields: {rollout_is: geometric, rollout_is_threshold: 0.9_1.2, rollout_is_apply: false, rollout_rs: token_k1,
-    rollout_rs_threshold: '0.4_2'}
-  settings: {level: geometric, mode: mask, apply: false, lower: 0.9, upper: 1.2, criteria: [token_k1 0.4 2]}
-veto measured:
-  fields: {rollout_is: token, rollout_is_apply: false, rollout_token_veto_threshold: 0.4}
-  settings: {level: token, apply: false, veto: 0.4}
+    rollout_rs_threshold: '0.4_2', rollout_token_veto_threshold: 0.5}
+  settings: {level: geometric, mode: mask, apply: false, lower: 0.9, upper: 1.2, veto: 0.5, criteria: [token_k1 0.4 2]}
 maxima and veto:
   fields: {rollout_is: null, rollout_token_veto_threshold: 0.4, rollout_rs: 'seq_max_k2,seq_mean_error',
     rollout_rs_threshold: '0.46,0.6'}

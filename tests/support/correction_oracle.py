@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.objectives_oracle import two_point
+
 Table = Sequence[Sequence[float]]
 Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
-EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN, SMALLEST_REST = 20.0, 80.0, 1e-4, 1e-8, 1e-8
+EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-8
 AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean", "turn_sum", "turn_mean", "turn_max")
 BY_TOKEN = ("token", "turn", "turn_geometric", "prefix", "min_prefix")  # levels whose weights differ in a sequence
 
@@ -63,6 +65,21 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Sides:
+    """The side inputs; ``advantages`` and ``versions`` hold a number or a list of numbers for each sequence."""
+
+    advantages: Sequence[Any] | None = None
+    rewards: Sequence[float] | None = None
+    group_ids: Sequence[int] | None = None
+    versions: Sequence[Any] | None = None
+    current_version: int | None = None
+    turn_ids: Sequence[Sequence[int]] | None = None
+    max_staleness: int = 0
+    mini_batch_ids: Sequence[int] | None = None
+    num_mini_batches: int = 1
+
+
+@dataclass(frozen=True)
 class Batch:
     """The inputs at unmasked tokens: positions of m and of its good tokens, and their log-probs."""
 
@@ -75,7 +92,7 @@ class Batch:
     log_ratio: Rows
     turns: list[list[list[int]]]  # the positions of each turn of each sequence
     groups: list[int]
-    advantages: Sequence[Any] | None
+    sides: Sides
     scale: Rows  # factor of the bounds in nats, by the staleness of each good token
     oldest: list[float]  # the same factor by the staleness of the oldest good token of each sequence
 
@@ -93,26 +110,10 @@ class Batch:
         return sum(map(len, self.good))
 
 
-def correct(
-    train: Table,
-    rollout: Table,
-    mask: Table,
-    settings: Settings | Mapping[str, Any],
-    *,
-    advantages: Sequence[Any] | None = None,
-    rewards: Sequence[float] | None = None,
-    group_ids: Sequence[int] | None = None,
-    versions: Sequence[Any] | None = None,
-    current_version: int | None = None,
-    turn_ids: Sequence[Sequence[int]] | None = None,
-    max_staleness: int = 0,
-    mini_batch_ids: Sequence[int] | None = None,
-    num_mini_batches: int = 1,
-) -> Result:
-    """Correct a batch; ``advantages`` and ``versions`` hold a number or a list of numbers for each sequence."""
+def correct(train: Table, rollout: Table, mask: Table, settings: Settings | Mapping[str, Any], **sides: Any) -> Result:
+    """Correct a batch; ``sides``: fields of :class:`Sides`."""
     settings = as_settings(settings)
-    sides = {"versions": versions, "current_version": current_version, "turn_ids": turn_ids}
-    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
+    batch = read(train, rollout, mask, settings, Sides(**sides))
     rejected = reject(batch, settings)
     accepted = [
         [t for t in batch.good[i] if not any(t in rows[i] for rows in rejected.values())] for i in all_of(batch)
@@ -123,7 +124,7 @@ def correct(
         metrics |= weight_metrics(batch, raw, bounded, applied, settings)
     if settings.level is not None and settings.batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = factor
-    denominators = count(batch, accepted, mini_batch_ids, num_mini_batches)
+    denominators = count(batch, accepted)
     in_loss = accepted if settings.denominator == "accepted" else batch.counted
     return Result(
         weights=dense(applied, batch) if settings.level and settings.apply else None,
@@ -133,7 +134,7 @@ def correct(
         skip=[row[2] == 0 for row in denominators],
         sequence_lengths=[len(tokens) for tokens in in_loss],
         metrics=metrics,
-        breakdowns=break_down(batch, accepted, rewards, versions, current_version, max_staleness, turn_ids),
+        breakdowns=break_down(batch, accepted),
     )
 
 
@@ -170,13 +171,8 @@ def divergence(kind: str, x: float) -> float:
 
 
 def kpop(train: float, rollout: float) -> float:
-    """The larger of D(p‖q) and D(q‖p), p and q the probabilities of the token; 1 - p is at least 1e-8."""
-    (p, rest_p), (q, rest_q) = (
-        (math.exp(x), -math.expm1(x)) for x in (min(train, -SMALLEST_REST), min(rollout, -SMALLEST_REST))
-    )
-    forward = p * (train - rollout) + rest_p * math.log(rest_p / rest_q)
-    backward = q * (rollout - train) + rest_q * math.log(rest_q / rest_p)
-    return max(forward, backward)
+    """The larger of D(p‖q) and D(q‖p), p and q the probabilities of the token."""
+    return max(two_point(train, rollout), two_point(rollout, train))
 
 
 def flat(rows: Rows) -> list[float]:
@@ -198,29 +194,17 @@ def as_settings(settings: Settings | Mapping[str, Any]) -> Settings:
     return settings if isinstance(settings, Settings) else Settings(**settings)
 
 
-def read(
-    train: Table,
-    rollout: Table,
-    mask: Table,
-    settings: Settings,
-    *,
-    advantages: Sequence[Any] | None = None,
-    group_ids: Sequence[int] | None = None,
-    versions: Sequence[Any] | None = None,
-    current_version: int | None = None,
-    turn_ids: Sequence[Sequence[int]] | None = None,
-) -> Batch:
+def read(train: Table, rollout: Table, mask: Table, settings: Settings, sides: Sides) -> Batch:
     given = [[t for t, valid in enumerate(row) if valid] for row in mask]
     good = [[t for t in row if is_log_prob(train[i][t]) and is_log_prob(rollout[i][t])] for i, row in enumerate(given)]
     kept_train, kept_rollout, log_ratio = (
         [{t: value(i, t) for t in tokens} for i, tokens in enumerate(good)]
         for value in (lambda i, t: train[i][t], lambda i, t: rollout[i][t], lambda i, t: train[i][t] - rollout[i][t])
     )
-    ages = [
-        {t: 0 if versions is None else current_version - at(versions, i, t) for t in row} for i, row in enumerate(good)
-    ]
+    versions, newest = sides.versions, sides.current_version
+    ages = [{t: 0 if versions is None else newest - at(versions, i, t) for t in row} for i, row in enumerate(good)]
     return Batch(
-        turns=turns_of(given, turn_ids),
+        turns=turns_of(given, sides.turn_ids),
         scale=[{t: widening(age, settings) for t, age in row.items()} for row in ages],
         oldest=[widening(max(row.values(), default=0), settings) for row in ages],
         length=len(mask[0]) if mask else 0,
@@ -230,8 +214,8 @@ def read(
         train=kept_train,
         rollout=kept_rollout,
         log_ratio=log_ratio,
-        groups=list(group_ids) if group_ids is not None else list(range(len(mask))),
-        advantages=advantages,
+        groups=list(range(len(mask)) if sides.group_ids is None else sides.group_ids),
+        sides=sides,
     )
 
 
@@ -282,8 +266,8 @@ def statistic(name: str, batch: Batch) -> Rows:
     if aggregation == "token":
         return values
     if aggregation == "group_mean":
-        whole = {group: mean(flat(of_group(values, batch, group))) for group in batch.groups}
-        return [dict.fromkeys(row, whole[batch.groups[i]]) for i, row in enumerate(values)]
+        prompts = [[values[j] for j in all_of(batch) if batch.groups[j] == group] for group in batch.groups]
+        return [dict.fromkeys(row, mean(flat(prompts[i]))) for i, row in enumerate(values)]
     unit, _, how = aggregation.partition("_")
     reduce: Callable[[Iterable[float]], float] = {"sum": math.fsum, "mean": mean, "max": max}[how]
     if unit == "turn":
@@ -296,18 +280,12 @@ def statistic(name: str, batch: Batch) -> Rows:
     return [dict.fromkeys(row, reduce(row.values())) if row else {} for row in values]
 
 
-def of_group(rows: Rows, batch: Batch, group: int) -> Rows:
-    return [rows[i] for i in all_of(batch) if batch.groups[i] == group]
-
-
 def tested(name: str, batch: Batch) -> Rows:
     """The statistic at the tokens that the criterion tests: those with A < 0 for ``opsm``."""
     rows = statistic(name, batch)
     if name != "opsm":
         return rows
-    if batch.advantages is None:
-        raise ValueError("opsm needs advantages")
-    return [{t: x for t, x in row.items() if at(batch.advantages, i, t) < 0} for i, row in enumerate(rows)]
+    return [{t: x for t, x in row.items() if at(batch.sides.advantages, i, t) < 0} for i, row in enumerate(rows)]
 
 
 def reject(batch: Batch, settings: Settings) -> dict[str, list[set[int]]]:
@@ -402,9 +380,9 @@ def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> fl
 # Counts
 
 
-def count(batch: Batch, accepted: list[list[int]], ids: Sequence[int] | None, number: int) -> list[list[float]]:
+def count(batch: Batch, accepted: list[list[int]]) -> list[list[float]]:
     """For each mini-batch the tokens and the sequences with a token, under m and under m'."""
-    counts = [[0.0] * 4 for _ in range(number)]
+    counts, ids = [[0.0] * 4 for _ in range(batch.sides.num_mini_batches)], batch.sides.mini_batch_ids
     for i in all_of(batch):
         row = counts[ids[i] if ids is not None else 0]
         for column, tokens in ((0, batch.counted[i]), (2, accepted[i])):
@@ -466,9 +444,7 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
         every = flat(logs)
         metrics["rollout_is_max"] = math.exp(clamp(max(every))) if every else 0.0
         metrics["rollout_is_min"] = math.exp(clamp(min(every))) if every else 0.0
-    relative = [
-        {t: x / batch.widened(i, t, settings.level or "") for t, x in row.items()} for i, row in enumerate(logs)
-    ]
+    relative = relative_to_scale(logs, settings.level or "", batch)
     tested_logs = flat(relative)
     if settings.level == "sequence":
         tested_logs = [relative[i][batch.good[i][0]] for i in batch.sequences]
@@ -582,33 +558,27 @@ def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> di
 # Breakdowns: breakdowns[kind][bucket][quantity]; only buckets with a good token
 
 
-def break_down(
-    batch: Batch,
-    accepted: list[list[int]],
-    rewards: Sequence[float] | None,
-    versions: Sequence[Any] | None,
-    current: int | None,
-    most: int,
-    turn_ids: Sequence[Sequence[int]] | None,
-) -> dict[str, dict[Any, dict[str, float]]]:
+def break_down(batch: Batch, accepted: list[list[int]]) -> dict[str, dict[Any, dict[str, float]]]:
     """Breakdowns by ``length`` floor(log2(good tokens)), sign of the ``reward``, ``staleness`` and ``turn``.
 
     The last buckets of staleness and turn are open; turns are left out if all tokens are in the first.
     """
 
+    sides = batch.sides
+
     def sign(i: int, t: int) -> str:
-        return "positive" if rewards[i] > 0 else "negative" if rewards[i] < 0 else "zero"
+        return "positive" if sides.rewards[i] > 0 else "negative" if sides.rewards[i] < 0 else "zero"
 
     def staleness(i: int, t: int) -> int:
-        return min(max(current - int(at(versions, i, t)), 0), most)
+        return min(max(sides.current_version - int(at(sides.versions, i, t)), 0), sides.max_staleness)
 
     buckets = {"length": lambda i, t: len(batch.good[i]).bit_length() - 1}
-    if rewards is not None:
+    if sides.rewards is not None:
         buckets["reward"] = sign
-    if versions is not None and current is not None:
+    if sides.versions is not None and sides.current_version is not None:
         buckets["staleness"] = staleness
-    if turn_ids is not None:
-        buckets["turn"] = lambda i, t: min(max(turn_ids[i][t], 0), 7)
+    if sides.turn_ids is not None:
+        buckets["turn"] = lambda i, t: min(max(sides.turn_ids[i][t], 0), 7)
     found = {name: by_bucket(batch, accepted, bucket) for name, bucket in buckets.items()}
     if set(found.get("turn", {})) <= {0}:
         found.pop("turn", None)
@@ -641,7 +611,7 @@ def distance_to_bounds(
 ) -> float:
     """The least distance of a statistic, also of metrics, from one of its bounds, in the statistic's own unit."""
     settings = as_settings(settings)
-    batch = read(train, rollout, mask, settings, **sides)
+    batch = read(train, rollout, mask, settings, Sides(**sides))
     found = [math.inf]
     for name, lower, upper in settings.criteria:
         if name == "group_any":

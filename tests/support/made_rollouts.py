@@ -26,8 +26,7 @@ def made_batch(tokens: Tensor, mask: Tensor, log_probs: Tensor, rewards: Tensor,
 
 def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
     """The batch on the model's device, to which the rollouts' broadcast brings it."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return RolloutBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+    return dataclasses.replace(batch, **{name: values.to(device) for name, values in batch.tensors().items()})
 
 
 def near_rollouts(trainer: Any, mask: Tensor, noise: float, generator: torch.Generator, **more: Any) -> RolloutBatch:

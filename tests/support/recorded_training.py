@@ -49,10 +49,7 @@ def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBa
     log_probs = -2.7 + 0.4 * torch.randn(shape, generator=generator)
     tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
     batch = made_batch(tokens, mask, log_probs.clamp(max=-0.01), torch.rand(SEQUENCES, generator=generator))
-    rows = slice(replica * SEQUENCES // replicas, (replica + 1) * SEQUENCES // replicas)
-    return RolloutBatch(
-        *(getattr(batch, name)[rows] for name in tuple(RolloutBatch.__dataclass_fields__)[:8]), batch.sampling
-    )
+    return batch.rows(slice(replica * SEQUENCES // replicas, (replica + 1) * SEQUENCES // replicas))
 
 
 def make_trainer(words: list[str]):

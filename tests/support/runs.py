@@ -23,6 +23,12 @@ ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--
 _LISTEN, LOOPBACK = "0A", "0100007F"
 
 
+def as_in_a_shell():
+    """The environment of a shell in which this Python, and the checkout, come first."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def start(command, **options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

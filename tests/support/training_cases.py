@@ -17,7 +17,7 @@ from megatron_rc.records.rollout import RolloutBatch
 from tests.support import correction_oracle as oracle
 from tests.support import training_oracle
 from tests.support.made_rollouts import made_batch, on_device
-from tests.support.on_rank import recorded
+from tests.support.on_rank import recorded, tensor_parallel_group
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, make_trainer
 from tests.support.training_oracle import Data, Objective
@@ -415,17 +415,12 @@ def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def load(chunks: Any, weights: training_oracle.Weights) -> None:
     """Copy the weights' TP shards into the model."""
-    from megatron.core import parallel_state
-
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    tp = tensor_parallel_group()
     for name, parameter in named(chunks):
         # With tied embeddings the last stage holds a copy; a critic has an output layer of its own.
         whole = weights[name if name in weights else "embedding.word_embeddings.weight"]
         if getattr(parameter, "tensor_model_parallel", False):
-            whole = cut_weight(name, whole, parameter.partition_dim, size)[rank]
+            whole = cut_weight(name, whole, parameter.partition_dim, group_size(tp))[group_rank(tp)]
         parameter.data.copy_(whole)
 
 

@@ -272,21 +272,13 @@ def advantages(data: Data) -> list[float]:
 
 def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[oracle.Result]:
     """The oracle's results: decoupled for all mini-batches at once, bypass for each mini-batch alone."""
-    ids = data.mini_batch_ids.tolist()
-    common = {"mini_batch_ids": ids, "num_mini_batches": max(ids) + 1, "advantages": advantages(data)}
-    if not (objective.bypass or objective.interpolation):
-        whole = oracle.correct(train.tolist(), data.rollout.tolist(), data.mask.tolist(), objective.settings, **common)
-        return [whole] * (max(ids) + 1)
-    return [
-        oracle.correct(
-            train.tolist(),
-            data.rollout.tolist(),
-            (data.mask & (data.mini_batch_ids == index).unsqueeze(1)).tolist(),
-            objective.settings,
-            **common,
-        )
-        for index in range(max(ids) + 1)
-    ]
+    ids, number = data.mini_batch_ids, int(data.mini_batch_ids.max()) + 1
+    common = {"mini_batch_ids": ids.tolist(), "num_mini_batches": number, "advantages": advantages(data)}
+    alone = objective.bypass or objective.interpolation
+    masks = [data.mask & (ids == index).unsqueeze(1) for index in range(number)] if alone else [data.mask]
+    given = train.tolist(), data.rollout.tolist()
+    found = [oracle.correct(*given, mask.tolist(), objective.settings, **common) for mask in masks]
+    return found if alone else found * number
 
 
 def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
