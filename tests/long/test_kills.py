@@ -1,8 +1,12 @@
 """Ranks that are killed again and again, in every phase: started again, they take the uninterrupted run's steps."""
 
+import contextlib
 import logging
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -33,6 +37,17 @@ def kills(log):
     return faults
 
 
+@contextlib.contextmanager
+def busy(number):
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The uninterrupted run's steps."""
@@ -42,12 +57,15 @@ def whole(tmp_path_factory):
     return steps(folder / "count_up")
 
 
+@pytest.mark.parametrize("loops", [0, os.cpu_count()], ids=["idle", "busy"])
 @pytest.mark.parametrize("how", STARTS)
-def test_ranks_that_are_killed_again_and_again_take_the_same_steps(how, whole, tmp_path):
+def test_ranks_that_are_killed_again_and_again_take_the_same_steps(how, loops, whole, tmp_path):
     before, between = STARTS[how]
     words = [*before, "--nproc-per-node=2", f"--max-restarts={KILLS}", *between, *WORDS, *files(tmp_path)]
     begun = time.monotonic()
-    code, _, errors = finish(start(words, env=environment(kills(tmp_path / "hits"))), 3000)
+    with busy(loops):
+        process = start(words, env=environment(kills(tmp_path / "hits")))
+        code, _, errors = finish(process, 3000)
     assert code == 0, errors
     hits = (tmp_path / "hits").read_text().splitlines()
     phases = Counter(hit.removeprefix("the ").partition(" ")[0] for hit in hits)
