@@ -8,8 +8,9 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
-from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import MegatronSection, ParallelSection
 from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -36,8 +37,13 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
             found[name] = None
         else:
             raise ConfigurationError(f"{where} has no section {name}: it was written by another version")
-    loss = PolicyLossConfig()
-    return _alone(RunConfig(**found, correction=RolloutCorrectionConfig.disabled(), loss=loss))
+    config = RunConfig(**found, correction=RolloutCorrectionConfig.disabled(), loss=PolicyLossConfig())
+    # Another version of Megatron-Core may have written fields that this one does not have.
+    given = {name: value for name, value in config.megatron.given.items() if name in passed_through()}
+    foreign = model_flags(config.changed(megatron={"given": given}))
+    if foreign:
+        raise ConfigurationError(f"{where}: {foreign[0]} is in no Hugging Face architecture, and not rebuilt here")
+    return _alone(config)
 
 
 def _alone(config: RunConfig) -> RunConfig:

@@ -210,6 +210,8 @@ def with_settings(home, target, **changes):
         ("model", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("transformer", {"memory": 5}, "transformer has an unknown field 'memory'"),
         ("transformer", {"qk_layernorm": True, "add_qkv_bias": True}, "no Hugging Face architecture has the settings"),
+        ("megatron", {"given": {"rotary_interleaved": True, "of_a_later_release": 1}}, "--rotary-interleaved"),
+        ("model", {"hybrid_layer_pattern": "M-*-*-*-"}, r"--hybrid-layer-pattern M-\*-\*-\*- is in no Hugging"),
         ("transformer", None, "has no section transformer"),
         ("transformer", {"num_layers": 5}, r"layers\.\S+ is \(4, .*\), and by its settings \(5, "),
         ("model", {"untie_embeddings_and_output_weights": True}, r"holds no tensor output_layer\.weight"),

@@ -90,6 +90,13 @@ def test_a_rank_has_its_heads_and_all_parameters_learn(ranks, tmp_path):
         assert all(learns for _, learns in found.values()), found
 
 
+@needs_hybrid
+def test_a_bfloat16_run_has_a_frozen_reference(ranks, tmp_path):
+    words = flags(tmp_path, "--bf16", "--grpo-kl-beta=0.05", model=MAMBA)
+    ((first, later),) = ranks.run(with_kernels, Layout(), train_recorded, words, 1)
+    assert first["policy/reference_kl"] == 0 < later["policy/reference_kl"]
+
+
 WRONG = """
 --hybrid-layer-pattern=M-*- :: --hybrid-layer-pattern M-*- | 4 layers | ----
 --hybrid-layer-pattern=M-M-M-ME :: --hybrid-layer-pattern M-M-M-ME | ---- | --moe-layer-freq

@@ -39,7 +39,7 @@ def mamba_split_conv1d_scan_combined(
         decay = (step[:, at] * A).exp()[..., None, None]
         held = decay * held + (step[:, at, :, None] * x[:, at])[..., None] * b[:, at, :, None]
         outputs.append((held * c[:, at, :, None]).sum(-1) + D[:, None] * x[:, at])
-    return torch.stack(outputs, 1).flatten(2) * F.silu(gate)
+    return (torch.stack(outputs, 1).flatten(2) * F.silu(gate)).to(zxbcdt.dtype)
 
 
 mamba_chunk_scan_combined = None
