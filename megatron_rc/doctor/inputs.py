@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_rc import RolloutBatch, load_rollouts, read_jsonl
+from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.metric_names import program_of
-from megatron_rc.doctor.other_records import is_own, read_tensor_record, sampled_of_lines
+from megatron_rc.doctor.other_records import is_own, is_record, read_tensor_record, sampled_of_objects
 from megatron_rc.doctor.other_words import OWN, WORDS
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import History, facts_of_series
@@ -112,20 +113,29 @@ def _read_text(file: TextIO, path: Path) -> Evidence:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
     if first.lstrip()[0] not in "{[":
         return _of_rows(rows_of_csv(chain([first], file), path), path)
-    known = object_of(first)
+    known, lines = object_of(first), chain([first], file)
     if known is not None and is_own(known):
-        batches = list(read_jsonl(path, 2**20))
-        if len(batches) > 1:
-            raise ValueError(f"{path} holds batches that were sampled differently: give one of them")
-        return _of_batch(Sampled.of_batch(batches[0]), str(path))
-    sampled = sampled_of_lines(path)
-    if sampled is not None:
-        return _of_batch(sampled, str(path))
-    # Without an object in the first line: one JSON value over several lines, or a list.
-    lines = chain([first], file)
-    objects = parse_json("".join(lines), path) if known is None else parse_lines(lines, path)
+        return _of_own(filter(str.strip, lines), path)
+    # A record; or, without an object in the first line, one JSON value over several lines, or a list.
+    whole = known is None or is_record(known)
+    objects = parse_json("".join(lines), path) if whole else parse_lines(lines, path)
+    if isinstance(objects, list) and is_own(objects[0]):
+        return _of_own(map(json.dumps, objects), path)
+    if isinstance(objects, list) and is_record(objects[0]):
+        return _of_batch(sampled_of_objects(objects, path), str(path))
     prefix = read_settings(path.parent).get("metric-prefix", "")
     return _of_rows(rows_of_objects(objects, prefix), path, prefix)
+
+
+def _of_own(lines: Iterable[str], path: Path) -> Evidence:
+    """Evidence of JSON lines of our own records."""
+    try:
+        batches = list(from_json_lines(lines, 2**20))
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    if len(batches) > 1:
+        raise ValueError(f"{path} holds batches that were sampled differently: give one of them")
+    return _of_batch(Sampled.of_batch(batches[0]), str(path))
 
 
 def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.records.storage import replacing
 from megatron_rc.replay.candidates import named, suggested, with_grid
 from megatron_rc.replay.gradient import Gradient, uncorrected
@@ -43,6 +44,7 @@ def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> 
 
 
 def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded, list[Outcome]]:
+    check_integer("--sequences", args.sequences, least=0)
     if args.html is not None:
         _check_page(args.html, args.batches)
     asked = with_grid(named(args.preset, args.correction), args.grid)  # check the settings before reading large files
@@ -55,6 +57,8 @@ def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded
 
 def _check_page(page: str, batches: Sequence[str]) -> None:
     """Raise ValueError for a page that cannot be written, or that would replace an input."""
+    if Path(page).is_dir():
+        raise ValueError(f"--html {page!r} is a folder: expected the name of a file to write")
     if not Path(page).parent.is_dir():
         raise ValueError(f"--html {page}: the folder {Path(page).parent} does not exist, create it first")
     read = [os.path.realpath(one) for one in batches]

@@ -128,6 +128,7 @@ def from_rows(rows, settings=None):
         ({"train/gen_kl_error": 0.02, "train/token_mult_prob_error": 1.3}, ["precision"]),
         ({"train/gen_kl_error": 0.02, "train/avg_trajectory_age": 1.0}, ["staleness"]),
         ({"train/mismatch_k3_kl": 0.02}, ["precision"]),
+        ({"mismatch/mismatch_k3_kl": 0.02}, ["precision"]),
         ({"train/train_rollout_logprob_abs_diff": 0.2}, ["precision"]),
         ({"rollout_corr/kl": -0.2}, ["precision"]),
         ({"rollout_corr/rollout_is_veto_fraction": 0.2}, ["veto"]),

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,10 @@ def test_own_batches(tmp_path, fault):
     assert names_of(tmp_path) == expected
     write_jsonl([batch], tmp_path / "one.jsonl")
     assert names_of(tmp_path / "one.jsonl") == expected
+    text = (tmp_path / "one.jsonl").read_text()
+    for other in (f"\ufeff\n{text}\n", f"[{text.strip().replace(chr(10), ',')}]"):
+        (tmp_path / "one.jsonl").write_text(other, encoding="utf-8")
+        assert names_of(tmp_path / "one.jsonl") == expected
 
 
 def test_the_last_batch_of_a_folder_with_all_its_replicas(tmp_path):
@@ -96,9 +101,15 @@ def test_other_programs_records(tmp_path):
         padded = {"generation_logprobs": [0.0, *rollout], "prev_logprobs": [0.0, *old], "token_loss_mask": [0, *ones]}
         nemo.append({**padded, "sample_loss_mask": 1.0, "rewards": 0.5, "token_ids": [7, *ones]})
     nemo[3] |= {"sample_loss_mask": 0.0, "prev_logprobs": [None] * len(nemo[3]["prev_logprobs"])}
-    columns = {name: batch[name].tolist() for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
+    verl = {name: batch[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
+    verl["token_level_scores"] = batch["response_mask"] * torch.linspace(-1, 1, len(verl["response_mask"])).unsqueeze(1)
+    columns = {name: value.tolist() for name, value in verl.items()}
     for name, objects in (("slime", slime), ("nemo", nemo), ("verl", [columns])):
         assert names_of(write_lines(tmp_path / f"{name}.jsonl", objects)) == ["temperature"], name
+    torch.save(verl, tmp_path / "verl.pt")
+    for name in ("verl.jsonl", "verl.pt"):  # the sums of the tokens' scores are the rewards
+        found = read_evidence(tmp_path / name).sampled.rewards
+        torch.testing.assert_close(found, verl["token_level_scores"].sum(dim=1))
     wrong = {"rollout_log_probs": batch["rollout_log_probs"].contiguous(), "response_mask": torch.ones(2, 3)}
     save_file(wrong, tmp_path / "verl.safetensors")
     with pytest.raises(ValueError, match=r"response_mask has shape \(2, 3\): expected"):
@@ -182,6 +193,15 @@ def test_metrics_pass_one_by_one(tmp_path):
     tracemalloc.stop()
     assert "400 steps" in evidence.what
     assert peak < 2 << 20
+
+
+def test_a_pipe_is_read_once():
+    """As a shell's ``<(zcat metrics.jsonl.gz)``: more bytes than one read takes."""
+    (reader, writer), row = os.pipe(), metrics_of(None)
+    with os.fdopen(writer, "w") as file:
+        file.write("".join(json.dumps({"step": step, **row}) + "\n" for step in range(9)))
+    with os.fdopen(reader):
+        assert ": 9 steps" in read_evidence(Path(f"/dev/fd/{reader}")).what
 
 
 def test_rows_with_nan_are_left_out_and_told(tmp_path):

@@ -6,26 +6,28 @@ import shlex
 import pytest
 
 from megatron_rc.doctor.__main__ import main
+from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.report import GRADES, HEALTHY, TOO_LITTLE, UNUSABLE, WRONG, in_words
 from megatron_rc.doctor.rules import BY_NAME, RULES
-from megatron_rc.doctor.signs import K3
 from megatron_rc.measures.data import MIN_PAIRS
 from tests.doctor.test_inputs import metrics_of, write_lines
 from tests.doctor.test_report import report_of
 from tests.settings.test_documents import rows
 from tests.support.paths import ROOT
+from tests.support.tables import table
 
 PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
 
 
+RULES_ON_PAGE = rows("docs/doctor.md", "rule | what is wrong | kind | it holds if | sources")
+
+
 def test_the_tables_are_those_of_the_code():
-    table = rows("docs/doctor.md", "rule | what is wrong | kind | it holds if | sources")
-    found = [[name.strip("`"), *others] for name, *others, _, _ in table]
+    found = [[name.strip("`"), *others] for name, *others, _, _ in RULES_ON_PAGE]
     assert found == [[rule.name, rule.title, rule.kind] for rule in RULES]
-    assert [cells[-1] for cells in table] == [rule.sources for rule in RULES]
-    assert f"over at least {MIN_PAIRS} pairs" in table[1][3]
-    assert all(f"k3 > {K3:g}" in cells[3] for cells in table if cells[0] in ("`staleness`", "`tails`", "`precision`"))
+    assert [cells[-1] for cells in RULES_ON_PAGE] == [rule.sources for rule in RULES]
+    assert f"over at least {MIN_PAIRS} pairs" in RULES_ON_PAGE[1][3]
     ranges = rows("docs/doctor.md", "number | recommended | by | here")
     assert [cells[:3] for cells in ranges] == [[f"`{one.fact}`", one.words(), one.source] for one in RANGES]
     for limit, words in GRADES[:-1]:
@@ -36,6 +38,57 @@ def test_the_tables_are_those_of_the_code():
     order = list(BY_NAME)
     for rule in RULES:
         assert all(order.index(name) < order.index(rule.name) for name in rule.unless)
+
+
+# Words of the page around a threshold #, the number that it bounds, and other numbers that the rule needs.
+THRESHOLDS = """
+truncated_sampling | percentile > #, | log_ratio_p01 | ratio_mean: 0.9, log_ratio_p25: -1, log_ratio_p99: 0
+truncated_sampling | 99th < #) | log_ratio_p99 | ratio_mean: 0.9, log_ratio_p25: -1, log_ratio_p01: -1
+stale_cache | at least # times | far_noise | two_kinds: 1, near_noise: 1
+staleness | k3 > # at a mean | k3_kl | staleness_mean: 1
+staleness | at least # steps | staleness_mean | k3_kl: 1
+drift | grown to # times | k3_growth | k3_kl: 1, reward_fall: 9
+drift | above #, | k3_kl | k3_growth: 99, reward_fall: 9
+drift | the reward is # standard | reward_fall | k3_kl: 1, k3_growth: 99
+drift | size # below | ess_fall | k3_kl: 1, k3_growth: 99
+drift | norm # times | grad_norm_growth | k3_kl: 1, k3_growth: 99
+collapse | below # times | reward_now | reward_peak: 1, silent_share: 1
+tails | k3 > #; | k3_kl | log_ratio_p05: 0, log_ratio_p95: 0
+tails | less than # apart | log_ratio_p95 | log_ratio_p05: 0, k3_kl: 1
+precision | k3 > # and | k3_kl | -
+precision | probabilities above #, | probs_diff_mean | -
+precision | error above #, | mult_prob_error | -
+precision | KL above # | kl | -
+precision | KL above # | abs_log_ratio | -
+growing_length | length grows #-fold | response_length_growth | chi2_seq_growth: 9, chi2_seq: 9
+growing_length | sequences #-fold | chi2_seq_growth | response_length_growth: 9, chi2_seq: 9
+growing_length | more than #; | chi2_seq | response_length_growth: 9, chi2_seq_growth: 9
+long_products | size < #, | rollout_is_eff_sample_size | chi2_token: 0
+long_products | deviation > # | rollout_is_std | chi2_token: 0
+long_products | weight < #, | rollout_is_mean | chi2_token: 0
+long_products | tokens is < # (or | chi2_token | rollout_is_std: 9
+long_products | at most #) | k3_kl | rollout_is_std: 9
+long_products | ratio is above #: | ratio_mean | rollout_is_mean: 0, chi2_token: 0
+entropy_bonus | below #, | rollout_is_applied_mean | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, entropy: 9
+entropy_bonus | above # nats | entropy | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, rollout_is_applied_mean: 0
+entropy_bonus | and # times | entropy_rise | token_weights: 1, entropy_bonus: 1, entropy: 9, rollout_is_applied_mean: 0
+veto | more than # % | rollout_is_veto_fraction | -
+wide_weights | weights > #, | rollout_is_std | -
+wide_weights | size < # | rollout_is_eff_sample_size | -
+mean_weight | below # | rollout_is_mean | -
+mean_weight | above # | rollout_is_mean | -
+"""
+
+
+@table("name words fact {others}", THRESHOLDS)
+def test_the_thresholds_are_those_of_the_code(name, words, fact, others):
+    """The rule holds on one side of the page's number, the side that the words say, and not on the other."""
+    (cell,) = (cells[3] for cells in RULES_ON_PAGE if cells[0] == f"`{name}`")
+    (number,) = re.findall(re.escape(words).replace(r"\#", r"(-?[\d.]*\d)"), cell)
+    limit = float(number) / (100 if "%" in words else 1)
+    less, more = (BY_NAME[name].holds(Facts(others | {fact: limit + side * 1e-6})) for side in (-1, 1))
+    is_upper = re.search("<|less|below #|at most", words) is not None
+    assert (less, more) == (is_upper, not is_upper)
 
 
 def test_the_example_is_what_is_said():

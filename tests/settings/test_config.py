@@ -143,6 +143,9 @@ def test_numbers_in_a_file_are_what_they_look_like(tmp_path):
     config = RolloutCorrectionConfig.from_yaml(tmp_path / "rs.yaml")
     assert (config.rollout_rs_threshold, config.rollout_is_threshold) == ("0.5_2", 15.0)
     assert config.rollout_token_veto_threshold == 1e-4
+    nested = "algorithm:\n  rollout_correction:\n    rollout_is: token\n    rollout_is_threshold: 0.5_2\n"
+    (tmp_path / "verl.yaml").write_text(nested)
+    assert RolloutCorrectionConfig.from_yaml(tmp_path / "verl.yaml", "verl").is_bounds == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("config", DESCRIBED, ids=range(len(DESCRIBED)))

@@ -145,6 +145,7 @@ OVER_A_LAUNCH_FILE = """
 - | rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: token_k1
 --rollout-rs none | rollout_is: token, rollout_is_threshold: 2.0
 --rollout-is none | rollout_is: null, rollout_rs: token_k1
+--rollout-correction-preset decoupled_seq_is | rollout_is: sequence, rollout_is_threshold: 2.0
 --rollout-correction-preset disabled --rollout-rs token_k2 --rollout-rs-threshold 1
     | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false, rollout_rs: token_k2,
     rollout_rs_threshold: 1.0

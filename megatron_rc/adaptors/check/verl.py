@@ -47,7 +47,8 @@ def comparisons(seed: int) -> Iterator[Comparison]:
         given = Settings(**settings)
         theirs, metrics = compute_rollout_correction_and_add_to_batch(_proto(batch), given)
         ours, own = VerlCorrection().add_to_batch(_proto(batch), given)
-        mask, weights = theirs.batch["response_mask"] != 0, theirs.batch.get("rollout_is_weights", None)
+        mask = theirs.batch["response_mask"] != 0
+        weights = None if settings["rollout_is"] is None else theirs.batch["rollout_is_weights"]
         without = torch.full(mask.shape, torch.nan)
         whole = ours.batch.get("rollout_is_weights", without), ours.batch["response_mask"]
         for layout, found in {"whole batch": whole, **shards[name]}.items():

@@ -231,7 +231,8 @@ def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int]) -> Tensor
             wanted = "an integer of 64 bits" if kind is int else "a number"
             raise ValueError(f"{name} has {value!r} at token {position}: expected {wanted}, or null if not sampled")
         found.append(value if value is not None else math.nan if sampled else 0)
-    return as_int32(name, torch.tensor(found, dtype=torch.int64)) if kind is int else torch.tensor(found).float()
+    numbers = torch.tensor(found, dtype=torch.int64 if kind is int else torch.float32)
+    return as_int32(name, numbers) if kind is int else numbers
 
 
 def _integers(record: Mapping[str, Any], name: str) -> list[int]:

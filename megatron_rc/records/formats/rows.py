@@ -185,6 +185,8 @@ def version_of(policy_version: int | None, found: Iterable[Any], sample: int) ->
     try:
         # A record without versions is of a synchronous run, whose weights have one version.
         version = min(map(int, found), default=0)
+        if any(not isinstance(one, str) and int(one) != one for one in found):
+            raise ValueError("a fraction")
     except (OverflowError, TypeError, ValueError):
         raise ValueError(
             f"sequence {sample} has the weight versions {found!r}: pass policy_version instead, an integer"

@@ -124,6 +124,7 @@ def test_several_versions_are_all_written():
         ({"reward": {"math": 1.0}}, "reward has math: pass one of them as reward_key"),
         ({"status": "pending"}, "status is 'pending': expected one of completed, truncated, aborted, failed"),
         ({"group_index": "g"}, "group_index is 'g': expected an integer"),
+        ({"weight_versions": [3.7]}, r"weight versions \[3.7\]: pass policy_version instead, an integer"),
         ({"weight_versions": ["default"]}, r"weight versions \['default'\]: pass policy_version"),
         ({"weight_versions": [str(2**31)]}, "sequence 0 has the weight version 2147483648, beyond 32 bits: pass the"),
     ],
