@@ -32,7 +32,7 @@ class VllmServerEngine(ServerEngine):
 
     Args:
         model: the server's name of the model; None: the name of its only model.
-        max_versions: largest number of versions of weights within a response, at least 2; None: no bound.
+        max_versions: largest number of versions of weights within a response; None: no bound.
     """
 
     def __init__(self, *args: Any, model: str | None = None, max_versions: int | None = None, **settings: Any) -> None:
@@ -187,13 +187,13 @@ class VllmServerEngine(ServerEngine):
 
 @contextlib.contextmanager
 def development_mode() -> Iterator[None]:
-    """Context in which status 404 means that the server lacks development mode."""
+    """Context in which status 404 means that the server is too old, or lacks development mode."""
     try:
         yield
     except HttpStatusError as error:
         if error.status != 404:
             raise
-        raise EngineError(f"{error}: start it as {START}") from error
+        raise EngineError(f"{error}: use vLLM 0.32 or newer, and start it as {START}") from error
 
 
 def _length(items: Any) -> str:

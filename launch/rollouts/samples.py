@@ -96,8 +96,9 @@ class GoodSamples:
             return f"{where} the response is empty, expected at least one token"
         if len(sample.token_ids) > longest:
             return f"{where} {len(sample.token_ids)} tokens came, {longest} were asked for"
-        if len(sample.log_probs) != len(sample.token_ids):
-            return f"{where} {len(sample.log_probs)} log-probs came for {len(sample.token_ids)} tokens"
+        for name, values in (("log-probs", sample.log_probs), ("versions", sample.versions)):
+            if values is not None and len(values) != len(sample.token_ids):
+                return f"{where} {len(values)} {name} came for {len(sample.token_ids)} tokens"
         for position, token in enumerate(sample.token_ids):
             if not 0 <= token < vocabulary:
                 return (

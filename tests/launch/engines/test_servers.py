@@ -290,7 +290,7 @@ def answer(**fields):
 
 
 VLLM, SGLANG = VllmServerEngine, SglangServerEngine
-DEVELOPER = "status 404: start it as VLLM_SERVER_DEV_MODE=1 vllm"
+DEVELOPER = r"status 404: use vLLM 0\.32 or newer, and start it as VLLM_SERVER_DEV_MODE=1 vllm"
 RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 REFUSED = answer(success=False, message="shape")
 FAILED = [
@@ -299,6 +299,7 @@ FAILED = [
     (VLLM, "/server_info", answer(**RAW), "reports raw_logprobs, expected processed_logprobs"),
     (VLLM, "/collective_rpc", (500, b"disk"), "failed 4 times, at last with status 500: disk"),
     (VLLM, "/reset_prefix_cache", answer(success=False), "kept its prefix cache"),
+    (VLLM, "/update_weight_version", (404, b""), f"/update_weight_version.* {DEVELOPER}"),
     (SGLANG, "/update_weights_from_disk", REFUSED, "did not take the weights over: shape"),
     (SGLANG, "/flush_cache", (400, b"requests are running"), "status 400: requests are running"),
 ]

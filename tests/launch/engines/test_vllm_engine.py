@@ -3,6 +3,8 @@
 ``tests/vllm/check_vllm.py`` has the rest with vLLM, on a CPU.
 """
 
+import os
+import sys
 from unittest import mock
 
 import pytest
@@ -109,6 +111,13 @@ def test_vllm_sleeps_from_the_rollout_to_the_next_weights(tmp_path):
     ]
     assert llm.collective_rpc.call_args.kwargs["kwargs"]["weights_path"].startswith(path)
     assert engine.version == 1
+
+
+def test_vllm_always_has_a_process_of_its_own(tmp_path):
+    engine = VllmEngine(ModelDirectory(tmp_path / "weights", CONFIG, EOS), "fp32", EOS, 16)
+    vllm = mock.Mock(LLM=lambda **_: os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"])
+    with mock.patch.dict(sys.modules, vllm=vllm), mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+        assert engine._start("model") == "1"
 
 
 def test_the_collector_lets_the_engine_sleep_after_each_rollout():

@@ -109,6 +109,9 @@ TABLES = {
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
         SERVERS=vllm-server --rollout-weight-transfer=nccl :: --rollout-weight-transfer nccl | GPUs | gloo
         SERVERS=sglang-server --rollout-weight-transfer=ipc :: --rollout-weight-transfer ipc | vllm-server | gloo
+        SERVERS=sglang-server --rl-partial-rollouts --rollout-staleness=4 :: --rl-partial-rollouts | vllm-server
+        --rl-partial-rollouts --rollout-staleness=4 --max-turns=2 :: --rl-partial-rollouts | --max-turns 2
+        --rollout-colocate --rollout-staleness=4 :: --rollout-colocate | --rollout-staleness 4
         --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
         --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
         --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'

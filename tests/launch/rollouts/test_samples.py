@@ -23,6 +23,7 @@ BAD = {
     "negative": (Sample([-1, 3], [-1.0, -1.0], "stop"), "response token 0 is -1, expected less than"),
     "empty": (Sample([], [], "stop"), "the response is empty"),
     "uneven": (Sample([3, 3], [-1.0] * 3, "length"), "3 log-probs came for 2 tokens"),
+    "versions": (Sample([3, 3], [-1.0] * 2, "length", versions=[7]), "1 versions came for 2 tokens"),
     "long": (Sample([3] * 5, [-1.0] * 5, "length"), "5 tokens came, 4 were asked for"),
     "server": (Sample([3], [math.nan], "stop", "http://a: it says so"), "http://a: it says so"),
 }
