@@ -38,7 +38,7 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         if is_new:
             stack.callback(_remove_if_empty, folder)
         path = folder / IN_USE_FILE
-        # A link would lead to a file that is written over: it is an error.
+        # What a link leads to would be written over: it is not followed, and the folder is not locked.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         file = stack.enter_context(os.fdopen(opened, "a+", encoding="utf-8"))
         try:

@@ -4,9 +4,11 @@ import re
 from importlib import metadata
 
 import pytest
+import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.weights import check_architecture
+from megatron_rc.launch.weights.entries import Row
 from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import Family
 from tests.support.paths import ROOT
@@ -35,6 +37,14 @@ def test_a_transformers_that_would_take_another_rotary_base_is_refused(tmp_path,
     with pytest.raises(ConfigurationError, match=message):
         FAMILIES["llama"].hugging_face_config(config)
     check_architecture(config, samples=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_never_written_is_the_default_of_transformers(family):
+    rows = [row for row in family.fields if row.write is Row.write]
+    assert rows
+    for row in rows:
+        row.read(getattr(transformers, family.config_class)().to_dict())
 
 
 def words_of_row(words):

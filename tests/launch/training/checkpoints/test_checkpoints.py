@@ -325,6 +325,8 @@ def test_a_layer_gets_no_pickle(saved, copy, tmp_path, as_bytes):
     wanted = ShardedObject.empty_from_unique_key(name.fqn)
     assert CheckpointReader(folder).state({"layer": wanted})["layer"] is None
     assert not mark.exists()
+    pickle.loads(pickled)
+    assert mark.exists(), "who unpickles it runs it"
 
 
 @pytest.mark.parametrize("place", [in_index, in_common, in_entry, in_layer], ids=lambda place: place.__name__)

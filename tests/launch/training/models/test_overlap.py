@@ -4,9 +4,12 @@ Buckets cut the optimizer's shares elsewhere, so sums come in another order; a l
 rounding by itself.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
+from megatron_rc.launch.training.trainer import Trainer
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, share
 from tests.support.training_runs import weights_of
@@ -24,6 +27,12 @@ def steps_and_weights(words):
     return steps, weights_of(trainer.chunks)
 
 
+def forgetful(words):
+    """The same without gathering the weights that a step has left in shares."""
+    with mock.patch.object(Trainer, "gather_weights"):
+        return steps_and_weights(words)
+
+
 def test_overlapping_takes_the_same_steps(ranks, tmp_path):
     layout = Layout(pp=2, dp=2, vpp=True)
     words = flags(tmp_path, *layout.flags(), "--use-distributed-optimizer", "--lr=1e-2", "--adam-eps=1e-2")
@@ -35,3 +44,5 @@ def test_overlapping_takes_the_same_steps(ranks, tmp_path):
         for weight, other in zip(weights, wanted, strict=True):
             # The gradient's norm is summed by buckets, so a weight may differ by two float32 steps of its size.
             torch.testing.assert_close(weight, other, rtol=2.4e-7, atol=1e-7)
+    _, weights = ranks.run(forgetful, layout, [*words, *OVERLAP])[0]
+    assert max(float((one - other).abs().max()) for one, other in zip(weights, plain[0][1], strict=True)) > 1e-4

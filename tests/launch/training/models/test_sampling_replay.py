@@ -1,10 +1,12 @@
 """Log-probs over the tokens that an engine kept, on real Megatron-Core, equal the float64 reference in every layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.launch.training.models.test_moe import EXPERTS, compared
+from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients
+from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
 from tests.support.training_cases import Case
 
@@ -42,6 +44,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_layout_is_the_reference(ranks, tmp_path, case):
     compared(ranks, tmp_path, case, 0, "", case.kept)
+
+
+def test_the_reference_without_kept_tokens_is_another():
+    objective, data = CASES[0].objective, training_cases.make_data(kept="some")
+    whole = training_oracle.update(objective, replace(data, kept=None), *training_cases.weights())
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_gradients(whole.gradients[0], training_cases.expected(objective, kept="some").gradients[0], TO_REFERENCE)
 
 
 def test_with_experts_both_are_replayed(ranks, tmp_path):

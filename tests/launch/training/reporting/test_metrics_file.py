@@ -76,8 +76,10 @@ def test_rows_are_appended_and_what_is_no_number_is_left_out_of_one(written):
     assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert written.stat().st_ino == before, "nothing had to go, so the file was not written anew"
     with written.open("a") as file:
-        file.write('{"step": 9, "reward/mean": null, "note": "by hand", "grad_norm": 0.5}\n')
+        file.write('{"reward/mean":null,"note":"by hand","step":9,"grad_norm":0.5}\n')
     assert list(read_rows(written))[-1] == {"step": 9, "grad_norm": 0.5}
+    write(written, 9, {"step": 10})
+    assert steps_in(written) == list(range(1, 11))
     # Older files are kept side by side.
     for _ in range(3):
         write(written, 0, {"step": 1})
