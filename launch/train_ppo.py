@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NoReturn
 
@@ -132,7 +132,9 @@ def cpu_backend() -> Iterator[None]:
     """
     from megatron_rc.launch.training.models import cpu
 
-    with hidden(*(["triton"] if version("megatron-core").startswith("0.16.") else [])):
+    # A checkout of Megatron-LM has no distribution.
+    lacks_triton = any(found.version.startswith("0.16.") for found in distributions(name="megatron-core"))
+    with hidden(*["triton"] * lacks_triton):
         with cpu.without_compiler(), hidden("wandb"):
             import megatron_rc.launch.training.loop  # noqa: F401
         with cpu.cpu_backend():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -53,11 +54,14 @@ class PythonTask:
         return problems
 
     def _flaw(self, problem: Problem) -> str | None:
-        """Reason why a problem cannot be a prompt; None: it can. Fields of other types raise errors."""
-        dict(problem.record)
-        text = "".join([problem.prompt, *(part for pair in problem.examples for part in pair)])
+        """Reason why a problem cannot be a prompt; None: it can. Examples and messages of other types raise errors."""
+        if not isinstance(problem.record, Mapping):
+            return f"has the record {problem.record!r:.40}: give a dict"
+        texts = [problem.prompt, *(part for pair in problem.examples for part in pair)]
+        if not all(isinstance(text, str) for text in texts):
+            return f"has the prompt {problem.prompt!r:.40} and examples {problem.examples!r:.40}: give texts"
         alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
-        unknown = next((char for char in text if alphabet and char not in alphabet | {"\n"}), None)
+        unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
         if unknown is not None:
             return f"has {unknown!r}, which is not a character of the tokenizer: add it, or give --tokenizer-model"
         return None if self.text.encode(problem) else "has an empty prompt: give it a text"

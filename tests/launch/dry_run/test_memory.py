@@ -105,7 +105,8 @@ def test_what_each_part_is():
     first, last = predicted("critic")
     assert first.critic == 16 * first.parameters
     assert last.critic == 16 * (last.parameters - 2048 * 128 + 128)
-    assert predicted("pipeline-untied")[0].critic == 0
+    pipeline = predicted("pipeline-untied")
+    assert [(stage.critic, stage.in_flight) for stage in pipeline] == [(0, 2), (0, 1)]
 
 
 def test_megatron_lm_says_the_same_of_weights_and_optimizer():

@@ -80,6 +80,12 @@ def test_a_tokenizer_may_lack_padding_but_no_end(tmp_path):
         HuggingFaceText(tokenizer_folder(tmp_path / "eos", eos=None), chat=False)
 
 
+def test_a_template_that_refuses_a_conversation_is_named(tmp_path):
+    tokenizer_folder(tmp_path, template="{{ raise_exception('system first') }}")
+    with pytest.raises(ConfigurationError, match=r"--apply-chat-template: .* \(system first\)"):
+        HuggingFaceText(tmp_path, chat=True).encode(PROBLEM)
+
+
 def test_folders_without_a_readable_tokenizer_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match="cannot be read"):

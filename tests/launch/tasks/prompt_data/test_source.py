@@ -63,6 +63,12 @@ def test_files_have_their_weights(letters, digits):
     assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
 
 
+def test_held_out_prompts_come_in_the_order_of_their_files_which_have_no_weights(letters, digits):
+    assert prompts(source(letters, held_out=[digits]), 2, 3, held_out=True) == ["2", "3", "4"]
+    with pytest.raises(ConfigurationError, match=f"--eval-data 1 {digits} takes no weights"):
+        source(letters, held_out=["1", digits])
+
+
 @pytest.mark.parametrize(
     ("prompt", "template"), [("a" * 1_280_000, None), ("a", "{{ messages[0]['content'] * 1280000 }}")]
 )
