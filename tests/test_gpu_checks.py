@@ -162,8 +162,12 @@ def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, capsys):
 
 def test_an_environment_that_wheels_do_not_complete(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(environment, "NEEDED", ("torch", "rc_absent_package"))
-    with pytest.raises(SystemExit) as stopped:
-        environment.prepare(tmp_path / "made", tmp_path)
-    assert stopped.value.code == environment.UNUSABLE
-    said = f"rc_absent_package, which are not here: put their wheels into {tmp_path}"
-    assert said in capsys.readouterr().err
+    for said in (
+        f"WHEELS={tmp_path} holds no",
+        f"rc_absent_package, which are not here: put their wheels into {tmp_path}",
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            environment.prepare(tmp_path / "made", tmp_path)
+        assert stopped.value.code == environment.UNUSABLE
+        assert said in capsys.readouterr().err
+        wheel(tmp_path, "pytest", "0.1")

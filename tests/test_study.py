@@ -335,9 +335,14 @@ def outcomes_of(mismatch, correction, setting="count_up"):
     return [one for one in committed() if one.key[:3] == (setting, mismatch, correction)]
 
 
+def finals(*kind):
+    """The last rewards of a kind's seeds."""
+    return [one.final for one in outcomes_of(*kind)]
+
+
 def mean_of(*kind, measure=None):
     """The mean of a kind's seeds: of the last rewards, or of a measure over the whole runs."""
-    found = [one.mean(measure) if measure else one.final for one in outcomes_of(*kind)]
+    found = [one.mean(measure) for one in outcomes_of(*kind)] if measure else finals(*kind)
     return sum(found) / len(found)
 
 
@@ -352,9 +357,13 @@ def of_strong_mismatches():
         yield "The corrections", in_words(mean_of(kind, how) for kind in KINDS)
     for kind in KINDS:
         yield "The corrections", in_words(mean_of(kind, how) for how in ("seq_tis", "seq_tis_10", "seq_is"))
+    near = [(finals(kind, "token_tis"), finals(kind, "uncorrected")) for kind in KINDS[:2]]
+    yield "The corrections", f"({', '.join(f'{min(one):.2f} and {max(other):.2f}' for one, other in near)})"
+    seeds = [*finals("staleness", "seq_tis_weighted"), *finals("staleness", "seq_tis")]
+    yield "The baselines", "{0:.2f} and {1:.2f} against {3:.2f} and {4:.2f}, but {2:.2f} against {5:.2f}".format(*seeds)
     for kind, how in (("rounding", "seq_tis"), ("temperature", "seq_tis"), ("temperature", "token_tis")):
         for name in (how, f"{how}_weighted"):
-            yield "The baselines", in_words(one.final for one in outcomes_of(kind, name))
+            yield "The baselines", in_words(finals(kind, name))
     for name in ("no_std", "remax"):
         yield "The baselines", in_words(mean_of(kind, f"seq_tis_{name}") for kind in KINDS)
     others = [mean_of("temperature", f"token_tis{name}") for name in ("", "_no_std", "_weighted", "_remax")]
@@ -377,10 +386,16 @@ def of_weak_mismatches():
     for how in ("geo_rs_published", "geo_rs_grown"):
         share = mean_of("rounding_long", how, "count_on", measure="rejected")
         yield "Long responses", f"rejects {100 * share:.0f} % of the tokens"
+    (ended,) = (one for one in outcomes_of("rounding_long", "geo_rs_published", "count_on") if one.error)
+    yield "Long responses", f"with a reward of {ended.final:.2f}"
+    for kind in (("staleness_mild", "token_tis"), ("temperature_mild", "seq_tis")):
+        yield "Realistic mismatches", f"at {' and '.join(f'{end:.2f}' for end in finals(*kind) if end < 0.9)}"
     k3 = [mean_of(kind, "uncorrected", measure="k3") for kind in MILD]
     yield "Realistic mismatches", f"k3 is {in_words(k3, 3)}"
     for how in ("token_tis", "seq_tis", "bypass"):
         yield "Realistic mismatches", in_words(mean_of(kind, how) for kind in MILD)
+    ends = [one.final for one in committed() if one.setting == "experts"]
+    yield "A mixture of experts", f"All {len(ends)} runs end at {min(ends):.2f} to {max(ends):.2f}"
     without, replayed = ("uncorrected", "token_tis"), ("replay", "token_tis_replay")
     for kind, hows, words in (
         ("fp8", without, "is {:.4f} to {:.4f} without it"),
@@ -394,6 +409,8 @@ def of_weak_mismatches():
 
 def of_2026():
     """(section, words in it) of docs/study.md and docs/choosing.md."""
+    share = mean_of("temperature", "seq_mask_tis", measure="rejected")
+    yield "Published in 2026", f"rejected {100 * share:.0f} % of the tokens"
     for section, hows in {
         "Published in 2026": "prefix turn seq_tis",
         "Trust regions inside the loss": "bypass_sapo bypass_dppo_tv bypass_dppo_kl bypass_cppo bypass_gmpo",

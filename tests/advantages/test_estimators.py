@@ -319,6 +319,11 @@ def test_weights_of_responses_on_several_ranks(ranks, estimator):
         torch.testing.assert_close(got, want[rank::2], rtol=1e-9, atol=1e-9)
 
 
+def test_only_a_best_response_of_its_own_leads():
+    rewards, prompts = torch.tensor([3.0, 1.0, 5.0, 5.0, 1.0]), torch.tensor([0, 0, 1, 1, 1])
+    assert group_advantages(rewards, prompts, estimator="grpo-passk-no-std").tolist() == [2, 0, 0, 0, 0]
+
+
 def test_weights_of_zero_have_no_mean():
     got = group_advantages(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 0]), weights=torch.zeros(3))
     torch.testing.assert_close(got, torch.tensor([1.0, 3.0, 5.0]).double() / (1 + 1e-6))

@@ -49,6 +49,8 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
         wheels: a folder with what is missing here; None: the package index has it.
     """
     files = sorted(wheels.glob("*.whl")) if wheels else []
+    if wheels and not files:
+        end(f"WHEELS={wheels} holds no .whl file: fill it with `make wheels WHEELS={wheels}`", UNUSABLE)
     stamp, wanted = folder / ".made", _fingerprint(files)
     python = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:

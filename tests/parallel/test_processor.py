@@ -177,6 +177,16 @@ def test_models_with_the_processor_match_the_reference(ranks, tmp_path, layout, 
             torch.testing.assert_close(
                 got, gradient, rtol=1e-8, atol=1e-9, msg=lambda text, case=case: f"{case}: {text}"
             )
+    for cases in (dict(zip(CASES, own, strict=True)) for own, _ in found):
+        for fused in (True, False):
+            (one, grads), (other, others) = cases[Case(fused)], cases[Case(fused, called=False)]
+            assert torch.equal(one, other), "in the place of the output layer's forward the bits are the same"
+            assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
+
+
+def test_the_comparison_sees_another_kept_set():
+    plain, kept = (reference(case, True)[0] for case in (Case(True), Case(True, "log-probs")))
+    assert (plain - kept).abs().max() > 0.1
 
 
 # Without a model

@@ -15,6 +15,7 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.parallel import (
     linear_log_probs_and_entropy,
     log_probs,
+    softmax,
     support,
     vocab,
     vocab_parallel_log_probs,
@@ -285,6 +286,16 @@ def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp):
     for kept in ([], [3], EVERY, [1, 1]):
         batch = make([(3, kept)] * tokens)
         assert ranks.run(collectives, Layout(tp=tp), batch) == [want] * tp
+
+
+def test_compiled_chunks_do_the_same(monkeypatch):
+    """The graphs for the compiler are run without a C++ compiler."""
+    traced = mock.Mock(side_effect=lambda function: torch.compile(function, backend="aot_eager", dynamic=False))
+    monkeypatch.setattr(softmax, "_compiled", traced)
+    plain = make(), torch.float32, False, False, (0, 1, 2), False
+    torch.testing.assert_close(outcome(*plain, {"chunk_size": 3, "compile": True}), outcome(*plain, {}))
+    assert traced.call_count >= 2
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,12 @@ class Answering(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
-        found = _put(func(*args, **kwargs | {"device": CPU}), _means_gpu(device))
+        found = func(*args, **kwargs | {"device": CPU})
+        if func in (torch.tensor, torch.as_tensor):  # made on the host, and sent
+            return self._moved(found, device)
         if _means_gpu(device) and isinstance(found, Tensor):
             self.device.kernels += "empty" not in func.__name__
-            if func is torch.tensor:  # made on the host, and sent
-                self.device.wait(func)
-        return found
+        return _put(found, _means_gpu(device))
 
     def _to(
         self,
