@@ -12,6 +12,7 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import save_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch, run_config
+from tests.support.training_runs import run_training
 
 LAYERS, TOP_K, EXPERTS = 4, 3, 2000
 PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
@@ -118,3 +119,12 @@ def test_experts_that_do_not_fit_are_named(tmp_path, made, words):
     with pytest.raises(ValueError, match=words):
         check_routed_experts(replace(batch, routed_experts=made(experts)), config)
     check_routed_experts(replace(batch, routed_experts=change(0, 3, 0, 0, -7)(table())), config)  # of a dense layer
+
+
+def test_records_without_experts_are_one_error_on_all_ranks(ranks, tmp_path):
+    record(tmp_path / "rollouts", recorded_batch(0))
+    words = [f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL, *REPLAY]
+    first, other = ranks.run(run_training, Layout(pp=2), flags(tmp_path, *words))
+    assert first == other
+    assert first.startswith("AgreedError: the rollout of step 0 failed: ")
+    assert "--moe-enable-routing-replay" in first
