@@ -127,11 +127,12 @@ def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, floa
         for index in range(rounds + 1):
             batch = rollouts(trainers["decoupled, no weights"], index)
             for label, trainer in trainers.items():
-                with timed_correction(trainer.correction) as inside:
+                with timed_correction(trainer.correction) as calls:
                     start = time.process_time()
                     trainer.update(trainer.prepare(batch), 0)
                     if index:
-                        found[label].append((time.process_time() - start, sum(inside)))
+                        inside = sum(end - begun for begun, end in calls)
+                        found[label].append((time.process_time() - start, inside))
     return found
 
 
@@ -148,9 +149,12 @@ def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
 
 
 @contextlib.contextmanager
-def timed_correction(correction: Any, clock: Callable[[], float] = time.process_time) -> Iterator[list[float]]:
-    """Seconds of every call of the correction inside the block; default: the processor's."""
-    seconds: list[float] = []
+def timed_correction(correction: Any, clock: Callable[[], Any] = time.process_time) -> Iterator[list[tuple[Any, Any]]]:
+    """What the clock shows at the start and at the end of every call of the correction inside the block.
+
+    Default: the processor's seconds.
+    """
+    calls: list[tuple[Any, Any]] = []
 
     def timed(method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +162,7 @@ def timed_correction(correction: Any, clock: Callable[[], float] = time.process_
             try:
                 return method(*args, **kwargs)
             finally:
-                seconds.append(clock() - start)
+                calls.append((start, clock()))
 
         return call
 
@@ -166,11 +170,11 @@ def timed_correction(correction: Any, clock: Callable[[], float] = time.process_
     for owner, name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
     try:
-        yield seconds
+        yield calls
     finally:
         for owner, name in methods:
             delattr(owner, name)
-    if not seconds:
+    if not calls:
         raise RuntimeError("no call of the correction was timed")
 
 

@@ -74,6 +74,8 @@ def map_record(record: R, function: Callable[[Tensor], Any]) -> R:
 
 def concatenated(records: Sequence[R]) -> R:
     """The records of consecutive blocks as one: concatenated tensors in float64."""
+    if len(records) == 1:
+        return map_record(records[0], Tensor.double)
     kinds = zip(*map(flatten, records), strict=True)
     return rebuild(records[0], ([torch.cat(values).double() for values in zip(*kind, strict=True)] for kind in kinds))
 

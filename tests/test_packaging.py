@@ -16,6 +16,7 @@ import pytest
 
 import megatron_rc
 from megatron_rc.records.formats.jsonl import to_json_lines
+from tests.gpu import wheels
 from tests.replay.batches import scored_batch
 from tests.support.paths import LINKED, ROOT, SOURCES
 
@@ -235,6 +236,12 @@ def test_torch_is_needed_alone_and_the_page_says_what_each_extra_adds(distributi
         wanted = {re.split(r"[^\w-]", one)[0] for one in extras[name]}
         assert not packages or set(packages.split(", ")) == wanted, name
     assert {name for name, packages in listed.items() if not packages} == {"test", "coverage", "docs", "dev"}
+
+
+def test_the_wheels_for_a_gpu_without_an_index_have_all_that_the_launcher_needs(distribution):
+    """PyTorch is there, and reasoning-gym is imported by its own tasks alone."""
+    needed = {re.split(r"[^\w-]", one)[0] for one in distribution(ROOT).extras_require["launch"]}
+    assert needed - {line.partition("==")[0] for line in wheels.requirements([])} == {"reasoning-gym"}
 
 
 # What a host calls, in an environment in which only torch, its requirements and the package can be imported.

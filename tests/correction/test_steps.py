@@ -405,8 +405,8 @@ def test_the_plan_makes_the_micro_batches():
 def test_the_benchmark_of_steps_times_methods_that_are_there():
     """It puts clocks around them by name, and takes them off again."""
     correction = RolloutCorrection(RolloutCorrectionConfig(), ParallelGroups(), loss=PolicyLossConfig())
-    with timed_correction(correction) as seconds:
+    with timed_correction(correction) as calls:
         correction.plan(PlanInputs(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)))
-        assert len(seconds) == 1
+        assert len(calls) == 1
     assert not {"plan", "corrected", "finish_step"} & set(vars(correction))
     assert not {"count", "record"} & set(vars(correction.steps))

@@ -1,8 +1,9 @@
 """A step of a model of a billion parameters: how much of it is the correction, and what its modes save.
 
 The plan of a rollout batch and one update, without an engine: 16 sequences of 1024 tokens, bfloat16, the distributed
-optimizer. The share is that of the correction's own calls, each with a wait for the GPU before and after it, in a step
-that is measured without them.
+optimizer. The correction's share is the time between the beginning and the end of its own calls in the GPU's queue, so
+that the host's part counts as far as the GPU has to wait for it. ``alone_ms`` is the time of the same calls with a wait
+for the GPU before and after each.
 """
 
 import statistics
@@ -59,6 +60,29 @@ def now():
     return time.perf_counter()
 
 
+def mark():
+    """A place in the GPU's queue."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begun, end):
+    return 1e3 * (end - begun) if isinstance(end, float) else begun.elapsed_time(end)
+
+
+def of_correction(trainer, batch, clock):
+    """Median milliseconds of the correction's calls in a step."""
+    found = []
+    for _ in range(4):
+        with timed_correction(trainer.correction, clock) as calls:
+            run_steps(trainer, batch, 1)
+        found.append(sum(milliseconds(*call) for call in calls))
+    return statistics.median(found)
+
+
 def run_steps(trainer, batch, number):
     """Seconds of the plan and one update, each time."""
     found = []
@@ -79,14 +103,11 @@ def test_step(device, on_gpu, figures, target, tmp_path, name):
     trainer = make_trainer(flags(device.type, tmp_path, *VARIANTS[name]))
     batch = rollouts(trainer)
     run_steps(trainer, batch, 2)
-    step = statistics.median(run_steps(trainer, batch, 6))
-    inside = []
-    for _ in range(4):
-        with timed_correction(trainer.correction, now) as seconds:
-            run_steps(trainer, batch, 1)
-        inside.append(sum(seconds))
+    step = 1e3 * statistics.median(run_steps(trainer, batch, 6))
     parameters = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
-    figures(parameters=parameters, step_ms=1e3 * step, correction_ms=1e3 * statistics.median(inside))
-    target("share", statistics.median(inside) / step, most=SHARE if on_gpu else 1)
+    figures(parameters=parameters, step_ms=step, alone_ms=of_correction(trainer, batch, now))
+    inside = of_correction(trainer, batch, mark)
+    figures(correction_ms=inside)
+    target("share", inside / step, most=SHARE if on_gpu else 1)
     if on_gpu:
         figures(peak_GiB=torch.cuda.max_memory_allocated() / 2**30)

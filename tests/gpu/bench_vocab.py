@@ -77,6 +77,27 @@ def test_ours(data, on_gpu, figures, target):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("kept", [0, 20, 2000])
+def test_kept_tokens(data, on_gpu, figures, kept):
+    """Log-probs over so many tokens of each position, which an engine kept, the label among them; 0: over all."""
+    logits, labels = data
+    kept = kept if on_gpu else min(kept, 30)
+    step = logits.shape[1] // max(kept, 1)
+    ids = ((labels.unsqueeze(1) + step * torch.arange(kept, device=labels.device)) % logits.shape[1]).flatten()
+    offsets = kept * torch.arange(len(labels) + 1, device=labels.device)
+    support = {"support_ids": ids, "support_offsets": offsets} if kept else {}
+
+    def function(logits, labels):
+        return vocab_parallel_log_probs_and_entropy(logits, labels, **support)
+
+    forward, backward = times(function, logits, labels, turns=7)
+    figures(forward_ms=forward, backward_ms=backward, both_ms=forward + backward)
+    if on_gpu:
+        peak = measure.peak_bytes(work_of(function, logits, labels))
+        figures(peak_of_logits=peak / (logits.numel() * logits.element_size()))
+
+
+@pytest.mark.timeout(120)
 def test_blocks_and_warps(data, counts, figures, monkeypatch):
     """The same with other numbers of columns and warps a program: what to choose where the share is low."""
     require("triton")

@@ -17,7 +17,7 @@ from tests.gpu.machine import end, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What the launcher and the checks import; whatever else a package wants is its own affair.
-NEEDED = """torch megatron.core psutil transformers tensorboard matplotlib yaml safetensors tqdm pytest
+NEEDED = """torch megatron.core psutil transformers httpx2 tensorboard matplotlib yaml safetensors tqdm pytest
 pytest_timeout""".split()
 UNUSABLE = 2  # exit status: the environment cannot be made
 

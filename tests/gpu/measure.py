@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and those with more letters behind
@@ -18,25 +19,27 @@ _LEAD = 8_000_000  # cycles, 4 ms at 2 GHz: more than the host needs to ask for 
 _SYNC = "called a synchronizing CUDA operation"
 
 
-def costs(work: Callable[[], object]) -> dict[str, int]:
-    """Launches, host synchronisations and peak bytes of the work, each measured in a call of its own after a first one.
+def costs(work: Callable[[], object]) -> dict[str, float]:
+    """Launches, milliseconds of kernels, host synchronisations and peak bytes of the work, after a first call of it.
 
     Copies from memory that is not pinned to the GPU wait as well, and count as synchronisations.
     """
     work()
-    return {"launches": count_launches(work), "syncs": count_syncs(work), "peak_bytes": peak_bytes(work)}
+    launches, busy = count_launches(work)
+    return {"launches": launches, "busy_ms": busy, "syncs": count_syncs(work), "peak_bytes": peak_bytes(work)}
 
 
-def count_launches(work: Callable[[], object]) -> int:
-    """Kernels that the host launches, copies and fills not counted."""
+def count_launches(work: Callable[[], object]) -> tuple[int, float]:
+    """Kernels that the host launches, copies and fills not counted, and the milliseconds that the GPU works."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         work()
         torch.cuda.synchronize()
-    found = sum(event.name.startswith(_LAUNCHES) for event in record.events())
+    events = list(record.events())
+    found = sum(event.name.startswith(_LAUNCHES) for event in events)
     if not found:
         raise RuntimeError("the profiler saw no kernel: it cannot see this GPU's, or the work launches none")
-    return found
+    return found, sum(event.time_range.elapsed_us() for event in events if event.device_type == DeviceType.CUDA) / 1e3
 
 
 def count_syncs(work: Callable[[], object]) -> int:
