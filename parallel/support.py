@@ -160,13 +160,12 @@ class Support:
         """The gradient in the kept local columns, from logits that may be overwritten afterwards."""
         row, exists = self._rows(), None
         column, local = _local(self.ids.long(), self.first, options)
-        if local is not None and waits(rows):
-            # Each column that is not local becomes a copy of the local one before it.
-            order = torch.arange(len(row), device=row.device)
-            source = torch.where(local, order, -1).cummax(0).values
-            source = torch.where(source < 0, source[-1:], source).clamp_(min=0)
-            row, column, exists = row[source], column[source], local.any()
-        elif local is not None:
+        if local is not None and len(row) and waits(rows):
+            # Each entry that is not local becomes a copy of one that is, if there is one.
+            one = local.byte().argmax(keepdim=True)
+            row, column = (torch.where(local, places, places[one]) for places in (row, column))
+            exists = local.any()
+        elif local is not None and len(row):
             source = local.nonzero().squeeze(1)
             row, column = row[source], column[source]
         logits = _gathered(rows, row, column).to(factors.offset.dtype)

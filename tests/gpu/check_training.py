@@ -130,8 +130,11 @@ def test_steps(words, on_gpu, figures, more, model):
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("more", [(), BF16], ids=["float32", "bfloat16"])
 def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
-    """Two steps here, one on the CPU, one here again, each from the last checkpoint: as without any."""
-    folder = tmp_path / "checkpoints"
+    """Two steps here, one on the CPU, one here again, each from the last checkpoint: as without any.
+
+    No token is rejected, and weights change little, so that rounding decides about nothing.
+    """
+    folder, more = tmp_path / "checkpoints", (*more, "--lr=1e-4", "--rollout-rs-threshold=1e-6_1e6,1e6")
     kept = (*more, f"--save={folder}", f"--load={folder}")
     steps(words(*kept), [0, 1])
     without = steps(words(*more), [0, 1, 2, 3])
@@ -144,7 +147,7 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
         for got, want in zip([*there, *here], without[2:], strict=True)
     ]
     figures(grad_norm_error_cpu=apart[0], grad_norm_error_back=apart[1])
-    assert largest_error(apart) <= (0.05 if more else 1e-3)
+    assert largest_error(apart) <= (0.05 if "--bf16" in more else 1e-3)
 
 
 def test_grouped_experts(words, figures, tmp_path):

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and those with more letters behind
-_LEAD = 8_000_000  # cycles, 4 ms at 2 GHz: more than the host needs to ask for a forward and a backward
+_LEAD = 40_000_000  # cycles, 20 ms at 2 GHz: more than the host needs to ask for a forward and a backward
 _SYNC = "called a synchronizing CUDA operation"
 
 
