@@ -127,14 +127,15 @@ def ignore_megatron_warnings() -> None:
 def cpu_backend() -> Iterator[None]:
     """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled.
 
-    No CPU uses Triton, which takes 70 MB of each process: it is hidden in the whole block, from Megatron-Core and from
-    PyTorch's optimizers. Megatron-Core 0.19 cannot be imported without it.
+    Transformer Engine and apex, whose optimizers need a GPU, are hidden. No CPU uses Triton, which takes 70 MB of each
+    process: it is hidden in the whole block, from Megatron-Core and from PyTorch's optimizers. Megatron-Core 0.19 cannot
+    be imported without it.
     """
     from megatron_rc.launch.training.models import cpu
 
     # A checkout of Megatron-LM has no distribution.
     lacks_triton = any(found.version.startswith("0.16.") for found in distributions(name="megatron-core"))
-    with hidden(*["triton"] * lacks_triton):
+    with hidden("transformer_engine", "apex", *["triton"] * lacks_triton):
         with cpu.without_compiler(), hidden("wandb"):
             import megatron_rc.launch.training.loop  # noqa: F401
         with cpu.cpu_backend():

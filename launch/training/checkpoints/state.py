@@ -36,12 +36,11 @@ def load_model(model: Sequence[Any], loaded: dict[str, Any], name: str = "model"
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load the state of Megatron's optimizer, with torch's Adam in the distributed optimizer as well.
 
-    Torch keeps a ``step`` for every parameter. Megatron (0.16 to 0.19) leaves a ``step`` of 0 out of the checkpoint,
-    and then misses it. In the distributed optimizer it also looks for a ``step`` among the stored tensors, and gives
-    one tensor to all parameters, which each of them would then count up.
+    Torch keeps a ``step`` for every parameter. In the distributed optimizer Megatron (0.16 to 0.19) also looks for a
+    ``step`` among the stored tensors, and gives one tensor to all parameters, which each of them would then count up.
     """
-    _add_step_of_zero(state)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    _place_step(state, in_groups=any(hasattr(part.optimizer, "multi_tensor_adam") for part in parts))
     states = [state] if len(parts) == 1 else [state[name] for name in sorted(state)]
     tensors = [_taken_tensors(part, own) for part, own in zip(parts, states, strict=True)]
     optimizer.load_state_dict(state)
@@ -60,15 +59,24 @@ def _taken_tensors(part: Any, state: dict[str, Any]) -> Any:
     return state.pop("param_state") if is_apart else None
 
 
-def _add_step_of_zero(state: Any) -> None:
-    """Add a step of 0 to Adam's moments that have none, at any depth."""
+def _place_step(state: Any, *, in_groups: bool) -> None:
+    """Put the step of Adam's moments, at any depth, into the place in which the optimizer of this run looks for it.
+
+    That of Transformer Engine and apex has it in each group of parameters, and takes no other; Megatron reads
+    ``common_step`` for torch's. A step of 0 is not stored.
+    """
     if not isinstance(state, dict):
         return
     for value in state.values():
-        _add_step_of_zero(value)
-    moments = [own for own in state.values() if isinstance(own, dict) and "exp_avg" in own and "step" not in own]
-    if moments and "common_step" not in state:
-        state["common_step"] = torch.zeros((), dtype=torch.float32)
+        _place_step(value, in_groups=in_groups)
+    moments, groups = state.get("state", {}), state.get("param_groups", [])
+    if any(isinstance(own, dict) and "exp_avg" in own for own in moments.values()):
+        steps = [group.pop("step") for group in groups if "step" in group]
+        step = moments.pop("common_step", max(steps, default=0))
+        if in_groups:
+            groups[:] = [group | {"step": int(step)} for group in groups]
+        else:
+            moments["common_step"] = torch.tensor(float(step))
 
 
 def _metadata() -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Runs that go on from a checkpoint: its schedule, other layouts, and what does not fit."""
 
+import contextlib
+
 import pytest
 import torch
 
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.checkpoints.test_saving import SMALL, steps
+from tests.support.fused_adam import fused_adam
 from tests.support.ranks import Layout
 from tests.support.recorded_training import (
     GPT2,
@@ -59,6 +62,29 @@ def test_another_schedule_overrides_the_checkpoints_or_is_left_alone(ranks, stop
     assert ranks.run(steps, Layout(), [*load, "--use-checkpoint-opt-param-scheduler"], 1, False) == [(3, before)]
     assert ranks.run(steps, Layout(), [*load, "--override-opt-param-scheduler"], 1, False) == [(3, from_the_start)]
     assert all(mine != theirs for mine, theirs in zip(from_the_start, before, strict=True))
+
+
+def grad_norms(words, batches, fused):
+    """The gradient norms of a step on each batch; the last is saved if asked for."""
+    with fused_adam() if fused else contextlib.nullcontext():
+        trainer = make_trainer(words)
+        found = [trainer.update(trainer.prepare(share(trainer, index)), 0)["grad_norm"] for index in batches]
+        if trainer.config.checkpoints.save:
+            trainer.save()
+    return found
+
+
+@pytest.mark.parametrize("more", [[], ["--bf16"]], ids=["float32", "bfloat16"])
+def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more):
+    """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
+    words = flags(tmp_path, *more, "--num-layers=2", "--lr=1e-2")
+    (expected,) = ranks.run(grad_norms, Layout(), words, [0, 1, 2, 3], False)
+    for before in (True, False):
+        save, load = (f"--{name}={tmp_path}/{before}" for name in ("save", "load"))
+        (first,) = ranks.run(grad_norms, Layout(), [*words, save], [0, 1], before)
+        for after in (True, False):
+            (later,) = ranks.run(grad_norms, Layout(), [*words, load], [2, 3], after)
+            assert first + later == pytest.approx(expected, rel=1e-2 if more else 1e-5), (before, after)
 
 
 def test_the_schedule_goes_on_without_the_optimizer(ranks, stopped):
