@@ -127,9 +127,8 @@ def ignore_megatron_warnings() -> None:
 def cpu_backend() -> Iterator[None]:
     """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled.
 
-    Transformer Engine and apex, whose optimizers need a GPU, are hidden. No CPU uses Triton, which takes 70 MB of each
-    process: it is hidden in the whole block, from Megatron-Core and from PyTorch's optimizers. Megatron-Core 0.19 cannot
-    be imported without it.
+    Some packages are hidden in the whole block: Transformer Engine and apex, whose optimizers need a GPU, and Triton,
+    which no CPU uses and which takes 70 MB of each process. Megatron-Core 0.19 cannot be imported without Triton.
     """
     from megatron_rc.launch.training.models import cpu
 

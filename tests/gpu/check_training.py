@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from safetensors.torch import save_file
 from tests.gpu.packages import require
 from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
+from tests.launch.training.models import test_mamba
 from tests.support import training_cases
 from tests.support.errors import largest_error
 from tests.support.made_rollouts import on_device
+from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
 from tests.support.training_cases import Case
@@ -148,6 +151,24 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
     ]
     figures(grad_norm_error_cpu=apart[0], grad_norm_error_back=apart[1])
     assert largest_error(apart) <= (0.05 if "--bf16" in more else 1e-3)
+
+
+@pytest.mark.timeout(120)
+def test_mamba_kernels(words, device, figures, tmp_path):
+    """Two steps with the kernels, whose products are in TF32, beside two with modules that compute their formulas."""
+    require("mamba_ssm", "causal_conv1d")
+    sizes = ["--mamba-num-heads=4", "--mamba-head-dim=16", "--mamba-num-groups=2", "--mamba-state-dim=16"]
+    run = words(*sizes, "--lr=1e-3", model=[*test_mamba.LLAMA, test_mamba.HYBRID, test_mamba.PATTERN])
+    found = steps(run, [0, 1])
+    path, variables = tmp_path / "formulas.json", {"PYTHONPATH": f"{test_mamba.KERNELS}{os.pathsep}{ROOT}"}
+    job(("-m", "tests.gpu.training", "steps", str(path), "[0, 1]", *run), 80, **variables)
+    apart = [
+        abs(got[name] - want[name]) / abs(want[name])
+        for got, want in zip(found, json.loads(path.read_text(encoding="utf-8")), strict=True)
+        for name in ("loss/total", "grad_norm")
+    ]
+    figures(largest_error=largest_error(apart))
+    assert largest_error(apart) <= 1e-2
 
 
 def test_grouped_experts(words, figures, tmp_path):
