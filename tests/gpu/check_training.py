@@ -1,8 +1,10 @@
 """The trainer on one device, in groups of one rank: gradients of every parameter against float64, and whole steps."""
 
+import importlib
 import json
 import math
 import os
+import sys
 
 import pytest
 import torch
@@ -153,10 +155,20 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
     assert largest_error(apart) <= (0.05 if "--bf16" in more else 1e-3)
 
 
-@pytest.mark.timeout(120)
+def compile_once():
+    """Keep one configuration of each of Mamba's kernels: compiling all of them takes minutes."""
+    importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    for name, module in list(sys.modules.items()):
+        for value in vars(module).values() if name.startswith("mamba_ssm") else ():
+            if hasattr(value, "configs"):
+                value.configs = value.configs[:1]
+
+
+@pytest.mark.timeout(150)
 def test_mamba_kernels(words, device, figures, tmp_path):
     """Two steps with the kernels, whose products are in TF32, beside two with modules that compute their formulas."""
     require("mamba_ssm", "causal_conv1d")
+    compile_once()
     sizes = ["--mamba-num-heads=4", "--mamba-head-dim=16", "--mamba-num-groups=2", "--mamba-state-dim=16"]
     run = words(*sizes, "--lr=1e-3", model=[*test_mamba.LLAMA, test_mamba.HYBRID, test_mamba.PATTERN])
     found = steps(run, [0, 1])

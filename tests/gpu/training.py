@@ -68,6 +68,10 @@ def free_port() -> int:
 
 def steps(words: Sequence[str], batches: Sequence[int]) -> list[dict[str, float]]:
     """The metrics of one optimizer step on each of these recorded batches; ends with a checkpoint if asked for one."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    # Of several trainers in one process each would begin with other weights.
+    model_parallel_cuda_manual_seed(run_config(list(words), engine=False).training.seed)
     trainer = make_trainer(list(words))
     found = []
     for index in batches:

@@ -24,6 +24,7 @@ class FusedAdam(torch.optim.Optimizer):
         """One step of every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            assert isinstance(group["step"], int)
             (first, second), step = group["betas"], group["step"]
             for parameter in (one for one in group["params"] if one.grad is not None):
                 state, grad = self.state[parameter], parameter.grad
@@ -46,6 +47,8 @@ class FusedAdam(torch.optim.Optimizer):
 def fused_adam() -> Iterator[None]:
     """Megatron-Core makes this Adam inside the block."""
     from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-    with mock.patch.multiple(optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False):
+    made = mock.patch.multiple(optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
+    with made, mock.patch.multiple(distrib_optimizer, Adam=FusedAdam, HAVE_APEX_OR_TE=True):
         yield

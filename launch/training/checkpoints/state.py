@@ -62,19 +62,23 @@ def _taken_tensors(part: Any, state: dict[str, Any]) -> Any:
 def _place_step(state: Any, *, in_groups: bool) -> None:
     """Put the step of Adam's moments, at any depth, into the place in which the optimizer of this run looks for it.
 
-    That of Transformer Engine and apex has it in each group of parameters, and takes no other; Megatron reads
-    ``common_step`` for torch's. A step of 0 is not stored.
+    Transformer Engine's and apex's Adam has it in each group of parameters, as an integer, and takes no other; Megatron
+    reads ``common_step`` for torch's, and stores it in the groups, as a float, if the optimizer is distributed. A step
+    of 0 is not stored.
     """
     if not isinstance(state, dict):
         return
     for value in state.values():
         _place_step(value, in_groups=in_groups)
     moments, groups = state.get("state", {}), state.get("param_groups", [])
+    for group in groups:
+        group |= {"step": int(group["step"])} if "step" in group else {}
     if any(isinstance(own, dict) and "exp_avg" in own for own in moments.values()):
         steps = [group.pop("step") for group in groups if "step" in group]
         step = moments.pop("common_step", max(steps, default=0))
         if in_groups:
-            groups[:] = [group | {"step": int(step)} for group in groups]
+            for group in groups:
+                group["step"] = int(step)
         else:
             moments["common_step"] = torch.tensor(float(step))
 

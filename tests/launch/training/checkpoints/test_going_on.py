@@ -74,7 +74,7 @@ def grad_norms(words, batches, fused):
     return found
 
 
-@pytest.mark.parametrize("more", [[], ["--bf16"]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("more", [[], ["--bf16"], ["--bf16", "--use-distributed-optimizer"]], ids=len)
 def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more):
     """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
     words = flags(tmp_path, *more, "--num-layers=2", "--lr=1e-2")
