@@ -14,7 +14,7 @@ CONFIGS = {
     "token": RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2"),
     "sequence": RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.043),
 }
-MOST_LAUNCHES = 320
+MOST_LAUNCHES = 400
 
 
 def large_batch(shape):

@@ -156,12 +156,12 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
 
 
 def compile_once():
-    """Keep one configuration of each of Mamba's kernels: compiling all of them takes minutes."""
+    """Keep the smallest configuration of each of Mamba's kernels: compiling all of them takes minutes."""
     importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     for name, module in list(sys.modules.items()):
         for value in vars(module).values() if name.startswith("mamba_ssm") else ():
             if hasattr(value, "configs"):
-                value.configs = value.configs[:1]
+                value.configs = value.configs[-1:]
 
 
 @pytest.mark.timeout(150)
