@@ -79,11 +79,11 @@ PYTEST = $(VENV)/bin/python -m pytest
 # The option of a whole run that writes its row in docs/reliability.md.
 WHOLE = -p tests.support.whole_run --whole-run "make $(1)"
 
-# Three files at a time on two cores, because ranks wait for each other a quarter of their time; each file's fixtures are
+# Four files at a time keep two cores busy, because processes wait for each other; each file's fixtures are
 # set up once. In the order of tests/conftest.py.
 test: $(INSTALLED)
 	@echo "== the whole suite"
-	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(if $(WHOLE_RUN),$(call WHOLE,$(WHOLE_RUN)))
+	$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(WHOLE_RUN),$(call WHOLE,$(WHOLE_RUN)))
 
 # All tests of one process, in about 85 seconds; no file's set-up takes long, so that tests go to any idle worker.
 test-fast: $(INSTALLED)

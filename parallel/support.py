@@ -51,7 +51,7 @@ class Support:
         if len(offsets) == 1:
             ids = ids[:0]
         offsets = torch.where(valid, offsets, 0)
-        offsets[-1] = len(ids)  # with any offsets no entry lies outside
+        offsets[-1:].fill_(len(ids))  # with any offsets no entry lies outside; a single number would be copied to a GPU
         return cls(ids, offsets, valid, vocabulary, first)
 
     @cached_property

@@ -24,6 +24,7 @@ from megatron_rc.parallel import (
 from tests.parallel.test_vocab import GRADIENT, RESULT, everyone, group_rank, group_size, scalar, whole
 from tests.parallel.test_vocab_memory import COPY, TOKENS, WIDTH, allocated
 from tests.parallel.test_vocab_memory import make as make_large
+from tests.support.far_device import GPU, far_device, is_there
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
@@ -177,6 +178,19 @@ def test_it_is_the_same_without_a_value_on_the_host(ranks, tp):
     assert_dense(batch, ranks.run(outcomes, Layout(tp=tp), batch, DTYPES, True))
     first_shard_alone = make([(0, [0, 1]), (1, [1])])
     assert_dense(first_shard_alone, ranks.run(outcomes, Layout(tp=tp), first_shard_alone, DTYPES, True))
+
+
+def test_no_pass_waits_for_a_gpu():
+    batch = make()
+    with far_device() as device:
+        logits = batch.logits(torch.float32).to(GPU).requires_grad_()
+        support = {name: value.to(GPU) for name, value in batch.support.items()}
+        labels = batch.labels.to(GPU)
+        device.waits.clear()
+        results = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=VOCABULARY, **support)
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        assert not device.waits
+        assert is_there(logits.grad)
 
 
 @pytest.mark.parametrize("over", [False, True])

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import collections
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -179,7 +180,22 @@ class Answering(TorchFunctionMode):
 
 @contextmanager
 def far_device() -> Iterator[FarDevice]:
-    """Pretend the device :data:`GPU` inside this block."""
+    """Pretend the device :data:`GPU` inside this block, without Triton."""
+    from megatron_rc.parallel import kernels
+
     device = FarDevice()
-    with Answering(device), device:
+    mode = Answering(device)
+    backward = mock.patch.object(torch.autograd, "_engine_run_backward", run_backward(mode))
+    with mode, device, backward, mock.patch.object(kernels, "uses_triton", return_value=False):
         yield device
+
+
+def run_backward(mode: Answering) -> Callable[..., Any]:
+    """PyTorch's backward with the mode, which does not see its own calls."""
+    run = torch.autograd._engine_run_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    return backward

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tests.support.far_device import CPU, GPU, Answering, FarDevice
+from tests.support.far_device import CPU, GPU, Answering, FarDevice, run_backward
 
 
 class _HostGenerator(torch.Generator):
@@ -35,18 +35,13 @@ def _stand_ins(mode: Answering) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "Generator", _HostGenerator
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         yield torch.optim.Optimizer, name, lambda _: None
-    initialize, run_backward = dist.init_process_group, torch.autograd._engine_run_backward
+    initialize = dist.init_process_group
     yield dist, "init_process_group", lambda _, **rest: initialize("gloo", **rest)
     yield dist.distributed_c10d, "_get_object_coll_device", lambda _: "cuda"  # as with nccl
     for module in (groups, rollout_correction, advantages):
         yield module, "group_device", lambda group: CPU if group is None else GPU
     yield kernels, "uses_triton", lambda _: False
-
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        with mode:  # a mode does not see its own calls
-            return run_backward(*args, **kwargs)
-
-    yield torch.autograd, "_engine_run_backward", backward
+    yield torch.autograd, "_engine_run_backward", run_backward(mode)
 
 
 @contextlib.contextmanager
