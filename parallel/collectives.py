@@ -80,6 +80,12 @@ def concatenated(records: Sequence[R]) -> R:
     return rebuild(records[0], ([torch.cat(values).double() for values in zip(*kind, strict=True)] for kind in kinds))
 
 
+def merged(records: Sequence[R]) -> R:
+    """The sums, largest and smallest values of records of one form."""
+    sums, maxima = zip(*map(pack, records), strict=True)
+    return unpack(records[0], (torch.stack(sums).sum(0), torch.stack(maxima).amax(0)))
+
+
 def pack(record: object) -> Pair:
     """(sums, maxima) of a record, two flat float64 tensors; smallest values stand negated among the maxima."""
     kinds = flatten(record)

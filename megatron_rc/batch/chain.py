@@ -32,7 +32,6 @@ from megatron_rc.correction.decisions import (
     sum_tokens,
     token_blocks,
 )
-from megatron_rc.correction.denominators import count_batch
 from megatron_rc.correction.history import history_values
 from megatron_rc.correction.inputs import (
     AgreedCounts,
@@ -48,7 +47,7 @@ from megatron_rc.measures.header import BatchHeader, SequenceMeasures, TokenSums
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
 from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
 from megatron_rc.numerics import stored
-from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_columns, reduce_pair, unpack
+from megatron_rc.parallel.collectives import Pair, concatenated, merged, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
@@ -139,9 +138,14 @@ class BatchSums:
 
     local: LocalSums  # the local tokens
     sums: SequenceSums  # over whole sequences, reduced over ``cp``
+    measures: SequenceMeasures  # of the same
     decisions: SequenceDecisions  # on whole sequences
     mask: list[Tensor]  # m' of each micro-batch
-    header: BatchHeader[Tensor]  # this rank's part of the numbers of the whole batch
+
+    @functools.cached_property
+    def header(self) -> BatchHeader[Tensor]:
+        """This rank's part of the numbers of the whole batch, measured when it is first asked for."""
+        return measure_batch(self.local, self.sums, self.measures, self.decisions, self.mask)
 
     @property
     def pair(self) -> Pair:
@@ -238,10 +242,18 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     sums, measures = unpack((local.sums, local.measures), sequences)
     shards, config = local.shards, local.config
     decisions = decide_sequences(sums, shards, config, None if prompts is None else prompts[0])
-    mask = accepted_masks(local.kept, shards, decisions)
-    denominators = count_batch(sums, decisions, shards, config)
-    header = measure_batch(local, sums, measures, decisions, mask, denominators)
-    return BatchSums(local, sums, decisions, mask, header)
+    return BatchSums(local, sums, measures, decisions, accepted_masks(local.kept, shards, decisions))
+
+
+def joined(every: Sequence[BatchSums]) -> BatchSums:
+    """Batches of one micro-batch each, of one rank, as one batch. Collectives: none."""
+    parts = [one.local for one in every]
+    sums, measures = concatenated([(one.sums, one.measures) for one in every])
+    tokens, bins = merged([(one.tokens, one.bins) for one in parts])
+    valid, kept = ([room for one in parts for room in getattr(one, name)] for name in ("valid", "kept"))
+    shards = Shards.joined([one.shards for one in parts])
+    local = LocalSums(shards, parts[0].config, sums, measures, tokens, bins, valid, kept, None)
+    return batch_sums(local, local.pair)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -267,10 +279,9 @@ def local_batch(
     groups: ParallelGroups,
     *,
     compile: bool = False,
-    first_sequence: int = 0,
 ) -> BatchSums:
     """The chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
-    shards = collect_shards(inputs, counts, groups, first_sequence=first_sequence)
+    shards = collect_shards(inputs, counts, groups)
     local = sequence_sums(shards, config, cp=groups.cp, compile=compile)
     sequences = reduce_sequences(local.pair, groups, [part.layout for part in shards.parts])
     prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None

@@ -146,6 +146,19 @@ class Shards:
     rewards: Tensor | None = None
     policy_versions: Tensor | None = None  # int64, one a sequence; None if they are one a token or not given
 
+    @classmethod
+    def joined(cls, every: Sequence[Shards]) -> Shards:
+        """Shards of one micro-batch each, which give the same values, as those of one batch."""
+        first, bounds = every[0], [0, *accumulate(len(one.sequence_ids) for one in every)]
+        given = [name for name in PER_SEQUENCE if getattr(first, name) is not None]
+        found: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in every]) for name in given}
+        if first.has_default_ids:
+            found["sequence_ids"] = torch.arange(bounds[-1], device=first.device)
+        numbers = map(slice, bounds, bounds[1:])
+        parts = tuple(dataclasses.replace(part, sequences=next(numbers)) for one in every for part in one.parts)
+        wrong = torch.cat([one.out_of_range for one in every], 1)
+        return dataclasses.replace(first, parts=parts, is_list=True, out_of_range=wrong, **found)
+
     @functools.cached_property
     def counts_here(self) -> Tensor:
         """[n] bool: the sequences that count on this rank: it is the first of their CP group, whose ranks know them."""
@@ -166,9 +179,7 @@ class Shards:
         return [part.layout.expand(per_sequence[part.sequences]) for part in self.parts]
 
 
-def collect_shards(
-    inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups | None = None, *, first_sequence: int = 0
-) -> Shards:
+def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups | None = None) -> Shards:
     """Check shapes and dtypes, and fill in the defaults.
 
     Args:
@@ -176,7 +187,6 @@ def collect_shards(
         counts: the counts that all ranks agree on.
         groups: the groups that carry the sums. None if another transport does: the layouts alone say which shard
             this is.
-        first_sequence: the first sequence id if none are given.
 
     Raises:
         ValueError: names the argument, its value and the expected one; equal on all ranks.
@@ -189,7 +199,7 @@ def collect_shards(
         rank = group_rank(groups.dp_cp if groups.dp is None or any(own) else groups.dp)
     device, ends = batches[0].response_mask.device, list(accumulate(one.layout.num_sequences for one in batches))  # type: ignore[union-attr]
     every = torch.arange(ends[-1], device=device)
-    found = {"sequence_ids": every + first_sequence, "mini_batch_ids": torch.zeros_like(every)}
+    found = {"sequence_ids": every, "mini_batch_ids": torch.zeros_like(every)}
     wrong = torch.zeros(len(PER_SEQUENCE), ends[-1], dtype=torch.bool, device=device)
     for row, name in enumerate(PER_SEQUENCE):
         if getattr(inputs, name) is not None and is_one_a_sequence(name, batches):

@@ -17,7 +17,7 @@ from megatron_rc.correction.decisions import (
     blocks_of,
     statistics_of,
 )
-from megatron_rc.correction.denominators import Denominators
+from megatron_rc.correction.denominators import count_batch
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.weights import scaled_bounds
 from megatron_rc.measures.data import data_sums
@@ -135,7 +135,6 @@ def measure_batch(
     measures: SequenceMeasures,
     decisions: SequenceDecisions,
     mask: Sequence[Tensor],
-    denominators: Denominators[Tensor],
 ) -> BatchHeader[Tensor]:
     """This rank's part of the numbers of the whole batch, from whole sequences and from local tokens (m': ``mask``)."""
     shards, config, tokens = local.shards, local.config, local.tokens
@@ -146,6 +145,7 @@ def measure_batch(
     criteria = {one.name: criterion_sums(one, sums, measures, tokens, decisions) for one in config.criteria}
     policy, weights, veto, criteria = add_sequences((policy, weights, veto, criteria), sums, counted)
     data, tables = data_sums(shards, sums, config), breakdowns(sums, decisions, local, mask, counted)
+    denominators = count_batch(sums, decisions, shards, config)
     return BatchHeader(denominators, data, policy, tokens, weights, veto, criteria, tables, local.bins.cumsum(0))
 
 

@@ -101,8 +101,7 @@ class InLossPlan(Plan):
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, counts)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
-        first = self.steps.num_sequences
-        batch = local_batch(inputs, self.config, counts, self.groups, compile=self._compile, first_sequence=first)
+        batch = local_batch(inputs, self.config, counts, self.groups, compile=self._compile)
         mean = batch.sums.mean_log_ratio * self.config.bypass_mode  # r is ρ in bypass mode, and 1 in one pass
         weights = batch.weights() if self.config.applies_weights else None
         return CorrectedMicroBatch(
@@ -111,7 +110,7 @@ class InLossPlan(Plan):
             sequence_lengths=batch.sequence_lengths,
             old_log_probs=old,
             mean_log_ratio=mean if self.config.bypass_mode or one_pass else None,
-            header=batch.header,
+            batch=batch,
         )
 
     def ended(

@@ -9,9 +9,9 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from megatron_rc.batch.chain import BatchSums
 from megatron_rc.correction.denominators import N
 from megatron_rc.correction.inputs import OneMicroBatch
-from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.parallel.layout import SequenceLayout
 
@@ -49,7 +49,7 @@ class CorrectedMicroBatch:
     sequence_lengths: Tensor  # [n] float64, n_i: tokens of each whole sequence in the denominator
     old_log_probs: Tensor  # log π_old, detached: of the plan, of the rollout in bypass mode, or interpolated
     mean_log_ratio: Tensor | None = None  # [n] float64, the mean of log π_θ/π_old over each sequence; None: not known
-    header: BatchHeader[Tensor] | None = None  # this rank's part of the numbers of the step; None: the plan has them
+    batch: BatchSums | None = None  # the numbers of the micro-batch, to be measured; None: the plan has them
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.weights, self.mask, self.sequence_lengths))

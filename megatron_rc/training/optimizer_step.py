@@ -13,12 +13,12 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.chain import empty_header, reduce_batch
+from megatron_rc.batch.chain import BatchSums, empty_header, joined, reduce_batch
 from megatron_rc.correction.denominators import N
 from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.measures.header import BatchHeader
-from megatron_rc.parallel.collectives import Pair, broadcast_record, first_text, largest, on_host, pack, unpack
+from megatron_rc.parallel.collectives import broadcast_record, first_text, largest, merged, on_host, pack, unpack
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted
 from megatron_rc.training.misuse import Misuse, StepError
 from megatron_rc.training.plan import PlannedStep, Setup, TrainingResult
@@ -40,9 +40,9 @@ class OpenStep:
     """The counts of one rank since the last step ended."""
 
     step: PlannedStep | None = None  # whose denominator the losses were divided by; None before the first of them
-    sums: Pair | None = None  # of the headers of the micro-batches
     micro_batches: int = 0
-    sequences: int = 0  # of these micro-batches
+    headers: list[StepHeader[Tensor]] = field(default_factory=list)  # of the micro-batches, without their corrections
+    batches: list[BatchSums] = field(default_factory=list)  # their corrections, if they were made in the loss
     found: set[Misuse] = field(default_factory=set)  # the mistakes that are known already
     refused: str | None = None  # the message of a loss that was refused
 
@@ -55,33 +55,32 @@ class OpenStep:
         wanted = None if self.step is None else self.step.num_microbatches
         return wanted is not None and self.micro_batches >= number * wanted
 
-    def count(self, step: PlannedStep, header: StepHeader[Tensor], sequences: int) -> None:
-        """Add one micro-batch."""
+    def count(self, step: PlannedStep, header: StepHeader[Tensor], batch: BatchSums | None) -> None:
+        """Add one micro-batch; corrections in the loss are measured together when the step ends."""
         if not self.is_of(step):
             self.found.add(Misuse.SEVERAL_STEPS)
+        elif batch is not None:
+            self.batches.append(batch)
         self.step = self.step or step
         self.micro_batches += 1
-        self.sequences += sequences
-        pair = pack(header)
-        if self.sums is None:
-            self.sums = pair
-        elif len(self.sums[0]) == len(pair[0]):  # else they are of two plans
-            self.sums = self.sums[0] + pair[0], torch.maximum(self.sums[1], pair[1])
+        self.headers.append(header)
 
     def header(self, form: StepHeader[Tensor]) -> StepHeader[Tensor]:
         """The numbers of this rank, in the form that every rank's have."""
         found = set(self.found)
         if self.step is not None and self.step.num_microbatches not in (None, self.micro_batches):
             found.add(Misuse.UNFINISHED)
-        header, counted = form, form.counted
-        if self.sums is not None and len(self.sums[0]) != len(pack(form)[0]):
+        header, batch = form, joined(self.batches).header if self.batches else form.batch
+        if len(pack((batch, form.counted))[0]) != len(pack((form.batch, form.counted))[0]):
             found.add(Misuse.OTHER_PLAN)
-        elif self.sums is not None:
-            header = unpack(form, self.sums)
-            number = torch.full_like(header.counted.tokens, self.micro_batches)
+            batch = form.batch
+        if self.headers:
+            header = merged(self.headers)
+            number = torch.full_like(header.misuse, self.micro_batches)
             counted = dataclasses.replace(header.counted, most=number, fewest=number)
+            header = dataclasses.replace(header, counted=counted)
         misuse = torch.full_like(form.misuse, max(found, default=0))
-        return dataclasses.replace(header, counted=counted, misuse=misuse, factor=form.factor)
+        return dataclasses.replace(header, batch=batch, misuse=misuse, factor=form.factor)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -189,8 +188,7 @@ class Steps:
             self._scaled = []
         zero = torch.zeros_like(counted.tokens)
         statistics = statistics or LossStatistics.nothing(zero.device)
-        header = StepHeader(found.header, statistics, counted, misuse=zero, factor=zero)
-        self._open.count(step, header, len(found.sequence_lengths))
+        self._open.count(step, StepHeader(None, statistics, counted, misuse=zero, factor=zero), found.batch)
 
     def compare_divisor(self, num_tokens: int | None) -> None:
         """Note a step whose losses expect another divisor than these tokens, or than none. Collectives: none."""
@@ -204,7 +202,7 @@ class Steps:
 
     def finish(self, device: torch.device) -> StepResult:
         """End a step: see :meth:`RolloutCorrection.finish_step`."""
-        header = self._form(device if self._open.sums is None else self._open.sums[0].device)
+        header = self._form(self._open.headers[0].misuse.device if self._open.headers else device)
         if self.groups.is_last_stage:
             header = self._reduced(header)
         ended = broadcast_record(header, self.groups.pp)
@@ -222,11 +220,6 @@ class Steps:
     def reset(self) -> None:
         """Forget the micro-batches since the last step ended."""
         self._open, self._scaled = OpenStep(), []
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that were counted since the last step ended."""
-        return self._open.sequences
 
     @property
     def is_pending(self) -> bool:

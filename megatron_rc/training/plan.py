@@ -76,10 +76,6 @@ class LossScale:
 class StepOwner(Protocol):
     """The steps of the correction that a plan belongs to."""
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that were counted since the last step ended."""
-
     def check_ready(self) -> None:
         """Raise StepError or ValueError if no step may begin."""
 

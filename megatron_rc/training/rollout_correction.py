@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, OneMicroBatch, check_needs
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.arguments import check_kind
-from megatron_rc.parallel.collectives import pack, unpack
+from megatron_rc.parallel.collectives import merged
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
@@ -228,9 +228,8 @@ class RolloutCorrection:
         ended, prefix = self.steps.since_plan, self.config.metric_prefix
         if not self.corrects_in_loss or not ended:
             return {}
-        sums, maxima = zip(*(pack(step.header) for step in ended), strict=True)
-        merged = unpack(ended[0].header, (torch.stack(sums).sum(0), torch.stack(maxima).amax(0)))
-        metrics = TrainingResult(config=self.config, header=merged, loss=self.loss).metrics()
+        header = merged([step.header for step in ended])
+        metrics = TrainingResult(config=self.config, header=header, loss=self.loss).metrics()
         if self.config.may_weigh_nothing:
             # Of several steps together that is not known: one of them may have weights.
             metrics[f"{prefix}rollout_is_weightless_mini_batches"] = sum(step.num_weightless for step in ended)
