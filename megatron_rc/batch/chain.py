@@ -45,9 +45,9 @@ from megatron_rc.correction.inputs import (
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader, SequenceMeasures, TokenSums
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
-from megatron_rc.measures.measure import LocalSums, add_sequences, measure_batch, measure_block
+from megatron_rc.measures.measure import LocalSums, measure_batch, measure_block
 from megatron_rc.numerics import stored
-from megatron_rc.parallel.collectives import Pair, concatenated, merged, pack, reduce_columns, reduce_pair, unpack
+from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
@@ -207,10 +207,9 @@ def sequence_sums(
         counter.add(codes)
         records.append(record)
         del codes  # before the next block needs room
-    sums, measures, per_sequence = concatenated(records)
-    totals = add_sequences(per_sequence, sums, torch.ones_like(sums.valid, dtype=torch.bool))
+    sums, measures, per_token = concatenated(records)
     bins = bins_from_codes(counter.counts, sums.valid.sum())
-    return LocalSums(shards, config, sums, measures, totals, bins, valid, kept, weights)
+    return LocalSums(shards, config, sums, measures, per_token, bins, valid, kept, weights)
 
 
 def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
@@ -248,8 +247,8 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
 def joined(every: Sequence[BatchSums]) -> BatchSums:
     """Batches of one micro-batch each, of one rank, as one batch. Collectives: none."""
     parts = [one.local for one in every]
-    sums, measures = concatenated([(one.sums, one.measures) for one in every])
-    tokens, bins = merged([(one.tokens, one.bins) for one in parts])
+    sums, measures, tokens = concatenated([(one.sums, one.measures, one.local.tokens) for one in every])
+    bins = torch.stack([one.bins for one in parts]).sum(0)
     valid, kept = ([room for one in parts for room in getattr(one, name)] for name in ("valid", "kept"))
     shards = Shards.joined([one.shards for one in parts])
     local = LocalSums(shards, parts[0].config, sums, measures, tokens, bins, valid, kept, None)

@@ -64,7 +64,7 @@ class LocalSums:
     config: RolloutCorrectionConfig
     sums: SequenceSums  # over the local parts of whole sequences: decisions
     measures: SequenceMeasures  # over the local parts of whole sequences: measures
-    tokens: TokenSums[Tensor]  # over all local tokens: measures
+    tokens: TokenSums[Tensor]  # over the local tokens of each sequence: measures
     bins: Tensor  # [bins] float64, histogram of log ρ over the local tokens
     valid: list[Tensor]  # for each micro-batch the valid tokens, bool
     kept: list[Tensor]  # for each micro-batch the tokens that all token-level criteria accept, bool
@@ -137,7 +137,8 @@ def measure_batch(
     mask: Sequence[Tensor],
 ) -> BatchHeader[Tensor]:
     """This rank's part of the numbers of the whole batch, from whole sequences and from local tokens (m': ``mask``)."""
-    shards, config, tokens = local.shards, local.config, local.tokens
+    shards, config = local.shards, local.config
+    tokens = add_sequences(local.tokens, sums, torch.ones_like(sums.valid, dtype=torch.bool))
     counted = (sums.valid > 0) & shards.counts_here
     policy = policy_sums(sums, measures, decisions)
     weights = weight_sums(sums, measures, tokens, decisions, counted, config)
