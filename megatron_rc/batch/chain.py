@@ -272,12 +272,7 @@ def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) 
 
 
 def local_batch(
-    inputs: AnyInputs,
-    config: RolloutCorrectionConfig,
-    counts: AgreedCounts,
-    groups: ParallelGroups,
-    *,
-    compile: bool = False,
+    inputs: AnyInputs, config: RolloutCorrectionConfig, counts: AgreedCounts, groups: ParallelGroups, *, compile: bool
 ) -> BatchSums:
     """The chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
     shards = collect_shards(inputs, counts, groups)
@@ -309,7 +304,7 @@ def _empty_header(
         policy_versions=None if counts.current_version is None else ids,
         mini_batch_ids=ids,
     )
-    return local_batch(inputs, config, counts, ParallelGroups()).header
+    return local_batch(inputs, config, counts, ParallelGroups(), compile=False).header
 
 
 def _find(

@@ -94,10 +94,12 @@ class InLossPlan(Plan):
         old = inputs.train_log_probs.detach() if one_pass else inputs.rollout_log_probs  # type: ignore[union-attr]
         if one_pass and self.progress.steps_ended:
             raise StepError(f"the step of this plan has ended: {ONE_STEP}")
-        versions = None if counts.current_version is None else inputs.policy_versions
-        rewards = inputs.rewards if one_pass else None
-        inputs = dataclasses.replace(inputs, rewards=rewards, policy_versions=versions)
-        inputs = dataclasses.replace(inputs, group_ids=None, mini_batch_ids=None)
+        without = {"rewards": not one_pass, "policy_versions": counts.current_version is None}
+        without |= {"group_ids": True, "mini_batch_ids": True}
+        # Copies, because the batch is measured when the step ends, and the caller may fill its tensors anew before.
+        tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+        copies = {name: None if without.get(name) else value.clone() for name, value in tensors.items()}
+        inputs = dataclasses.replace(inputs, **copies)  # type: ignore[arg-type]
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, counts)
             inputs = dataclasses.replace(inputs, train_log_probs=old)

@@ -19,6 +19,7 @@ from megatron_rc import (
     wrap_finalize,
 )
 from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.collectives import on_host
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
 
@@ -209,7 +210,8 @@ def test_a_wrapped_function_that_is_not_called_is_missed_with_scales_made_before
 @pytest.mark.parametrize("name", ["rollout_log_probs", "response_mask", "log_probs"])
 def test_buffers_may_be_filled_anew_within_a_step(name):
     """The micro-batches share the memory of one of their tensors: the end of the step reads none of them."""
-    training = Training("bypass")
+    usual, training = Training("bypass"), Training("bypass")
+    usual.step(usual.planned(), 0)
     plan, buffer = training.planned(), None
     scale = training.scale(plan, 0)
     for start in range(0, 4, PER_MICRO_BATCH):
@@ -225,6 +227,9 @@ def test_buffers_may_be_filled_anew_within_a_step(name):
     training.finalize([training.model])
     training.correction.step.check()
     torch.testing.assert_close(training.model.gradient, 2 * training.expected(0), rtol=1e-12, atol=1e-15)
+    for one in (training, usual):
+        one.correction.step.check()
+    assert on_host(training.correction.step.header) == on_host(usual.correction.step.header)
 
 
 def test_tensors_of_the_inference_mode_are_taken():
