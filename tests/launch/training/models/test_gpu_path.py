@@ -10,7 +10,7 @@ import pytest
 from tests.support.paths import ROOT
 
 WHOLE_RUN = """--config=count_up --tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel
---train-iters=2 --grpo-prompts-per-step=2 --global-batch-size=16 --micro-batch-size=4 --bf16
+--train-iters=2 --grpo-prompts-per-step=2 --global-batch-size=16 --micro-batch-size=8 --bf16
 --use-distributed-optimizer --optimizer-offload --rl-use-sequence-packing --grpo-kl-beta=0.1""".split()
 
 
