@@ -79,8 +79,8 @@ PYTEST = $(VENV)/bin/python -m pytest
 # The option of a whole run that writes its row in docs/reliability.md.
 WHOLE = -p tests.support.whole_run --whole-run "make $(1)"
 
-# Four files at a time keep two cores busy, because processes wait for each other; each file's fixtures are
-# set up once. In the order of tests/conftest.py.
+# Four files at a time keep two cores busy, because processes wait for each other; each file's fixtures are set up once.
+# In the order of tests/conftest.py.
 test: $(INSTALLED)
 	@echo "== the whole suite"
 	$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(WHOLE_RUN),$(call WHOLE,$(WHOLE_RUN)))

@@ -51,7 +51,8 @@ class Support:
         if len(offsets) == 1:
             ids = ids[:0]
         offsets = torch.where(valid, offsets, 0)
-        offsets[-1:].fill_(len(ids))  # with any offsets no entry lies outside; a single number would be copied to a GPU
+        # With any offsets no entry lies outside. To assign the number would copy it to a GPU, and the host would wait.
+        offsets[-1:].fill_(len(ids))
         return cls(ids, offsets, valid, vocabulary, first)
 
     @cached_property

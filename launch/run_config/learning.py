@@ -25,8 +25,8 @@ class RewardSection:
         metavar="FUNCTION",
     )
     reward_workers: int | None = option(
-        "scoring processes of each replica, and as many for replies with --max-turns above 1; default: CPU cores per "
-        "rank, at most 8",
+        "scoring processes of each replica, except for exact and the rule of count_up, and as many for replies with "
+        "--max-turns above 1; default: CPU cores per rank, at most 8",
         needs="!load_rollouts",
     )
     reward_timeout: float = option(

@@ -148,16 +148,20 @@ class Shards:
 
     @classmethod
     def joined(cls, every: Sequence[Shards]) -> Shards:
-        """Shards of one micro-batch each, which give the same values, as those of one batch."""
+        """Shards of one micro-batch each, with the same :attr:`given`, as those of one batch."""
         first, bounds = every[0], [0, *accumulate(len(one.sequence_ids) for one in every)]
-        given = [name for name in PER_SEQUENCE if getattr(first, name) is not None]
-        found: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in every]) for name in given}
+        found: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in every]) for name in first.given}
         if first.has_default_ids:
             found["sequence_ids"] = torch.arange(bounds[-1], device=first.device)
         numbers = map(slice, bounds, bounds[1:])
         parts = tuple(dataclasses.replace(part, sequences=next(numbers)) for one in every for part in one.parts)
         wrong = torch.cat([one.out_of_range for one in every], 1)
         return dataclasses.replace(first, parts=parts, is_list=True, out_of_range=wrong, **found)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the values with one a sequence."""
+        return tuple(name for name in PER_SEQUENCE if getattr(self, name) is not None)
 
     @functools.cached_property
     def counts_here(self) -> Tensor:

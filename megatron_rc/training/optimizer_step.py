@@ -40,9 +40,8 @@ class OpenStep:
     """The counts of one rank since the last step ended."""
 
     step: PlannedStep | None = None  # whose denominator the losses were divided by; None before the first of them
-    micro_batches: int = 0
     headers: list[StepHeader[Tensor]] = field(default_factory=list)  # of the micro-batches, without their corrections
-    batches: list[BatchSums] = field(default_factory=list)  # their corrections, if they were made in the loss
+    batches: dict[tuple[str, ...], list[BatchSums]] = field(default_factory=dict)  # made in the loss, by ``given``
     found: set[Misuse] = field(default_factory=set)  # the mistakes that are known already
     refused: str | None = None  # the message of a loss that was refused
 
@@ -53,34 +52,34 @@ class OpenStep:
     def holds_steps(self, number: int) -> bool:
         """Whether the micro-batches of so many whole steps have been counted: one that failed leaves fewer."""
         wanted = None if self.step is None else self.step.num_microbatches
-        return wanted is not None and self.micro_batches >= number * wanted
+        return wanted is not None and len(self.headers) >= number * wanted
 
     def count(self, step: PlannedStep, header: StepHeader[Tensor], batch: BatchSums | None) -> None:
         """Add one micro-batch; corrections in the loss are measured together when the step ends."""
         if not self.is_of(step):
             self.found.add(Misuse.SEVERAL_STEPS)
         elif batch is not None:
-            self.batches.append(batch)
+            self.batches.setdefault(batch.local.shards.given, []).append(batch)
         self.step = self.step or step
-        self.micro_batches += 1
         self.headers.append(header)
 
     def header(self, form: StepHeader[Tensor]) -> StepHeader[Tensor]:
         """The numbers of this rank, in the form that every rank's have."""
         found = set(self.found)
-        if self.step is not None and self.step.num_microbatches not in (None, self.micro_batches):
+        if self.step is not None and self.step.num_microbatches not in (None, len(self.headers)):
             found.add(Misuse.UNFINISHED)
-        header, batch = form, joined(self.batches).header if self.batches else form.batch
-        if len(pack((batch, form.counted))[0]) != len(pack((form.batch, form.counted))[0]):
-            found.add(Misuse.OTHER_PLAN)
-            batch = form.batch
+        header, batch, counted = form, form.batch, form.counted
+        if self.batches:
+            batch = merged([joined(each).header for each in self.batches.values()])
+            if len(pack(batch)[0]) != len(pack(form.batch)[0]):
+                found.add(Misuse.OTHER_PLAN)
+                batch = form.batch
         if self.headers:
             header = merged(self.headers)
-            number = torch.full_like(header.misuse, self.micro_batches)
+            number = torch.full_like(header.misuse, len(self.headers))
             counted = dataclasses.replace(header.counted, most=number, fewest=number)
-            header = dataclasses.replace(header, counted=counted)
         misuse = torch.full_like(form.misuse, max(found, default=0))
-        return dataclasses.replace(header, batch=batch, misuse=misuse, factor=form.factor)
+        return dataclasses.replace(header, batch=batch, counted=counted, misuse=misuse, factor=form.factor)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -182,7 +181,7 @@ class Steps:
         """
         if self.setup.corrects_in_loss and self._open.holds_steps(2) and not self._has_ended:
             raise StepError(Misuse.UNFINISHED.words)
-        if self._open.micro_batches == 0:
+        if not self._open.headers:
             if any(_version(parameter) == version for parameter, version in self._scaled):
                 self._open.found.add(Misuse.SCALED_BEFORE)
             self._scaled = []
@@ -224,7 +223,7 @@ class Steps:
     @property
     def is_pending(self) -> bool:
         """Whether micro-batches were counted that no ``finish`` has ended."""
-        return self._open.micro_batches > 0
+        return bool(self._open.headers)
 
     def last_whole(self, name: str) -> StepResult:
         """The step that ended last, for a user's call of this name; StepError if none did, or another has begun."""

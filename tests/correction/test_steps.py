@@ -232,6 +232,23 @@ def test_buffers_may_be_filled_anew_within_a_step(name):
     assert on_host(training.correction.step.header) == on_host(usual.correction.step.header)
 
 
+def test_micro_batches_of_a_step_may_give_values_by_sequence_or_by_token():
+    usual, mixed = Training("bypass"), Training("bypass")
+    as_usual = mixed.micro_batch
+
+    def by_token(plan, rows):
+        """The first micro-batch has an advantage for each token, and ids."""
+        one = as_usual(plan, rows)
+        advantages = one.layout.expand(one.advantages)
+        return one if rows[0] else dataclasses.replace(one, advantages=advantages, sequence_ids=torch.arange(2))
+
+    mixed.micro_batch = by_token
+    (gradient, _), (wanted, _) = (one.step(one.planned(), 0) for one in (mixed, usual))
+    assert torch.equal(gradient, wanted)
+    metrics, expected = (one.correction.step.metrics() for one in (mixed, usual))
+    assert metrics == pytest.approx(expected, rel=1e-12)
+
+
 def test_tensors_of_the_inference_mode_are_taken():
     training = Training("bypass")
     with torch.inference_mode():

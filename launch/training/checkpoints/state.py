@@ -72,7 +72,8 @@ def _place_step(state: Any, *, in_groups: bool) -> None:
         _place_step(value, in_groups=in_groups)
     moments, groups = state.get("state", {}), state.get("param_groups", [])
     for group in groups:
-        group |= {"step": int(group["step"])} if "step" in group else {}
+        if "step" in group:
+            group["step"] = int(group["step"])
     if any(isinstance(own, dict) and "exp_avg" in own for own in moments.values()):
         steps = [group.pop("step") for group in groups if "step" in group]
         step = moments.pop("common_step", max(steps, default=0))

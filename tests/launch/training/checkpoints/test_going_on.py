@@ -79,10 +79,10 @@ def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more)
     """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
     words = flags(tmp_path, *more, "--num-layers=2", "--lr=1e-2")
     (expected,) = ranks.run(grad_norms, Layout(), words, [0, 1, 2, 3], False)
-    for before in (True, False):
+    for before, others in ((True, (True, False)), (False, (True,))):
         save, load = (f"--{name}={tmp_path}/{before}" for name in ("save", "load"))
         (first,) = ranks.run(grad_norms, Layout(), [*words, save], [0, 1], before)
-        for after in {not before, True}:
+        for after in others:
             (later,) = ranks.run(grad_norms, Layout(), [*words, load], [2, 3], after)
             assert first + later == pytest.approx(expected, rel=1e-2 if more else 1e-5), (before, after)
 
