@@ -13,11 +13,13 @@ from torch import Tensor
 POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
 NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, id · 2³² and more, is exact in float64
-EXP_LIMIT = 20.0  # a ratio is exp(clamp(x, ±20))
+EXP_LIMIT = 20.0  # a ratio of a token is exp(clamp(x, ±20)), in nats
+# A weight of several tokens is exp(clamp(x, -300, 20)). The square of the least one, 3e-261, is exact in float64.
+LOG_WEIGHT_FLOOR = -300.0
 UNTRUNCATED = math.exp(EXP_LIMIT)  # no weight lies above this: truncation here is no truncation
 CERTAIN = 1e-8  # 1 - p of a token is at least this; float32 log-probs cannot say less, and write 0
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
-NORMALIZE_LIMIT = 1e-8  # a mean weight at or below this is not divided by
+NORMALIZE_LIMIT = 1e-125  # a mean weight at or below this is not divided by: e⁻³⁰⁰ = 5e-131, the least weight, is below
 
 
 def is_log_prob(values: Tensor) -> Tensor:
@@ -31,8 +33,18 @@ def off_log_prob(values: Tensor) -> Tensor:
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(x, ±20)): a ratio that is finite and never 0."""
+    """exp(clamp(x, ±20)): a ratio of one token, finite and never 0."""
     return log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
+
+
+def exp_weight(log_weight: Tensor) -> Tensor:
+    """exp(clamp(x, -300, 20)), float64: a weight of several tokens, whose logs add up to far below -20."""
+    return log_weight.double().clamp(LOG_WEIGHT_FLOOR, EXP_LIMIT).exp()
+
+
+def exp_sample(log_weight: Tensor) -> Tensor:
+    """exp(clamp(x, ±300)), float64: a weight of several tokens in an effective sample size, without its upper limit."""
+    return log_weight.double().clamp(LOG_WEIGHT_FLOOR, -LOG_WEIGHT_FLOOR).exp()
 
 
 def k2(log_ratio: Tensor) -> Tensor:

@@ -161,11 +161,15 @@ class BatchSums:
     def weights(self, factor: Tensor | None = None) -> list[Tensor] | None:
         """The bounded weights of each micro-batch, times 1 / w̄; None without weights."""
         local, shared = self.local, self.decisions.weights
+        dtype = local.shards.dtype
         if shared is None:
-            if local.weights is None or factor is None:
-                return local.weights
-            return [weights * factor.to(weights.dtype) for weights in local.weights]
-        weights = (shared.bounded if factor is None else shared.bounded * factor).to(local.shards.dtype)
+            if local.weights is None:
+                return None
+            token_weights = local.weights
+            if factor is not None:
+                token_weights = [weights * factor.to(weights.dtype) for weights in token_weights]
+            return [weights.to(dtype) for weights in token_weights]
+        weights = (shared.bounded if factor is None else shared.bounded * factor).to(dtype)
         # Written over the spread weights: a second tensor of their size would be the largest part of the memory.
         pairs = zip(local.valid, local.shards.expand(weights), strict=True)
         return [torch.where(valid, weight, weight.new_zeros(()), out=weight) for valid, weight in pairs]
@@ -195,7 +199,10 @@ def sequence_sums(
     check_needs(config, shards.counts, has_advantages=has_advantages)
     shape, records, counter = None, [], CodeCounter(shards.device)
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
-    weights = _room(shards, shards.dtype) if config.weighs_tokens else None
+    weights = None
+    if config.weighs_tokens:
+        # Weights of several tokens are rounded to the log-probs' dtype after their normalisation.
+        weights = _room(shards, shards.dtype if config.weighs_single_tokens else torch.float64)
     history = history_values(shards, config, cp) if config.needs_history else None
     for number, block, tokens in token_blocks(shards, config, history, compile=compile):
         places = [block.take(room[number]) for room in (valid, kept, weights) if room is not None]

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rc.correction.history import HistoryValues
 from megatron_rc.correction.inputs import Part, Shards
 from megatron_rc.correction.weights import Weights, bounded_weights
-from megatron_rc.numerics import cleared, exp_ratio, numbers, off_log_prob
+from megatron_rc.numerics import cleared, exp_ratio, exp_weight, numbers, off_log_prob
 from megatron_rc.parallel.collectives import largest, map_record, smallest
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -38,7 +38,7 @@ class Tokens:
     mask: Tensor  # the response mask, bool
     negative: Tensor | None = None  # bool, the advantage is below 0; None unless advantages are one a token
     level: Tensor | None = None  # int64, the token's place in the staleness scale; None without one
-    log_weight: Tensor | None = None  # log w, unbounded; None: it is log ρ, or weights are of sequences
+    log_weight: Tensor | None = None  # float64, log w, unbounded; None: it is log ρ, or weights are of sequences
     statistics: dict[str, Tensor] = field(default_factory=dict)  # float64, by the name of each criterion on turns
 
 
@@ -106,7 +106,8 @@ class TokenDecisions:
     values: dict[str, Tensor]  # x of each divergence that a criterion needs, float64 (log ρ in its own dtype)
     tests: dict[str, TokenTest]  # of each criterion on tokens or turns
     kept: Tensor  # bool: the valid tokens that all criteria on tokens and turns accept
-    weights: Weights | None  # of an invalid token bounded 0, log 0, raw 1; None unless weights are token-level
+    # Of an invalid token bounded 0, log 0, raw 1. Float64 for weights of several tokens. None unless token-level.
+    weights: Weights | None
 
 
 def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecisions:
@@ -129,12 +130,13 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
             test = TokenTest(number, valid & criterion.within_bounds(number, scale))
             tests[criterion.name], kept = test, test.accepted if kept is valid else kept & test.accepted
     if config.weighs_tokens:
-        log_weight, raw = log_ratio, ratio
-        if tokens.log_weight is not None:
-            log_weight = tokens.log_weight.to(log_ratio.dtype) * one
-            raw = exp_ratio(log_weight)
-        weights = bounded_weights(log_weight, raw, config, scale)
-        weights = Weights(log_weight, raw, weights.bounded * one)
+        if tokens.log_weight is None:
+            weights = bounded_weights(log_ratio, ratio, config, scale)
+        else:
+            # A sum over many tokens: float32 would make 0 of weights below e⁻¹⁰³.
+            log_weight = torch.where(valid, tokens.log_weight, 0)
+            weights = bounded_weights(log_weight, exp_weight(log_weight), config, scale)
+        weights = dataclasses.replace(weights, bounded=weights.bounded * one)
     absent = 1 / one - 1
     return TokenDecisions(valid, one, absent, train, rollout, log_ratio, ratio, scale, values, tests, kept, weights)
 
@@ -298,7 +300,7 @@ def decide_sequences(
         scale = config.staleness_scale.of(reached, sums.valid.dtype)
     if config.level is not None and config.level.unit == "sequence":
         log_weight = sums.mean_log_ratio if config.level.mean else sums.log_ratio
-        weights = bounded_weights(log_weight, exp_ratio(log_weight), config, scale)
+        weights = bounded_weights(log_weight, exp_weight(log_weight), config, scale)
     accept, accept_negative, by_criterion = torch.ones_like(sums.valid, dtype=torch.bool), None, {}
     for criterion in config.criteria:
         if criterion.unit == "prompt" and prompts is not None:

@@ -44,6 +44,6 @@ def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor | None) -> tupl
 
 
 def normalization(total: Tensor, count: Tensor) -> Tensor:
-    """1 / w̄ with w̄ = total / count, 0-D; 1 if w̄ <= 1e-8 or nothing is counted."""
+    """1 / w̄ with w̄ = total / count, 0-D; 1 if w̄ <= 1e-125 or nothing is counted."""
     mean = total / count.clamp(min=1)
     return torch.where(mean > NORMALIZE_LIMIT, 1 / mean, 1.0)

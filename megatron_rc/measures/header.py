@@ -24,6 +24,17 @@ class SideCounts(Generic[N]):
 
 
 @dataclass(frozen=True)
+class SampleSums(Generic[N]):
+    """Sums of weights w from which their effective sample size (Σ w)² / (n Σ w²) follows.
+
+    Not from sums of w - 1, which are equal to the last digit for all weights that are far below 1.
+    """
+
+    weight: N  # Σ w
+    squared: N  # Σ w²
+
+
+@dataclass(frozen=True)
 class WeightMeasures:
     """Sums over the valid tokens of each sequence, [n] float64, of token-level weights w."""
 
@@ -62,13 +73,22 @@ class SpreadSums(Generic[N]):
 
 
 @dataclass(frozen=True)
+class TokenWeightSums(Generic[N]):
+    """Token-level weights over valid tokens, before and within their bounds."""
+
+    raw: SpreadSums[N] | None  # unbounded weights, with the extremes of their logs; None if they are ρ
+    raw_sample: SampleSums[N]  # unbounded weights, those of several tokens without their upper limit
+    bounded: SpreadSums[N]
+    bounded_sample: SampleSums[N]
+
+
+@dataclass(frozen=True)
 class TokenSums(Generic[N]):
     """Sums and extremes over all valid tokens: of a block's sequences [n], later of the whole batch."""
 
     k3: N  # Σ k3
     ratio: SpreadSums[N]  # ρ, and log ρ
-    raw_weights: SpreadSums[N] | None  # unbounded weights, and their logs; None unless token-level and other than ρ
-    weights: SpreadSums[N] | None  # bounded weights; None unless weights are token-level
+    weights: TokenWeightSums[N] | None  # None unless weights are token-level
     tests: dict[str, TestedSums[N]]  # by the name of each criterion on tokens or turns
 
 
@@ -94,6 +114,7 @@ class PolicySums(Generic[N]):
     abs_difference: N  # Σ over sequences of the absolute mean of log ρ
     sequence_excess: N  # Σ (Π ρ - 1)
     sequence_excess_squared: N  # Σ (Π ρ - 1)²
+    sequence_sample: SampleSums[N]  # Π ρ, limited to exp(±300)
     sequences_with_rejected: N  # sequences with a valid token that is rejected
     difference_max: N = largest()
     difference_min: N = smallest()
@@ -105,7 +126,18 @@ class WeightMoments(Generic[N]):
 
     total: N  # Σ w
     excess_squared: N  # Σ (w - 1)²
-    squared: N | None  # Σ w²; None unless weights are of sequences: it follows from the others
+    sample: SampleSums[N]  # the same weights; unbounded ones without their upper limit
+    max: N = largest()
+    min: N = smallest()
+
+
+@dataclass(frozen=True)
+class MeanWeightSums(Generic[N]):
+    """The mean bounded weight m of each sequence's tokens, over sequences."""
+
+    total: N  # Σ m
+    excess_squared: N  # Σ (m - 1)²
+    squared: N  # Σ m²
     max: N = largest()
     min: N = smallest()
 
@@ -116,11 +148,12 @@ class WeightSums(Generic[N]):
 
     raw: WeightMoments[N]  # before their bounds, with the extremes of log w
     bounded: WeightMoments[N]  # within their bounds
-    mean: WeightMoments[N]  # m, the mean bounded weight of the tokens of a sequence, over sequences
+    mean: MeanWeightSums[N]
     outside: SideCounts[N]  # tokens whose weight was outside of its bounds
     mean_outside: SideCounts[N]  # sequences whose mean raw weight is outside of the bounds
     sequences_outside: N  # sequences with a weight outside of its bounds
-    # [1 or 2, bins] cumulative counts of log m: row 0 counts sequences, row 1 tokens (sequence-level weights only).
+    # [1 or 2, bins] cumulative counts of log m, the log of the mean bounded weight of a sequence's tokens: row 0 counts
+    # sequences, row 1 tokens (sequence-level weights only).
     histograms: Any
 
 

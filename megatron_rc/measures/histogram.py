@@ -202,8 +202,9 @@ class WeightHistogram:
         return even_bins(0.0 if self.zeros else low, high, self.logs.total, self.count_below)
 
     def _weight(self, log: float) -> float:
-        # A weight that is not 0 has a log of at least -20.
-        weight = math.exp(min(log, EXP_LIMIT)) if log > -EXP_LIMIT - 1 else 0.0
+        # The outermost bin has every log below -31, that of a weight of 0 among them.
+        is_nothing = log < _edges()[1]
+        weight = 0.0 if is_nothing else math.exp(min(log, EXP_LIMIT))
         return min(max(weight, self.lower), self.upper)
 
 

@@ -25,20 +25,23 @@ from megatron_rc.measures.header import (
     BatchHeader,
     Breakdowns,
     CriterionSums,
+    MeanWeightSums,
     PerplexitySums,
     PolicySums,
+    SampleSums,
     SequenceMeasures,
     SideCounts,
     SpreadSums,
     StatisticSums,
     TestedSums,
     TokenSums,
+    TokenWeightSums,
     WeightMeasures,
     WeightMoments,
     WeightSums,
 )
 from megatron_rc.measures.histogram import bins_of
-from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT
+from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_sample
 from megatron_rc.parallel.collectives import Pair, flatten, pack, rebuild
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
@@ -82,21 +85,31 @@ def measure_block(
     """The measures of whole sequences and of all tokens, from one block."""
     excess = decisions.ratio - 1  # to 6e-8 in float32; expm1 would cost six exponentials
     absent, weights = decisions.absent, decisions.weights
-    of_weights = raw = bounded = None
+    of_weights, token_weights = None, None
 
     def spread(excess: Tensor, values: Tensor) -> SpreadSums[Tensor]:
         extremes = sequences.largest(values, absent), sequences.smallest(values, absent)
         return SpreadSums(sequences.sum(excess.square()), *extremes)
 
+    def sample(weights: Tensor) -> SampleSums[Tensor]:
+        return SampleSums(weight=sequences.sum(weights), squared=sequences.sum(weights.square()))
+
     if weights is not None:
         lower, upper = config.is_log_bounds
         tested = weights.log if decisions.scale is None else weights.log / decisions.scale
         above, below = (sequences.count(decisions.valid & beyond) for beyond in (tested > upper, tested < lower))
-        of_weights = WeightMeasures(None, SideCounts(above, below))
-        bounded = spread(weights.bounded - decisions.one, weights.bounded)
+        raw, raw_excess, unlimited = None, None, weights.raw
         if weights.raw is not decisions.ratio:
-            of_weights = WeightMeasures(sequences.sum(weights.raw - 1), SideCounts(above, below))
             raw = spread(weights.raw - 1, weights.log)
+            raw_excess = sequences.sum(weights.raw - 1)
+            unlimited = exp_sample(weights.log)
+        of_weights = WeightMeasures(raw_excess, SideCounts(above, below))
+        token_weights = TokenWeightSums(
+            raw=raw,
+            raw_sample=sample(unlimited * decisions.one),
+            bounded=spread(weights.bounded - decisions.one, weights.bounded),
+            bounded_sample=sample(weights.bounded),
+        )
     turns = [criterion.name for criterion in config.criteria if criterion.unit == "turn"]
     of_sequences = SequenceMeasures(
         excess=sequences.sum(excess),
@@ -108,8 +121,7 @@ def measure_block(
         # Both terms clamped, as in k3.
         k3=sequences.sum(excess - decisions.log_ratio.clamp(max=EXP_LIMIT)),
         ratio=spread(excess, decisions.log_ratio),
-        raw_weights=raw,
-        weights=bounded,
+        weights=token_weights,
         tests={one.name: _measure_test(one, decisions, sequences) for one in config.criteria if one.of_tokens},
     )
     return of_sequences, of_tokens
@@ -170,6 +182,7 @@ def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
 def policy_sums(sums: SequenceSums, measures: SequenceMeasures, decisions: SequenceDecisions) -> PolicySums[Tensor]:
     """How far the two policies are apart, in each sequence."""
     excess = torch.expm1(sums.log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))
+    ratio = exp_sample(sums.log_ratio)
     difference = -sums.mean_log_ratio
 
     def perplexity(mean: Tensor) -> PerplexitySums[Tensor]:
@@ -186,6 +199,7 @@ def policy_sums(sums: SequenceSums, measures: SequenceMeasures, decisions: Seque
         abs_difference=difference.abs(),
         sequence_excess=excess,
         sequence_excess_squared=excess.square(),
+        sequence_sample=SampleSums(weight=ratio, squared=ratio.square()),
         sequences_with_rejected=decisions.accepted.tokens < sums.valid,
         difference_max=difference,
         difference_min=difference,
@@ -206,20 +220,27 @@ def weight_sums(
         mean, tested, (lower, upper) = shared.bounded, shared.log, config.is_log_bounds
         tested = tested if scale is None else tested / scale
         outside = SideCounts(torch.where(tested > upper, valid, 0), torch.where(tested < lower, valid, 0))
-        raw, bounded = _moments(shared.raw, valid, shared.log), _moments(mean, valid, mean)
+        raw = _moments(shared.raw, valid, values=shared.log, unlimited=exp_sample(shared.log))
+        bounded = _moments(mean, valid, values=mean, unlimited=mean)
         counts = torch.cat([counts, counts * valid])
     elif tokens.weights is not None and measures.weights is not None and sums.weight is not None:
         mean, outside = sums.weight / sums.num_tokens, measures.weights.outside
         raw_excess = measures.excess if measures.weights.raw_excess is None else measures.weights.raw_excess
         tested, (lower, upper) = 1 + raw_excess / sums.num_tokens, scaled_bounds(config, scale)
-        raw = _token_moments(tested * valid, tokens.raw_weights or tokens.ratio)
-        bounded = _token_moments(mean * valid, tokens.weights)
+        raw = _token_moments(tested * valid, tokens.weights.raw or tokens.ratio, tokens.weights.raw_sample)
+        bounded = _token_moments(mean * valid, tokens.weights.bounded, tokens.weights.bounded_sample)
     else:
         return None
     return WeightSums(
         raw=raw,
         bounded=bounded,
-        mean=WeightMoments(mean, (mean - 1).square(), None, mean, mean),
+        mean=MeanWeightSums(
+            total=mean,
+            excess_squared=(mean - 1).square(),
+            squared=mean.square(),
+            max=mean,
+            min=mean,
+        ),
         outside=outside,
         mean_outside=SideCounts(tested > upper, tested < lower),
         sequences_outside=outside.above + outside.below > 0,
@@ -227,13 +248,28 @@ def weight_sums(
     )
 
 
-def _moments(weights: Tensor, times: Tensor, values: Tensor) -> WeightMoments[Tensor]:
-    """The moments of weights that count several times each, with the extremes of ``values``."""
-    return WeightMoments(weights * times, (weights - 1).square() * times, weights.square() * times, values, values)
+def _moments(weights: Tensor, times: Tensor, *, values: Tensor, unlimited: Tensor) -> WeightMoments[Tensor]:
+    """The moments of weights that count several times each, with the extremes of ``values``.
+
+    ``unlimited`` are the weights whose effective sample size is measured.
+    """
+    return WeightMoments(
+        total=weights * times,
+        excess_squared=(weights - 1).square() * times,
+        sample=SampleSums(weight=unlimited * times, squared=unlimited.square() * times),
+        max=values,
+        min=values,
+    )
 
 
-def _token_moments(total: Tensor, spread: SpreadSums[Tensor]) -> WeightMoments[Tensor]:
-    return WeightMoments(total, spread.excess_squared, None, spread.max, spread.min)
+def _token_moments(total: Tensor, spread: SpreadSums[Tensor], sample: SampleSums[Tensor]) -> WeightMoments[Tensor]:
+    return WeightMoments(
+        total=total,
+        excess_squared=spread.excess_squared,
+        sample=sample,
+        max=spread.max,
+        min=spread.min,
+    )
 
 
 def criterion_sums(

@@ -10,6 +10,7 @@ from megatron_rc.measures.header import (
     Breakdowns,
     CriterionSums,
     PolicySums,
+    SampleSums,
     StatisticSums,
     TokenSums,
     WeightMoments,
@@ -17,7 +18,7 @@ from megatron_rc.measures.header import (
 )
 from megatron_rc.measures.histogram import derive_quantiles
 from megatron_rc.measures.measure import REWARD_SIGNS
-from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
+from megatron_rc.numerics import EXP_LIMIT, LOG_WEIGHT_FLOOR, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
 
@@ -45,13 +46,17 @@ def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) 
 
 
 def sequence_eff_sample_size(policy: PolicySums[float]) -> float:
-    """(Σ w)² / (n Σ w²) of the unbounded weights w = Π ρ of the n sequences with a valid token; 0 without one.
+    """Effective sample size of the unbounded weights w = Π ρ of the sequences with a valid token; 0 without one."""
+    return eff_sample_size(policy.sequence_sample, policy.sequences)
+
+
+def eff_sample_size(sums: SampleSums[float], count: float) -> float:
+    """(Σ w)² / (n Σ w²) of n weights, in (0, 1]; 0 of no weights, or if all of them are 0.
 
     Kong 1992, "A Note on Importance Sampling using Standardized Weights".
     """
-    total = policy.sequence_excess + policy.sequences
-    squared = policy.sequence_excess_squared + 2 * policy.sequence_excess + policy.sequences
-    return ratio(total * total, policy.sequences * squared)
+    # Rounding may take equal weights to just above 1.
+    return min(ratio(sums.weight * sums.weight, count * sums.squared), 1.0)
 
 
 def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dict[str, float]:
@@ -172,7 +177,8 @@ def weight_metrics(
     tokens, sequences = header.policy.valid, header.policy.sequences
     mean = ratio(header.denominators.total_weight, header.denominators.weight_count)
     factor = 1.0 if not config.rollout_is_batch_normalize or mean <= NORMALIZE_LIMIT else 1 / mean
-    extremes = {"max": _safe_exp(sums.raw.max), "min": _safe_exp(sums.raw.min)}
+    floor = -EXP_LIMIT if config.weighs_single_tokens else LOG_WEIGHT_FLOOR
+    extremes = {"max": _safe_exp(sums.raw.max, floor), "min": _safe_exp(sums.raw.min, floor)}
     raw = weight_moments(sums.raw, tokens) | extremes
     bounded = weight_moments(sums.bounded, tokens)
     bounded |= {"max": extreme(sums.bounded.max), "min": extreme(sums.bounded.min)}
@@ -201,7 +207,7 @@ def _mean_metrics(sums: WeightSums[float], sequences: float) -> dict[str, float]
     mean = sums.mean
     return {
         "seq_mean": ratio(mean.total, sequences),
-        "seq_std": sample_std(mean.total - sequences, mean.excess_squared, sequences),
+        "seq_std": weight_std(mean.total, mean.excess_squared, mean.squared, sequences, lost=1),
         "seq_max": extreme(mean.max),
         "seq_min": extreme(mean.min),
         "seq_max_deviation": max(abs(mean.max - 1), abs(mean.min - 1)) if sequences else 0.0,
@@ -210,8 +216,8 @@ def _mean_metrics(sums: WeightSums[float], sequences: float) -> dict[str, float]
     }
 
 
-def _safe_exp(log: float) -> float:
-    return 0.0 if math.isinf(log) else math.exp(max(-EXP_LIMIT, min(EXP_LIMIT, log)))
+def _safe_exp(log: float, floor: float) -> float:
+    return 0.0 if math.isinf(log) else math.exp(max(floor, min(EXP_LIMIT, log)))
 
 
 def ratio(numerator: float, denominator: float) -> float:
@@ -236,10 +242,30 @@ def sample_std(total: float, total_square: float, count: float) -> float:
 
 
 def weight_moments(sums: WeightMoments[float], count: float) -> dict[str, float]:
-    """Mean, standard deviation and effective sample size of so many weights."""
-    mean = ratio(sums.total, count)
-    # About 1, so that a small variance is not the difference of two large numbers.
-    std = spread(mean - 1, ratio(sums.excess_squared, count)) if count else 0.0
-    mean_square = std**2 + mean**2 if sums.squared is None else ratio(sums.squared, count)
-    # ESS = (Σ w)² / (n Σ w²), a fraction of the tokens.
-    return {"mean": mean, "std": std, "eff_sample_size": ratio(mean**2, mean_square)}
+    """Mean, standard deviation and effective sample size of ``count`` weights."""
+    return {
+        "mean": ratio(sums.total, count),
+        "std": weight_std(sums.total, sums.excess_squared, sums.sample.squared, count),
+        "eff_sample_size": eff_sample_size(sums.sample, count),
+    }
+
+
+def weight_std(total: float, excess_squared: float, squared: float, count: float, lost: int = 0) -> float:
+    """The standard deviation of weights, with ``count - lost`` in its denominator; 0 for too few weights.
+
+    Args:
+        total: Σ w.
+        excess_squared: Σ (w - 1)².
+        squared: Σ w².
+        count: number of weights.
+        lost: 1 for the deviation of a sample.
+    """
+    if count <= lost:
+        return 0.0
+    mean = total / count
+    # A small variance must not be the difference of two large numbers: weights around 1 are taken less 1.
+    if mean > 0.5:
+        squared_distances = excess_squared - count * (mean - 1) ** 2
+    else:
+        squared_distances = squared - count * mean**2
+    return math.sqrt(max(squared_distances, 0.0) / (count - lost))

@@ -23,6 +23,7 @@ from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, Micro
 from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner, TrainingResult
 
 _TOLERANCE = 1e-5  # relative, of sums of float32 weights in another order
+_LEAST_WEIGHT = torch.finfo(torch.float32).tiny  # the loss's float32 weights lose digits below, and may be 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,7 +59,8 @@ class DecoupledPlan(TrainingResult, Plan):
             weight = weight * normalization(found.total_weight, found.weight_count)
         if not self.config.applies_weights:
             weight = torch.zeros_like(weight)
-        is_equal = (counted.weights - weight).abs() <= _TOLERANCE * weight  # False for NaN
+        # False for NaN.
+        is_equal = (counted.weights - weight).abs() <= _TOLERANCE * weight + _LEAST_WEIGHT * accepted
         return batch, (counted.tokens != accepted) | ~is_equal, torch.ones_like(weight)
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:

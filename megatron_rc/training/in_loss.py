@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.chain import local_batch, reduce_sequences
+from megatron_rc.correction.denominators import Denominators
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
@@ -20,6 +21,10 @@ from megatron_rc.settings.objective import ONE_STEP, check_left_out
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
 from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner, TrainingResult, index_of
+
+# The loss multiplies by weights before their mean w̄ is known, and its gradients are float32: if w̄ is smaller than this,
+# they have few digits left, and are not divided by it.
+LEAST_MEAN_IN_LOSS = 1e-25
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,11 @@ class InLossPlan(Plan):
         # The plan found these, and the other stages did not see them.
         out_of_range = batch.data.out_of_range.clone()
         out_of_range[PER_SEQUENCE.index("mini_batch_ids")] += self.counts.bad_ids
-        batch = dataclasses.replace(batch, data=dataclasses.replace(batch.data, out_of_range=out_of_range))
+        batch = dataclasses.replace(
+            batch,
+            data=dataclasses.replace(batch.data, out_of_range=out_of_range),
+            denominators=_without_lost_weights(batch.denominators),
+        )
         skip = TrainingResult(config=self.config, header=batch, loss=self.loss).skip[0]
         return batch, differs, torch.where(skip, 0.0, self._factor(batch, mini_batch))
 
@@ -152,6 +161,13 @@ class InLossPlan(Plan):
         versions = part.layout.expand(shards.policy_versions) if part.versions is None else part.versions  # type: ignore[arg-type]
         staleness = counts.staleness(versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
+
+
+def _without_lost_weights(denominators: Denominators[Tensor]) -> Denominators[Tensor]:
+    """The denominators, with Σ w = 0, by which nothing is divided, if w̄ is below ``LEAST_MEAN_IN_LOSS``."""
+    total, count = denominators.total_weight, denominators.weight_count
+    is_lost = total < LEAST_MEAN_IN_LOSS * count
+    return dataclasses.replace(denominators, total_weight=torch.where(is_lost, 0.0, total))
 
 
 def plan_in_loss(inputs: AnyInputs | None, agreed: AgreedCounts, setup: Setup, steps: StepOwner) -> InLossPlan:

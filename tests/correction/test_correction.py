@@ -230,24 +230,6 @@ def test_packed_tokens_give_the_same(name, monkeypatch):
     assert_same(dataclasses.replace(result, mask=mask, weights=weights), found)
 
 
-@pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_the_effective_sample_size_of_tiny_weights_is_their_own(level):
-    """From Σw² itself: from Σ(w - 1)² nothing of it is left where all weights are at e^-20."""
-    rollout = torch.full((4, 3), -1.0, dtype=torch.float64)
-    train = rollout - torch.tensor([[60.0], [61.0], [70.0], [80.0]], dtype=torch.float64)
-    mask = torch.ones(4, 3, dtype=torch.bool)
-    metrics = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(rollout_is=level)).metrics()
-    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(1, rel=1e-12)
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, rel=1e-12)
-    train = rollout - torch.tensor([[18.0], [17.0], [70.0], [80.0]], dtype=torch.float64) / (
-        3 if level == "sequence" else 1
-    )
-    metrics = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(rollout_is=level)).metrics()
-    weights = [math.exp(-x) for x in (18, 17, 20, 20)]
-    want = sum(weights) ** 2 / (4 * sum(w * w for w in weights))
-    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(want, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_form_follows_from_config_and_counts_alone(name):
     """A rank without a token, and a pipeline stage without log-probs, has the header of every rank."""

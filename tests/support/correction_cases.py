@@ -27,6 +27,7 @@ class Case:
         settings: the oracle's settings.
         sides: names of side inputs; ``token_``: one value a token.
         spread: standard deviation of log ρ.
+        shift: mean of log ρ of a token, in nats.
         bad: True: the batch has tokens with unusable log-probs.
         rejects: names of criteria that must reject between 10 % and 90 % of the tokens.
     """
@@ -35,6 +36,7 @@ class Case:
     settings: dict[str, Any]
     sides: tuple[str, ...] = ()
     spread: float = 0.55
+    shift: float = 0.0
     bad: bool = False
     rejects: tuple[str, ...] = field(default=())
 
@@ -151,6 +153,23 @@ turns of the vetoed:
   settings: {level: turn, mode: mask, upper: 3.0, batch_normalize: true, scope: accepted, bad: reject_token, criteria: [
     turn_max_k3 -inf 0.6, seq_mean_k2 -inf 0.25]}
   bad: true
+# Log weights of -18 for one token to -288 for 16.
+small sequence weights:
+  fields: {rollout_is: sequence, rollout_is_batch_normalize: true, rollout_rs: seq_mean_k1, rollout_rs_threshold:
+    1.1e-8_1.9e-8}
+  settings: {level: sequence, batch_normalize: true, criteria: [seq_mean_k1 1.1e-8 1.9e-8]}
+  shift: -18
+small prefix weights:
+  fields: {rollout_is: prefix, rollout_is_batch_normalize: true, rollout_is_batch_normalize_scope: accepted, rollout_rs:
+    seq_mean_k1, rollout_rs_threshold: 1.1e-8_1.9e-8}
+  settings: {level: prefix, batch_normalize: true, scope: accepted, criteria: [seq_mean_k1 1.1e-8 1.9e-8]}
+  shift: -18
+small turn weights:
+  fields: {rollout_is: turn, rollout_is_batch_normalize: true, rollout_rs: seq_mean_k1, rollout_rs_threshold:
+    1.1e-8_1.9e-8}
+  settings: {level: turn, batch_normalize: true, criteria: [seq_mean_k1 1.1e-8 1.9e-8]}
+  sides: [turn_ids]
+  shift: -18
 bad tokens:
   fields: {rollout_is: sequence, bad_log_probs: reject_token, rejection_denominator: original, rollout_rs: token_k1,
     rollout_rs_threshold: 2}
@@ -201,7 +220,7 @@ def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
     """A ragged batch with holes, an empty sequence and one of a single token; fillers outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     rollout = -2 * torch.rand(ROWS, WIDTH, generator=generator) - 1.0
-    train = rollout + case.spread * torch.randn(ROWS, WIDTH, generator=generator).clamp(-1.8, 1.8)
+    train = rollout + case.spread * torch.randn(ROWS, WIDTH, generator=generator).clamp(-1.8, 1.8) + case.shift
     mask = torch.arange(WIDTH).expand(ROWS, WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
     mask = mask & ((torch.rand(ROWS, WIDTH, generator=generator) > 0.2) | (torch.arange(WIDTH) == 0))
     sides: dict[str, torch.Tensor] = {

@@ -23,7 +23,8 @@ Table = Sequence[Sequence[float]]
 Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
-EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-8
+EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-125
+FAR_LIMIT = 300.0  # of the log of a weight of several tokens
 AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean", "turn_sum", "turn_mean", "turn_max")
 BY_TOKEN = ("token", "turn", "turn_geometric", "prefix", "min_prefix")  # levels whose weights differ in a sequence
 
@@ -347,7 +348,7 @@ def history(row: dict[int, float], level: str) -> dict[int, float]:
 def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[Rows, Rows, Rows, float]:
     """(weights before the bounds, after the bounds, after normalisation, divisor of the normalisation)."""
     logs = weight_log(batch, settings)
-    raw = [{t: math.exp(clamp(x)) for t, x in row.items()} for row in logs]
+    raw = [{t: weight_of(x, settings) for t, x in row.items()} for row in logs]
     level = settings.level or ""
     bounded = [
         {t: bound(raw[i][t], x, settings, batch.widened(i, t, level)) for t, x in row.items()}
@@ -357,6 +358,12 @@ def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[
     if not settings.batch_normalize or factor <= SMALLEST_MEAN:
         factor = 1.0
     return raw, bounded, [{t: w / factor for t, w in row.items()} for row in bounded], factor
+
+
+def weight_of(x: float, settings: Settings) -> float:
+    """The weight whose log is x: of a token exp(clamp(x, ±20)), of several tokens exp(clamp(x, -300, 20))."""
+    floor = -EXP_LIMIT if settings.level == "token" else -FAR_LIMIT
+    return math.exp(max(floor, min(EXP_LIMIT, x)))
 
 
 def bound(weight: float, x: float, settings: Settings, scale: float) -> float:
@@ -434,16 +441,33 @@ def moments(values: list[float]) -> dict[str, float]:
     }
 
 
+def sample_size(logs: list[float], settings: Settings) -> float:
+    """(Σ w)² / (n Σ w²) of the unbounded weights: of several tokens w = exp(clamp(x, ±300))."""
+    if settings.level == "token":
+        weights = [math.exp(clamp(x)) for x in logs]
+    else:
+        weights = [math.exp(clamp(x, FAR_LIMIT)) for x in logs]
+    squares = math.fsum(weight * weight for weight in weights)
+    return math.fsum(weights) ** 2 / (len(weights) * squares) if weights else 0.0
+
+
+def sequence_sample_size(batch: Batch) -> float:
+    """The effective sample size of Π ρ over the sequences with a good token."""
+    logs = [math.fsum(batch.log_ratio[i].values()) for i in batch.sequences]
+    return sample_size(logs, Settings(level="sequence"))
+
+
 def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settings: Settings) -> dict[str, float]:
     metrics = {}
     for prefix, rows in (("rollout_is_raw_", raw), ("rollout_is_", bounded), ("rollout_is_applied_", applied)):
         metrics |= {prefix + name: value for name, value in moments(flat(rows)).items()}
     logs = weight_log(batch, settings)
     low, high = log(settings.low), log(settings.upper)
+    every = flat(logs)
+    metrics["rollout_is_raw_eff_sample_size"] = sample_size(every, settings)
     if settings.level not in BY_TOKEN:
-        every = flat(logs)
-        metrics["rollout_is_max"] = math.exp(clamp(max(every))) if every else 0.0
-        metrics["rollout_is_min"] = math.exp(clamp(min(every))) if every else 0.0
+        metrics["rollout_is_max"] = weight_of(max(every), settings) if every else 0.0
+        metrics["rollout_is_min"] = weight_of(min(every), settings) if every else 0.0
     relative = relative_to_scale(logs, settings.level or "", batch)
     tested_logs = flat(relative)
     if settings.level == "sequence":
