@@ -89,7 +89,7 @@ def correct_rollouts(
     Every tensor argument and the layout may be lists with one entry a micro-batch; weights and mask then are lists too.
 
     Args:
-        train_log_probs: log π_train, the layout's local shape, nats; detached.
+        train_log_probs: log π_train, the layout's local shape, nats, float32 or float64; detached.
         rollout_log_probs: log π_rollout of the same tokens, of the same shape.
         response_mask: bool, of the same shape; values elsewhere change no bit of any result.
         config: the correction.

@@ -25,6 +25,13 @@ _LEAST = {"num_mini_batches": 1, "num_groups": 1, "max_staleness": 0}
 # Inputs with one value a sequence; advantages and policy_versions may have one a token instead.
 PER_SEQUENCE = ("sequence_ids", "mini_batch_ids", "group_ids", "policy_versions", "advantages", "rewards")
 
+# What to do about log-probs of fewer than 32 bits.
+_WIDER = {
+    "rollout_log_probs": "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow",
+    "train_log_probs": "compute them from logits in float32 (megatron_rc.parallel.vocab_parallel_log_probs does), or pass "
+    "train_log_probs.float() if only their storage was narrow",
+}
+
 T = TypeVar("T")
 V = TypeVar("V", bound=Tensors, covariant=True)
 L = TypeVar("L", bound=Layouts, covariant=True)
@@ -295,13 +302,12 @@ def _checked(one: OneMicroBatch, groups: ParallelGroups | None) -> OneMicroBatch
             raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
+        if torch.finfo(value.dtype).bits < 32:
+            raise ValueError(f"{name} is {value.dtype}, which shifts the ratios by percents: {_WIDER[name]}")
     ids = one.turn_ids
     if ids is not None and (ids.shape != mask.shape or ids.dtype != torch.int64 or ids.device != mask.device):
         given, expected = (f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (ids, mask))
         raise ValueError(f"turn_ids are {given}: expected torch.int64, like response_mask {expected}, one a token")
-    if torch.finfo(rollout.dtype).bits < 32:
-        remedy = "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow"
-        raise ValueError(f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: {remedy}")
     return dataclasses.replace(one, layout=layout)
 
 

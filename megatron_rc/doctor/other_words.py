@@ -70,7 +70,12 @@ def _in_sections(fields: Mapping[str, Any], dialect: str) -> list[str]:
     for section, names in program.elsewhere.items():
         there = {name: fields[name] for name in names if name in fields}
         if there:
-            lines += [f"{section}:", *(f"  {line}" for line in _yaml(there))]
+            # The same setting of another algorithm has a section of its own.
+            others = [other for other, same in program.elsewhere.items() if same == names and other != section]
+            heading = f"{section}:"
+            if others:
+                heading += f"  # in a run of {' or '.join(others)}: {' or '.join(others)}"
+            lines += [heading, *(f"  {line}" for line in _yaml(there))]
             fields = {name: value for name, value in fields.items() if name not in there}
     for depth, section in enumerate(program.sections if fields else ()):
         lines.append(f"{'  ' * depth}{section}:")

@@ -113,9 +113,12 @@ def _sapo(terms: TokenTerms) -> TokenLoss:
 
 
 def _gmpo(terms: TokenTerms) -> TokenLoss:
-    log_ratio, falls = terms.log_ratio, terms.advantages < 0
-    low, high = falls & (log_ratio < -terms.clip_low), ~falls & (log_ratio > terms.clip_high)
-    bounded = torch.where(falls, log_ratio.clamp(min=-terms.clip_low), log_ratio.clamp(max=terms.clip_high))
+    log_ratio = terms.log_ratio
+    # An advantage of exactly 0 pushes to neither side, so nothing is clipped there.
+    low = (terms.advantages < 0) & (log_ratio < -terms.clip_low)
+    high = (terms.advantages > 0) & (log_ratio > terms.clip_high)
+    bounded = torch.where(low, log_ratio.clamp(min=-terms.clip_low), log_ratio)
+    bounded = torch.where(high, log_ratio.clamp(max=terms.clip_high), bounded)
     mean = terms.sequences.mean(bounded) + (bounded - bounded.detach())
     return TokenLoss(-terms.advantages * mean.clamp(-EXP_LIMIT, EXP_LIMIT).exp(), low, high)
 

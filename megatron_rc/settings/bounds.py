@@ -71,10 +71,10 @@ def weight_bounds(
 
 
 def ordered(field: str, value: float | str, lower: float, upper: float) -> None:
-    """Raise ValueError unless lower < upper."""
-    if not lower < upper:
+    """Raise ValueError unless lower <= upper. Equal bounds accept one ratio alone, as in verl and NeMo-RL."""
+    if not lower <= upper:
         raise ValueError(
-            f"{field}={value!r} means [{lower:g}, {upper:g}]: the lower bound on ρ must lie below the upper one"
+            f"{field}={value!r} means [{lower:g}, {upper:g}]: the lower bound on ρ must not lie above the upper one"
         )
 
 

@@ -17,6 +17,7 @@ from megatron_rc.loss.proximal import interpolate
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.settings.objective import ONE_STEP, check_left_out
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
@@ -105,6 +106,9 @@ class InLossPlan(Plan):
         tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
         copies = {name: None if without.get(name) else value.clone() for name, value in tensors.items()}
         inputs = dataclasses.replace(inputs, **copies)  # type: ignore[arg-type]
+        # A model may have narrow log-probs; differences of them are taken in float32.
+        theta = inputs.train_log_probs
+        inputs = dataclasses.replace(inputs, train_log_probs=theta.to(arithmetic(theta.dtype)))  # type: ignore[union-attr]
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, counts)
             inputs = dataclasses.replace(inputs, train_log_probs=old)

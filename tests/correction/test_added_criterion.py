@@ -101,7 +101,7 @@ def test_flags_words_and_presets_know_it(tmp_path):
     path.write_text("rollout_is: token\nrollout_rs: seq_min_k1\nrollout_rs_threshold: 0.5_1.0\n")
     assert RolloutCorrectionConfig.from_yaml(path) == RolloutCorrectionConfig(**FIELDS)
     words[-1] = "--rollout-rs-threshold=2_1"
-    with pytest.raises(ValueError, match="must lie below the upper one"):
+    with pytest.raises(ValueError, match="must not lie above the upper one"):
         rollout_correction_config_from_args(parser.parse_args(words))
     with pytest.raises(ValueError, match=r"use .*seq_min_k1"):
         RolloutCorrectionConfig(rollout_rs="seq_minimum", rollout_rs_threshold=1)

@@ -38,6 +38,8 @@ def arguments(name="token"):
         ({"rollout_log_probs": torch.zeros(12, 15)}, r"rollout_log_probs has shape \(12, 15\)"),
         ({"response_mask": torch.ones(12, 16, dtype=torch.int64)}, r"response_mask is torch.int64: expected"),
         ({"rollout_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)}, r"rollout_log_probs is torch.bfloat16"),
+        ({"train_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)}, r"train_log_probs is torch.bfloat16"),
+        ({"train_log_probs": torch.zeros(12, 16, dtype=torch.float16)}, r"train_log_probs is torch.float16"),
         ({"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)}, "train_log_probs is torch.int64: expected a"),
         ({"train_log_probs": None}, "train_log_probs are missing"),
         ({"train_log_probs": [torch.zeros(12, 16)]}, "train_log_probs is a list: give tensors for everything"),
@@ -172,12 +174,19 @@ def test_the_default_dtype_of_tensors_changes_nothing(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_limit_that_rounds_is_still_named(dtype):
-    train = torch.tensor([[-1.0, 1.01e-4, -1.0]]).to(dtype)
-    rollout = train.float().clamp(max=-0.1)
-    result = correct_rollouts(train, rollout, torch.ones(1, 3, dtype=torch.bool), config_of("token"))
-    with pytest.raises(ValueError, match=r"sample 0 of data-parallel rank 0 .*, position 1"):
-        result.check()
+def test_narrow_log_probs_in_the_loss_are_compared_in_float32(dtype):
+    """A model's log π_θ may be narrow; the result is the one of the same numbers in float32."""
+    config = RolloutCorrectionConfig(rollout_is="sequence", bypass_mode=True, loss_type="reinforce")
+    given = arguments()
+    theta = given["train_log_probs"].nan_to_num(0.0).to(dtype)
+    rollout, mask = given["rollout_log_probs"].float(), given["response_mask"]
+    weights = []
+    for log_probs in (theta, theta.float()):
+        correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+        correction.plan(PlanInputs(None, rollout, mask))
+        weights.append(correction.in_loss(log_probs, rollout, mask).weights)
+    assert weights[0].dtype == torch.float32
+    assert torch.equal(weights[0], weights[1])
 
 
 def test_what_a_masked_sequence_says_is_no_error():

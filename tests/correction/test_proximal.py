@@ -42,6 +42,17 @@ def test_versions_in_between_are_weighed_by_their_distance():
     assert interpolate(now, then, torch.tensor([1, 2, 2, 4]), 2).tolist() == pytest.approx([-7 / 3, -2, -2, -5 / 3])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_log_probs_of_a_model_round_no_log_prob_of_the_engine(dtype):
+    generator = torch.Generator().manual_seed(0)
+    now, then = -6 * torch.rand(2, 4, 5, generator=generator)
+    fresh, old = torch.zeros(4, 5, dtype=torch.int64), torch.full((4, 5), 3)
+    assert torch.equal(interpolate(now.to(dtype), then, fresh, 1), then)
+    want = interpolate(now.to(dtype).float(), then, old, 2)
+    assert torch.equal(interpolate(now.to(dtype), then, old, 2), want)
+    assert interpolate(now.to(dtype), then, old, 0).dtype == torch.float32
+
+
 def test_what_is_bad_stays_with_its_policy():
     now, then = torch.tensor([-1.0, math.nan, -math.inf, 0.5]), torch.tensor([math.nan, -1.0, -1.0, -math.inf])
     for updates in (0, 1):

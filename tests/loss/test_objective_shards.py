@@ -51,6 +51,7 @@ def drawn(seed=0):
     mask &= torch.rand(mask.shape, generator=generator) > 0.25
     mask[4], mask[5] = False, place == 9
     worths, weights = torch.randn(ROWS, generator=generator).double(), torch.rand(mask.shape, generator=generator)
+    worths[7] = 0.0  # as GRPO's, if all rewards of a prompt are equal
     return new, old, worths, weights.double(), mask
 
 
@@ -98,6 +99,25 @@ def test_values_gradients_and_counts_are_those_of_the_loops(name):
     objective = OBJECTIVES[name]
     assert objective.clips == (counted["low"] >= 3) == (counted["high"] >= 3)
     assert (counted["dual"] > 0) == objective.takes_dual_clip
+
+
+@pytest.mark.parametrize("algorithm", ["gmpo", "cppo", "ppo_clip", "gspo"])
+def test_an_advantage_of_0_is_of_neither_sign(algorithm):
+    """Log r of ±1 is beyond every bound, and an advantage of 0 pushes to neither side: no token is clipped."""
+    new = torch.tensor([[-1.0, -2.0, -1.0], [-2.0, -1.0, -2.0]], dtype=torch.float64)
+    old, mask = new.flip(0), torch.ones(2, 3, dtype=torch.bool)
+    found = policy_loss(new, old, torch.zeros(2, dtype=torch.float64), mask, algorithm=algorithm)
+    sums = dict(zip(SUMS, found.statistics.sums.tolist(), strict=True))
+    assert sums["clipped_low"] == sums["clipped_high"] == 0
+    assert not found.per_token.any()
+
+
+def test_gmpo_takes_the_log_ratio_of_an_advantage_of_0_as_it_is():
+    old = torch.tensor([[-2.0, -2.0]], dtype=torch.float64)
+    new, mask = old + torch.tensor([[0.1, 1.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    advantages = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    found = policy_loss(new, old, advantages, mask, algorithm="gmpo", clip_low=0.4, clip_high=0.4)
+    assert found.per_token.tolist() == [pytest.approx([-math.exp((0.1 + 1.0) / 2), 0.0])]
 
 
 def parts(form):

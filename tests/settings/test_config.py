@@ -7,7 +7,9 @@ import pickle
 import re
 
 import pytest
+import torch
 
+from megatron_rc import correct_rollouts
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.fields import FIELDS
@@ -57,6 +59,28 @@ def test_the_bounds_of_the_weights(fields, mode, bounds):
     assert (config.is_mode, config.is_bounds) == (mode, bounds)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "1.0_1.0"},
+        {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.0},
+        {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.0, "rollout_rs_threshold_lower": 1.0},
+        {"rollout_is": "token", "rollout_is_threshold": "1.0_1.0"},
+        {"rollout_is": "token", "rollout_is_threshold": 1.0, "rollout_is_mode": "mask"},
+    ],
+    ids=str,
+)
+def test_equal_bounds_take_equal_log_probs_alone(fields):
+    """As in verl and NeMo-RL."""
+    rollout = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
+    old = torch.tensor([[-1.0, -1.001, -0.999, -1.0]])
+    result = correct_rollouts(old, rollout, torch.ones(1, 4, dtype=torch.bool), RolloutCorrectionConfig(**fields))
+    is_used = result.mask if result.weights is None else result.weights > 0
+    assert is_used.tolist() == [[True, False, False, True]]
+    assert all(map(math.isfinite, result.metrics().values()))
+    assert result.distributions()
+
+
 def test_the_older_switch_of_the_objective():
     config = RolloutCorrectionConfig.from_dict({"use_policy_gradient": True, "bypass_mode": True})
     assert config == RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce")
@@ -74,14 +98,14 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
     ("fields", "message"),
     [
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold=0.0 must be a finite positive number"),
-        ({"rollout_is_threshold": "2_1"}, "must lie below the upper one"),
+        ({"rollout_is_threshold": "2_1"}, "must not lie above the upper one"),
         ({"rollout_is_threshold_lower": 0.1}, "does nothing with rollout_is_mode='truncate'"),
         ({"rollout_is": None, "rollout_is_threshold": 2.0}, "does nothing without rollout_is"),
         ({"rollout_is_apply": False, "rollout_is_batch_normalize": True}, "does nothing with rollout_is_apply=False"),
         ({"rollout_is_batch_normalize_scope": "accepted"}, "does nothing without rollout_is_batch_normalize"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs='token_k4' is unknown"),
         ({"rollout_rs": "group_any"}, "'group_any' tests the rejection by other criteria"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must lie below the upper one"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must not lie above the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_2"}, "'a' is not a number: give digits, such as 2.0"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2"}, "token_k3 takes one upper bound, in nats"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 bounds for 2 criteria"),

@@ -104,8 +104,12 @@ def two_point(log_p: float, log_q: float) -> float:
 
 
 def one_sided(bounds: Bounds, log_ratio: float, worth: float) -> float:
-    """The log ratio, clipped on the side to which the advantage pushes."""
-    return max(log_ratio, -bounds.low) if worth < 0 else min(log_ratio, bounds.high)
+    """The log ratio, clipped on the side to which the advantage pushes; an advantage of 0 pushes to none."""
+    if worth < 0:
+        return max(log_ratio, -bounds.low)
+    if worth > 0:
+        return min(log_ratio, bounds.high)
+    return log_ratio
 
 
 def geometric(bounds: Bounds, log_ratio: torch.Tensor, worth: float, mean: float) -> tuple[torch.Tensor, str]:

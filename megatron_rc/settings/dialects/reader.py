@@ -59,7 +59,7 @@ class Settings:
     def bounds(self, lower: str, upper: str, default: float | None = None) -> tuple[float, float]:
         """Bounds on ρ from two settings; an absent lower one means 1 / upper, one of 0 or less no lower bound.
 
-        ``default`` is the upper bound, with a note, if the setting is absent. ValueError unless lower < upper.
+        ``default`` is the upper bound, with a note, if the setting is absent. ValueError unless lower <= upper.
         """
         if self._values[upper] is None and default is not None:
             self.notes.append(f"{upper} is absent: {default}")
@@ -72,8 +72,8 @@ class Settings:
         if low <= 0:
             self.notes.append(f"{lower}={low:g} is no bound: written as {NO_LOWER_BOUND:g}")
             low = NO_LOWER_BOUND
-        if not low < high:
-            raise ValueError(f"{lower}={low:g} must lie below {upper}={high:g}")
+        if not low <= high:
+            raise ValueError(f"{lower}={low:g} must not lie above {upper}={high:g}")
         return low, high
 
     def drop(self, *names: str, because: str) -> None:

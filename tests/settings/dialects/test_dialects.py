@@ -33,7 +33,7 @@ verl | rollout_rs: token_k1 | rollout_rs_threshold=None: rollout_rs='token_k1' n
 verl | rollout_rs: geometric, rollout_rs_threshold: 2 | rollout_rs='geometric' is unknown to verl
 verl | rollout_rs: token_k1, rollout_rs_threshold: '1,2' | has 2 bounds for 1 criteria
 verl-2025-11 | rollout_rs: token, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 3
-    | rollout_rs_threshold_lower=3 must lie below rollout_rs_threshold=2
+    | rollout_rs_threshold_lower=3 must not lie above rollout_rs_threshold=2
 verl-2025-11 | rollout_is: token, rollout_is_threshold: null
     | rollout_is_threshold=None: rollout_is='token' needs a number
 verl-2025-11 | rollout_is_threshold: 0.5_5.0 | rollout_is_threshold='0.5_5.0' must be a number

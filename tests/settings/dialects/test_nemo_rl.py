@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import yaml
 
 from megatron_rc import correct_rollouts
+from megatron_rc.doctor.other_words import settings_lines
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.support.tables import table
 from tests.support.translated import reads
@@ -60,6 +62,19 @@ def test_nemo_rls_rejection_of_sequences(section):
     reads("nemo-rl", nested, own, note, unread)
     off = {"loss_fn": {}, section: {"seq_logprob_error_threshold": None}}
     reads("nemo-rl", off, {"rollout_is": None})
+
+
+@pytest.mark.parametrize("kind", ["icepop", "tis"])
+def test_equal_bounds_are_legal(kind):
+    given = named({"use": True, "type": kind, "max": 1.0, "min": 1.0})
+    assert RolloutCorrectionConfig.from_dict(given, "nemo-rl").is_bounds == (1.0, 1.0)
+
+
+def test_a_setting_of_two_algorithms_is_printed_for_both():
+    config = RolloutCorrectionConfig.from_dict(ERROR, "nemo-rl")
+    lines = settings_lines(config, "nemo-rl")
+    assert lines[0] == "grpo:  # in a run of ppo: ppo"
+    assert yaml.safe_load("\n".join(lines))["grpo"] == {"seq_logprob_error_threshold": 2.0}
 
 
 def test_that_rejection_is_nemo_rls():
