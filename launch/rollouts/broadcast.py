@@ -46,10 +46,13 @@ class ReplicaBroadcast:
         Collectives: two broadcasts over TP×CP and two over PP, and those of the experts and of the supports.
         """
         columns_per_token = 4 if self._sends_support else 3
-        integers = torch.zeros(rows, columns_per_token * length + 3, dtype=torch.int64)
+        integers = torch.zeros(rows, columns_per_token * length + 4, dtype=torch.int64)
         floats = torch.zeros(rows, (2 if self._sends_turn_rewards else 1) * length + 1)
         if batch is not None:
-            columns = [values.unsqueeze(1) for values in (batch.sample_ids, batch.group_ids, batch.finish_reasons)]
+            # Without ids each row is a rollout.
+            rollout_ids = torch.arange(rows) if batch.rollout_ids is None else batch.rollout_ids
+            per_row = (batch.sample_ids, batch.group_ids, batch.finish_reasons, rollout_ids)
+            columns = [values.unsqueeze(1) for values in per_row]
             # The receivers expect these dtypes; records may have others.
             whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
             if self._sends_support and batch.support_counts is not None:
@@ -61,7 +64,7 @@ class ReplicaBroadcast:
                 per_token.append(torch.zeros_like(batch.rollout_log_probs) if early is None else early)
             floats = torch.cat([values.float() for values in (*per_token, batch.rewards.unsqueeze(1))], dim=1)
         integers, floats = self.tensor(integers), self.tensor(floats)
-        tokens, mask, versions, *counts, rest = integers.split([*[length] * columns_per_token, 3], dim=1)
+        tokens, mask, versions, *counts, rest = integers.split([*[length] * columns_per_token, 4], dim=1)
         return RolloutBatch(
             tokens=tokens,
             response_mask=mask.bool(),
@@ -72,6 +75,7 @@ class ReplicaBroadcast:
             group_ids=rest[:, 1],
             rewards=floats[:, -1],
             finish_reasons=rest[:, 2],
+            rollout_ids=rest[:, 3],
             sampling=self.sampling,
             routed_experts=None if self._experts is None else self._experts(batch, rows, length),
             **(self._support(None if batch is None else batch.support_ids, counts[0].int()) if counts else {}),

@@ -22,7 +22,7 @@ from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
-from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
+from megatron_rc.launch.rollouts.recorded import RecordedRollouts, check_split_rollouts, write_rollouts
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
@@ -312,6 +312,7 @@ class RolloutCollector:
             return cast(RolloutSampler, self.sampler).sample(step)
         batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
         self._check_sampling(batch.sampling)
+        check_split_rollouts(batch, config)
         return SampledBatch(batch)
 
     def _check_sampling(self, recorded: SamplingParams) -> None:

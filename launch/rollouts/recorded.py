@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
 
 _log = logging.getLogger("megatron_rc")
@@ -105,3 +106,16 @@ class RecordedRollouts:
             raise ValueError(f"{paths[0].parent}: --seq-length {self.length} is too short: {problem}") from None
         share = self.sequences // replicas
         return batch.rows(slice(replica * share, (replica + 1) * share))
+
+
+def check_split_rollouts(batch: RolloutBatch, config: RunConfig) -> None:
+    """Check that a run can train on rollouts of several rows; ValueError names the flag that counts each row."""
+    if not batch.has_split_rollouts:
+        return
+    words = "counts each row as a response, and rows of these records are parts of one rollout (rollout_ids)"
+    aggregation = config.loss.aggregation
+    if aggregation.startswith("seq-mean"):
+        raise ValueError(f"--loss-aggregation {aggregation} {words}: use token-mean or token-sum")
+    estimator = config.advantages.advantage_estimator
+    if estimator == "optimal-token-baseline":
+        raise ValueError(f"--advantage-estimator {estimator} {words}: use an estimator of responses, such as grpo")

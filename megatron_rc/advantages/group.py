@@ -44,6 +44,7 @@ def group_advantages(
     lengths: Tensor | None = None,
     weights: Tensor | None = None,
     kept: Tensor | None = None,
+    rollout_ids: Tensor | None = None,
     f_norm: float = 1.0,
     num_groups: int | None = None,
     groups: ParallelGroups | None = None,
@@ -70,8 +71,9 @@ def group_advantages(
     ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     With ``weights`` w the mean is Σ w x / Σ w, for ``rloo`` over the other responses, and the variance is
-    Σ w (x - mean)² / (Σ w - Σ w² / Σ w), or 1 if fewer than two responses have a weight. With importance weights the
-    mean estimates the mean reward of the policy that trains, not of the policy that sampled
+    Σ w (x - mean)² / (Σ w - Σ w² / Σ w), or 1 if fewer than two responses have a weight; there a weight counts as none
+    below 1e-12 of the prompt's sum. For ``rloo`` a response whose others all have weight 0 gets 0. With importance
+    weights the mean estimates the mean reward of the policy that trains, not of the policy that sampled
     (self-normalised importance sampling, Hesterberg 1995, "Weighted Average Importance Sampling and Defensive Mixture
     Distributions").
 
@@ -84,6 +86,10 @@ def group_advantages(
             ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
             Default: all count alike.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
+        rollout_ids: [n] int64: rows of one prompt with equal ids are parts of one response, for example what a
+            sub-agent did, or what stood before and behind a compaction of the context. Such a response counts once, and
+            each of its rows has its advantage. Its rows have equal rewards and weights, its length is the sum of
+            theirs, and they lie on one rank. Default: each row is a response.
         f_norm: used by ``gpg`` alone.
         num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
@@ -96,7 +102,8 @@ def group_advantages(
         [n], float64; equal on the ranks of a CP group. If a kept reward is NaN or infinite, so are the advantages
         of its prompt, except those that are 0 in any case; the correction's ``check()`` reports them.
 
-    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 5] and [num_groups + 1] doubles, and
+    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 5] doubles (6 with ``rollout_ids``)
+    and of [num_groups + 1], and
     for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
     two doubles over ``dp_cp``.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
@@ -104,14 +111,16 @@ def group_advantages(
     Raises:
         ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, shapes or dtypes are wrong,
             ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
-            every rank alike, an id of any of them is not in [0, num_groups).
+            every rank alike, an id of any of them is not in [0, num_groups), or rows of one rollout have different
+            rewards or weights.
     """
     one_of("estimator", estimator, GROUP_ESTIMATORS)
     check_tensors({}, rewards=rewards)
     kept = kept_sequences(group_ids, kept, rewards.numel())
     check_floats("rewards", rewards, group_ids.shape, "sequences")
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
-    counts = _weights(rewards, estimator, lengths, weights)
+    rollouts = _Rollouts(group_ids, rollout_ids, kept)
+    counts = _weights(rewards, estimator, lengths if lengths is None else rollouts.total(lengths), weights)
     batch = ParallelGroups.given(groups)
     _check_together(estimator, num_groups, groups)
     if layout is not None and groups is None:
@@ -119,28 +128,40 @@ def group_advantages(
     here = _counts_here(group_ids, layout, batch)
     add = _Totals(group_ids, num_groups, batch, here)
     group = add.group
-    rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
-    terms = (ones, counts, counts.square(), counts * rewards)
-    count, size, weight, square, total = add(ones, *(torch.where(kept, term, 0) for term in terms))
+    rewards = rewards.detach().double()
+    # The rows of one response share what it counts, so that it counts once.
+    share = rollouts.share_of_kept
+    kept_terms = [share, share * counts, share * counts.square(), share * counts * rewards]
+    terms = [rollouts.share_of_all, *(torch.where(kept, term, 0) for term in kept_terms)]
+    if rollout_ids is not None:
+        terms.append(rollouts.differ(rewards, counts).double())
+    count, size, weight, square, total, *differing = add(*terms)
     if num_groups is not None and count[num_groups]:
         raise ValueError(
-            f"{int(count[num_groups])} of group_ids do not lie in [0, num_groups={num_groups}): number the prompts of "
-            "the batch from 0, alike on every rank"
+            f"{int(count[num_groups].ceil())} of group_ids do not lie in [0, num_groups={num_groups}): number the "
+            "prompts of the batch from 0, alike on every rank"
         )
+    if differing and differing[0].any():
+        raise ValueError(
+            f"rollout_ids: {int(differing[0].sum())} rows have another reward or weight than other rows of their "
+            "rollout: give each row of a rollout the rollout's reward and weight, or leave rollout_ids out"
+        )
+    # Numbers of responses, from shares that add up to them but for their rounding.
+    count, size = count.round(), size.round()
     centred = rewards - torch.where(count > 1, total / torch.where(weight > 0, weight, 1), 0)[group]
     # A mean with weights is not the only reward, or equal ones, to the last bit; 0, but NaN if not finite.
     is_alone = ((count > 1) & (size == 1))[group]
     centred = torch.where(is_alone | (centred.abs() <= ROUNDING * rewards.abs()), rewards - rewards, centred)
-    (squares,) = add(torch.where(kept, counts * centred.square(), 0))
+    (squares,) = add(torch.where(kept, share * counts * centred.square(), 0))
     # The number of responses less 1, if they count alike.
     freedom = weight - square / torch.where(weight > 0, weight, 1)
     variance = torch.where(freedom <= _NO_FREEDOM * weight, 1, squares / torch.where(freedom > 0, freedom, 1))
     others = weight[group] - counts
     factor = torch.where((size[group] < 2) | (others <= 0), 0, weight[group] / torch.where(others == 0, 1, others))
-    above = add.lead(rewards, kept) if estimator in _OF_THE_BEST else centred
+    above = add.lead(rewards, kept, share) if estimator in _OF_THE_BEST else centred
     found = GROUP_ESTIMATORS[estimator](above, variance[group], factor)
     if estimator == "gpg":
-        found = found * (_over_nonzero(rewards, kept & here, batch) / f_norm)
+        found = found * (_over_nonzero(rewards, torch.where(here, share, 0), batch) / f_norm)
     return torch.where(kept, found, 0)
 
 
@@ -177,9 +198,12 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: T
     return counts * lengths.double()
 
 
-def _over_nonzero(rewards: Tensor, kept: Tensor, groups: ParallelGroups) -> Tensor:
-    """Kept responses of the batch divided by the number of them with a reward that is not 0, or by 1."""
-    counts = torch.stack([kept.sum(), (kept & (rewards != 0)).sum()]).double()
+def _over_nonzero(rewards: Tensor, shares: Tensor, groups: ParallelGroups) -> Tensor:
+    """Kept responses of the batch divided by the number of them with a reward that is not 0, or by 1.
+
+    ``shares``, [n] float64, of the rows that count here, add up to the number of responses.
+    """
+    counts = torch.stack([shares.sum(), torch.where(rewards != 0, shares, 0).sum()])
     responses, nonzero = all_reduce_sum(counts, groups.dp_cp)
     factor: Tensor = responses / nonzero.clamp(min=1)
     return factor
@@ -201,6 +225,52 @@ def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGrou
     return torch.tensor(firsts, dtype=torch.bool, device=group_ids.device)
 
 
+class _Rollouts:
+    """The responses that consist of several rows, all of them on this rank."""
+
+    def __init__(self, group_ids: Tensor, rollout_ids: Tensor | None, kept: Tensor) -> None:
+        """Rows of one prompt with equal ``rollout_ids`` are one response; without ids each row is one."""
+        ones = torch.ones_like(group_ids, dtype=torch.float64)
+        self.share_of_all = ones  # [n] float64, 1 over the rows of the response
+        self.share_of_kept = torch.where(kept, ones, 0)  # [n] float64, 1 over its kept rows; 0 for the others
+        self._response: Tensor | None = None  # [n] int64, the number of each row's response
+        self._kept = kept
+        if rollout_ids is None:
+            return
+        check_tensors({}, rollout_ids=rollout_ids)
+        if rollout_ids.shape != group_ids.shape or rollout_ids.dtype != torch.int64:
+            raise ValueError(
+                f"rollout_ids is {rollout_ids.dtype} {tuple(rollout_ids.shape)}: expected torch.int64 "
+                f"{tuple(group_ids.shape)}, one a row"
+            )
+        pairs = torch.stack([group_ids, rollout_ids], dim=1)
+        _, self._response = pairs.unique(dim=0, return_inverse=True)
+        self.share_of_all = 1 / self._sum(ones)
+        self.share_of_kept = self.share_of_kept / self._sum(self.share_of_kept).clamp(min=1)
+
+    def total(self, values: Tensor) -> Tensor:
+        """[n]: the sum of a value over the kept rows of each row's response."""
+        if self._response is None:
+            return values
+        return self._sum(torch.where(self._kept, values.double(), 0))
+
+    def differ(self, *values: Tensor) -> Tensor:
+        """[n] bool: kept rows with another value than the first kept row of their response."""
+        if self._response is None:
+            return torch.zeros_like(self.share_of_all, dtype=torch.bool)
+        last_row = len(self._response) - 1
+        rows = torch.arange(len(self._response), device=self._response.device)
+        kept_rows = torch.where(self._kept, rows, last_row)
+        first = torch.full_like(rows, last_row).scatter_reduce_(0, self._response, kept_rows, "amin")[self._response]
+        # NaN is no difference: the correction's check reports it.
+        differs = [(value != value[first]) & (value == value) for value in values]
+        return torch.stack(differs).any(dim=0) & self._kept
+
+    def _sum(self, values: Tensor) -> Tensor:
+        sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, self._response, values)[self._response]  # type: ignore[arg-type]
+
+
 class _Totals:
     """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
 
@@ -220,13 +290,16 @@ class _Totals:
         sums = columns.new_zeros(self.number, len(values)).index_add_(0, self.group, columns)
         return all_reduce_sum(sums, self.groups.dp_cp).unbind(1)
 
-    def lead(self, rewards: Tensor, kept: Tensor) -> Tensor:
-        """[n] by how much a prompt's best kept response exceeds its second best; 0 for the others, and without one."""
+    def lead(self, rewards: Tensor, kept: Tensor, shares: Tensor) -> Tensor:
+        """[n] by how much a prompt's best kept response exceeds its second best; 0 for the others, and without one.
+
+        ``shares``, [n] float64, of a response's kept rows add up to 1.
+        """
         best = self._highest(rewards, kept)[self.group]
         is_best = kept & (rewards == best)
-        (sharing,) = self(is_best.double())
+        (sharing,) = self(torch.where(is_best, shares, 0))
         second = self._highest(rewards, kept & ~is_best)[self.group]
-        leads = is_best & (sharing[self.group] == 1) & second.isfinite()
+        leads = is_best & (sharing.round()[self.group] == 1) & second.isfinite()
         return torch.where(leads, rewards - second, 0)
 
     def _highest(self, values: Tensor, counted: Tensor) -> Tensor:

@@ -68,10 +68,11 @@ def optimal_token_baseline(
     energy, step = _sums_so_far(torch.where(counted, energy, 0), counted, layout, groups)
     baseline = _means(returns, energy, step.long() - 1, counted, group_ids, layout, groups)
     advantages = returns - baseline
-    # A mean of equal returns is not these to the last bit.
-    counted &= (advantages.abs() <= ROUNDING * returns.abs()).logical_not()
+    # A mean of equal returns is not these to the last bit. An infinite return is no such rounding.
+    is_rounding = returns.isfinite() & (advantages.abs() <= ROUNDING * returns.abs())
+    advantages = torch.where(counted & ~is_rounding, advantages, 0)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
-    return TokenAdvantages(torch.where(counted, advantages, 0).to(dtype), returns.to(dtype))
+    return TokenAdvantages(advantages.to(dtype), returns.to(dtype))
 
 
 def _sums_so_far(

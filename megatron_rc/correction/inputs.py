@@ -27,9 +27,13 @@ PER_SEQUENCE = ("sequence_ids", "mini_batch_ids", "group_ids", "policy_versions"
 
 # What to do about log-probs of fewer than 32 bits.
 _WIDER = {
-    "rollout_log_probs": "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow",
-    "train_log_probs": "compute them from logits in float32 (megatron_rc.parallel.vocab_parallel_log_probs does), or pass "
-    "train_log_probs.float() if only their storage was narrow",
+    "rollout_log_probs": (
+        "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow"
+    ),
+    "train_log_probs": (
+        "compute them from logits in float32, as megatron_rc.parallel.vocab_parallel_log_probs does, or pass "
+        "train_log_probs.float() if only their storage was narrow"
+    ),
 }
 
 T = TypeVar("T")

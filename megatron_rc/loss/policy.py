@@ -121,9 +121,9 @@ def policy_loss(
     - ``sapo``: -A (4/τ) sigmoid(τ (r - 1)), τ = ``tau_pos`` if A > 0, else ``tau_neg``. Gao et al. 2025, "Soft Adaptive
       Policy Optimization", which averages as ``seq-mean-token-mean``.
     - ``gmpo``: -A exp(mean of the clipped log r over the tokens of the response mask): log r is at most high if A > 0,
-      at least -low if A < 0, and as it is if A = 0. The gradient of a token is as if the exponential changed by itself times the token's own
-      clipped log r, so that ``seq-mean-token-mean`` gives the objective of Zhao et al. 2025, "Geometric-Mean Policy
-      Optimization".
+      at least -low if A < 0, and as it is if A = 0. The gradient of a token is as if the exponential changed by itself
+      times the token's own clipped log r, so that ``seq-mean-token-mean`` gives the objective of Zhao et al. 2025,
+      "Geometric-Mean Policy Optimization".
 
     Args:
         log_probs: log π_θ, of the layout's local shape, nats; differentiated.

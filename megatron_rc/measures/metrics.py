@@ -264,8 +264,8 @@ def weight_std(total: float, excess_squared: float, squared: float, count: float
         return 0.0
     mean = total / count
     # A small variance must not be the difference of two large numbers: weights around 1 are taken less 1.
-    if mean > 0.5:
-        squared_distances = excess_squared - count * (mean - 1) ** 2
-    else:
-        squared_distances = squared - count * mean**2
+    near_one = mean > 0.5
+    sum_of_squares = excess_squared if near_one else squared
+    middle = mean - 1 if near_one else mean
+    squared_distances = sum_of_squares - count * middle**2
     return math.sqrt(max(squared_distances, 0.0) / (count - lost))

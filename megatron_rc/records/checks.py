@@ -46,6 +46,7 @@ FIELDS = {
     "old_log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
     "log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
     "turn_rewards": Field(True, _FLOATS, "float32 or float64", is_optional=True),
+    "rollout_ids": Field(False, _INTEGERS, "integers, for example int64", is_optional=True),
 }
 OPTIONAL = {name for name, field in FIELDS.items() if field.is_optional}
 TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN at tokens that the trainer did not score

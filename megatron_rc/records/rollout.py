@@ -59,6 +59,9 @@ class RolloutBatch:
         turn_rewards: [n, s] float32, the parts of the rewards that came with earlier turns, each at the last token of
             its turn; 0 at other sampled tokens; any value elsewhere. The rest of a reward comes with the last token.
             None: all of it does.
+        rollout_ids: [n] int64, equal for rows of one prompt that are parts of one rollout, such as a sub-agent's
+            conversations or the parts around a compaction of the context; these rows have the rollout's reward. None:
+            each row is a rollout.
     """
 
     tokens: Tensor
@@ -76,11 +79,20 @@ class RolloutBatch:
     old_log_probs: Tensor | None = None
     log_probs: Tensor | None = None
     turn_rewards: Tensor | None = None
+    rollout_ids: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
         """Number of rows."""
         return len(self.tokens)
+
+    @property
+    def has_split_rollouts(self) -> bool:
+        """True if rows are parts of one rollout."""
+        if self.rollout_ids is None:
+            return False
+        pairs = torch.stack([self.group_ids.long(), self.rollout_ids.long()], dim=1)
+        return len(pairs.unique(dim=0)) < len(pairs)
 
     @property
     def turn_ids(self) -> Tensor:
@@ -204,7 +216,8 @@ class RolloutBatch:
 
         Args:
             batches: at least one; all with the same sampling parameters, and all or none with routed experts and with
-                supports. If only some have the trainer's log-probs, the others get NaN; turn rewards, 0.
+                supports. If only some have the trainer's log-probs, the others get NaN; turn rewards, 0; rollout ids,
+                numbers of their own.
             pad_token_id: fills the shorter sequences.
 
         Raises:
@@ -283,8 +296,9 @@ def check_schema_version(header: Mapping[str, Any]) -> None:
 def _with_same_fields(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
     """The batches with the trainer's log-probs in all or in none, NaN (not scored) if only others have them.
 
-    Turn rewards alike, with 0.
+    Turn rewards alike, with 0, and rollout ids, with numbers that no other row has.
     """
+    batches = _with_rollout_ids(batches)
     fillers = dict.fromkeys(TRAINER_LOG_PROBS, torch.nan) | {"turn_rewards": 0.0}
     held = [name for name in fillers if any(getattr(batch, name) is not None for batch in batches)]
     filled = []
@@ -292,6 +306,22 @@ def _with_same_fields(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
         missing = [name for name in held if getattr(batch, name) is None]
         unknown: dict[str, Any] = {name: torch.full_like(batch.rollout_log_probs, fillers[name]) for name in missing}
         filled.append(replace(batch, **unknown))
+    return filled
+
+
+def _with_rollout_ids(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+    """The batches with rollout ids in all or in none; rows without one get the numbers behind the largest."""
+    known = [batch.rollout_ids for batch in batches if batch.rollout_ids is not None and batch.num_sequences]
+    if not known:
+        return list(batches)
+    next_id = max(int(ids.max()) for ids in known) + 1
+    filled = []
+    for batch in batches:
+        if batch.rollout_ids is None:
+            ids = torch.arange(next_id, next_id + batch.num_sequences, device=batch.tokens.device)
+            next_id += batch.num_sequences
+            batch = replace(batch, rollout_ids=ids)
+        filled.append(batch)
     return filled
 
 

@@ -64,7 +64,8 @@ def recorded(batches: Sequence[NamedBatch]) -> Recorded:
         )
     rewards = torch.cat([part.records.rewards.double() for part in parts])
     group_ids = _numbered([part.records.group_ids for part in parts])
-    advantages = group_advantages(rewards, group_ids, kept=lengths > 0)
+    rollout_ids = torch.cat([_rollout_ids(part.records) for part in parts])
+    advantages = group_advantages(rewards, group_ids, kept=lengths > 0, rollout_ids=rollout_ids)
     has_advantages = bool((advantages.abs() > 1e-9).any())
     return Recorded(
         parts=parts,
@@ -102,6 +103,13 @@ def _versions(batch: NamedBatch, mask: Tensor) -> Tensor:
     if (newest == oldest)[~empty].all():
         return torch.where(empty, 0, newest.long() - current)
     return torch.where(mask, versions.long() - current, 0)
+
+
+def _rollout_ids(records: RolloutBatch) -> Tensor:
+    """[n] int64: the rollout of each row; without ids in the record each row is one."""
+    if records.rollout_ids is None:
+        return torch.arange(records.num_sequences)
+    return records.rollout_ids.long()
 
 
 def _numbered(group_ids: Sequence[Tensor]) -> Tensor:

@@ -424,6 +424,95 @@ def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 
+def responses_in_rows(seed=0, prompts=6, per_prompt=5):
+    """Responses of one to four rows each, in any order: (oracle's arguments, which response each row is of, kept rows).
+
+    One prompt has a single response; some rows, and some whole responses, are not kept.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    responses = prompts * per_prompt - (per_prompt - 1)
+    ids = (torch.arange(responses) // per_prompt).tolist()
+    rewards = torch.randint(0, 4, (responses,), generator=generator).double() / 2 - 0.5
+    weights = torch.rand(responses, generator=generator, dtype=torch.float64) + 0.1
+    rows_each = torch.randint(1, 5, (responses,), generator=generator)
+    response = torch.arange(responses).repeat_interleave(rows_each)
+    response = response[torch.randperm(len(response), generator=generator)]
+    kept_rows = torch.rand(len(response), generator=generator) > 0.25
+    kept = [bool(kept_rows[response == index].any()) for index in range(responses)]
+    row_lengths = torch.randint(1, 30, (len(response),), generator=generator)
+    lengths = [int(row_lengths[(response == index) & kept_rows].sum()) for index in range(responses)]
+    return (rewards, ids, kept, lengths, weights), response, kept_rows, row_lengths
+
+
+def rollout_advantages(estimator, is_weighted, num_groups=None, groups=None):
+    """(advantages of this rank's rows, the oracle's): each response lies whole on one data-parallel rank."""
+    (rewards, ids, kept, lengths, weights), response, kept_rows, row_lengths = responses_in_rows()
+    given = (rewards.tolist(), ids, kept, lengths, 2.0, weights.tolist() if is_weighted else None)
+    want = torch.tensor(oracle.group(estimator, *given), dtype=torch.float64)[response]
+    here = response % group_size(groups.dp) == group_rank(groups.dp) if groups else response >= 0
+    found = group_advantages(
+        rewards[response][here],
+        torch.tensor(ids)[response][here],
+        estimator=estimator,
+        lengths=row_lengths[here],
+        weights=weights[response][here] if is_weighted else None,
+        kept=kept_rows[here],
+        # Numbers that come again for other prompts.
+        rollout_ids=(response % 7)[here],
+        f_norm=2.0,
+        num_groups=num_groups,
+        groups=groups,
+    )
+    return found, torch.where(kept_rows, want, 0)[here]
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_rollout_of_several_rows_counts_once(estimator, is_weighted):
+    found, want = rollout_advantages(estimator, is_weighted)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def rollouts_on_ranks():
+    groups = ParallelGroups.from_megatron()
+    return [rollout_advantages(estimator, True, num_groups=6, groups=groups) for estimator in GROUP_ESTIMATORS]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2, dp=2)], ids=str)
+def test_rollouts_of_several_rows_on_ranks(ranks, layout):
+    for of_rank in ranks.run(rollouts_on_ranks, layout):
+        for found, want in of_rank:
+            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_a_rollout_do_not_outvote_others():
+    """A response of one row and reward 1, and one of three rows and reward 0."""
+    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64)
+    rollout_ids = torch.tensor([8, 3, 3, 3])
+    found = {
+        name: group_advantages(rewards, ids, estimator=name, rollout_ids=rollout_ids).tolist()
+        for name in ("grpo", "grpo-no-std", "rloo", "grpo-passk-no-std")
+    }
+    root = 2**-0.5
+    assert found["grpo"] == pytest.approx([root, -root, -root, -root], abs=2e-6)
+    assert found["grpo-no-std"] == pytest.approx([0.5, -0.5, -0.5, -0.5])
+    assert found["rloo"] == pytest.approx([1.0, -1.0, -1.0, -1.0])
+    assert found["grpo-passk-no-std"] == pytest.approx([1.0, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("what", ["reward", "weight"])
+def test_rows_of_a_rollout_have_one_reward_and_one_weight(what):
+    rewards, weights, ids = torch.zeros(4), torch.ones(4), torch.zeros(4, dtype=torch.int64)
+    (rewards if what == "reward" else weights)[2] = 0.5
+    rollout_ids = torch.tensor([1, 2, 2, 2])
+    with pytest.raises(ValueError, match="rollout_ids: 1 rows have another reward or weight"):
+        group_advantages(rewards, ids, weights=weights, rollout_ids=rollout_ids)
+    kept = torch.tensor([True, True, False, True])
+    group_advantages(rewards, ids, weights=weights, rollout_ids=rollout_ids, kept=kept)
+    with pytest.raises(ValueError, match=r"rollout_ids is torch.int64 \(3,\): expected torch.int64 \(4,\)"):
+        group_advantages(rewards, ids, rollout_ids=rollout_ids[:3])
+
+
 @pytest.mark.parametrize("bad", NOT_FINITE)
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_reward_that_is_not_finite_shows_in_its_prompt_alone(estimator, bad):
@@ -459,6 +548,17 @@ def test_a_token_that_is_not_finite_shows_up_to_it(gamma, lam, bad):
     assert torch.equal(~baselined.isfinite(), mask & torch.tensor([[True], [False]]))
     ends = outcome_rewards(torch.tensor([bad, 1.0]), mask)
     assert (~ends.isfinite()).nonzero().tolist() == [[0, 4]]
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_a_return_that_is_not_finite_shows_in_the_optimal_token_baseline(bad):
+    """Also where no other response has a token, so that the baseline is 0. Other prompts are left alone."""
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    rewards = torch.tensor([[0.0, bad], [1.0, 0.0], [0.0, 2.0]])
+    log_probs, squares = torch.full((3, 2), -1.0), torch.full((3, 2), 0.5)
+    found = optimal_token_baseline(rewards, log_probs, squares, mask, torch.tensor([0, 0, 1])).advantages
+    assert (~found.isfinite()).tolist() == [[True, True], [True, False], [False, False]]
+    assert found[2].tolist() == [2.0, 2.0]
 
 
 TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)

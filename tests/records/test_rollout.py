@@ -156,6 +156,19 @@ def test_rewards_of_turns_are_numbers_and_join_batches_without():
     assert example().label_turn_rewards() is None
 
 
+def test_rows_of_one_rollout_are_told_from_others():
+    assert not example().has_split_rollouts
+    # A number that comes again for another prompt is another rollout.
+    assert not dataclasses.replace(example(), rollout_ids=torch.tensor([4, 5, 4])).has_split_rollouts
+    split = dataclasses.replace(example(), rollout_ids=torch.tensor([4, 4, 6]))
+    assert split.has_split_rollouts
+    split.validate()
+    assert not split.rows([1, 2]).has_split_rollouts
+    joined = RolloutBatch.concatenate([example().rows([2]), split, example().rows([0, 1])])
+    assert joined.rollout_ids.tolist() == [7, 4, 4, 6, 8, 9]
+    assert RolloutBatch.concatenate([example(), example()]).rollout_ids is None
+
+
 # Uses of a batch
 
 

@@ -112,6 +112,7 @@ def batches(draw, ordinary=False):
         finish_reasons=tensor(st.integers(0, 2), rows, dtype=torch.int64),
         sampling=SamplingParams(draw(st.floats(0.25, 4))),
         routed_experts=tensor(st.integers(-1, 200), rows, length, 2, 1, dtype=torch.int32) if experts else None,
+        rollout_ids=None if ordinary else draw(st.none() | st.just(torch.arange(rows) // 2)),
         **scored,
     )
 

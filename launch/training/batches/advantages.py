@@ -15,7 +15,7 @@ from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch
 from megatron_rc.loss.policy import kl_penalty
-from megatron_rc.numerics import exp_ratio, is_log_prob
+from megatron_rc.numerics import exp_weight, is_log_prob
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import group_device, group_rank, group_size
@@ -87,7 +87,8 @@ class Advantages:
         """Advantages of responses, [rows], float64."""
         rewards, kept = scores.rewards, self._kept(scores, accepted)
         if kl is not None:
-            rewards = rewards.double() - self.wanted.kl_in_reward * self._by_row(scores, kl)
+            penalty = _over_rollouts(scores.batch, self._by_row(scores, kl))
+            rewards = rewards.double() - self.wanted.kl_in_reward * penalty
         lengths = scores.batch.response_mask.sum(1)
         return group_advantages(
             rewards,
@@ -96,6 +97,7 @@ class Advantages:
             lengths=lengths,
             weights=self._weights(scores, weights) if self.wanted.advantage_baseline == "weighted" else None,
             kept=kept,
+            rollout_ids=scores.batch.rollout_ids,
             f_norm=self.wanted.gpg_f_norm,
             groups=self.groups if name == "gpg" else None,  # all responses to a prompt are on one rank
         )
@@ -111,11 +113,14 @@ class Advantages:
         if self.wanted.advantage_baseline_weights == "correction":
             if corrected is None:
                 return None
-            return self._by_row(scores, corrected) / self._by_row(scores, local.response_mask).clamp(min=1)
+            total = _over_rollouts(scores.batch, self._by_row(scores, corrected))
+            tokens = _over_rollouts(scores.batch, self._by_row(scores, local.response_mask))
+            return total / tokens.clamp(min=1)
         old, rollout = _given(scores.old, "a forward-only pass"), local.rollout_log_probs
         usable = local.response_mask & is_log_prob(old) & is_log_prob(rollout)
         log_ratio = self._by_row(scores, torch.where(usable, old.double() - rollout.double(), 0))
-        return exp_ratio(log_ratio).clamp(max=self.wanted.advantage_baseline_bound)
+        log_ratio = _over_rollouts(scores.batch, log_ratio)
+        return exp_weight(log_ratio).clamp(max=self.wanted.advantage_baseline_bound)
 
     def _of_tokens(
         self, scores: Scores, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
@@ -170,6 +175,16 @@ class Advantages:
         sums = all_reduce_sum(cut.local.layout.sum_sequences(values), self.groups.cp)
         rows = torch.zeros(len(scores.rewards), dtype=torch.float64, device=sums.device)
         return rows.index_add_(0, cut.rows.clamp(min=0), torch.where(cut.rows >= 0, sums, 0))
+
+
+def _over_rollouts(batch: RolloutBatch, values: Tensor) -> Tensor:
+    """[rows] float64: the sum of a value over the rows of each row's rollout."""
+    if batch.rollout_ids is None:
+        return values
+    pairs = torch.stack([batch.group_ids.long(), batch.rollout_ids.long()], dim=1)
+    _, rollout = pairs.unique(dim=0, return_inverse=True)
+    sums = torch.zeros_like(values).index_add_(0, rollout, values)
+    return sums[rollout]
 
 
 def summarize(

@@ -31,6 +31,7 @@ _REQUIRED = set(
     "policy_versions".split()
 )
 _IF_RECORDED = ("turn_rewards", *TRAINER_LOG_PROBS)
+_OPTIONAL_KEYS = OPTIONAL - {"support_ids", "support_counts", "rollout_ids"} | {"support", "rollout_id"}
 
 
 def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -> int:
@@ -137,6 +138,7 @@ def _record(batch: RolloutBatch, row: int, end: int, support: tuple[Tensor, Tens
         "schema_version": SCHEMA_VERSION,
         "sample_id": int(batch.sample_ids[row]),
         "group_id": int(batch.group_ids[row]),
+        **({} if batch.rollout_ids is None else {"rollout_id": int(batch.rollout_ids[row])}),
         "reward": float(batch.rewards[row]),
         "finish_reason": FINISH_REASONS[int(batch.finish_reasons[row])],
         "sampling": asdict(batch.sampling),
@@ -167,7 +169,7 @@ def _parse(line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}: expected an object")
     check_schema_version(record)
-    odd = (_REQUIRED ^ set(record)) - (OPTIONAL - {"support_ids", "support_counts"} | {"support"})
+    odd = (_REQUIRED ^ set(record)) - _OPTIONAL_KEYS
     if odd:
         raise ValueError(f"fields unknown or missing: {', '.join(sorted(odd))}")
     return record
@@ -198,6 +200,7 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         columns,
         sample_id=_number(record, "sample_id", int),
         group_id=_number(record, "group_id", int),
+        rollout_id=_number(record, "rollout_id", int) if "rollout_id" in record else None,
         reward=_number(record, "reward", float),
         finish_reason=reason,
         sampling=SamplingParams.from_dict(record["sampling"]),

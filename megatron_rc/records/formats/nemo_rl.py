@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_rc.records.formats.rows import (
     FILLERS,
     as_int32,
+    check_whole_rollouts,
     cut_off,
     experts_of,
     finish_reasons,
@@ -85,8 +86,9 @@ def to_nemo_rl(batch: RolloutBatch, *, pad_token_id: int) -> dict[str, Tensor]:
         pad_token_id: fills sequences on the right.
 
     Raises:
-        ValueError: old_log_probs lack some of the tokens.
+        ValueError: old_log_probs lack some of the tokens, or rows are parts of one rollout.
     """
+    check_whole_rollouts(batch, "NeMo-RL")
     first, end = spans(batch)
     keep = torch.arange(max(end.tolist(), default=0), device=end.device) < end.unsqueeze(1)
     start = torch.zeros_like(end)

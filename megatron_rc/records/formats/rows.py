@@ -23,6 +23,7 @@ def one_sequence(
     finish_reason: str,
     sampling: SamplingParams,
     support: tuple[Tensor, Tensor] | None = None,
+    rollout_id: int | None = None,
 ) -> RolloutBatch:
     """A batch of one sequence without padding.
 
@@ -33,6 +34,8 @@ def one_sequence(
     if support is not None:
         held |= {"support_ids": support[0], "support_counts": support[1].unsqueeze(0)}
     numbers = {"sample_ids": sample_id, "group_ids": group_id, "finish_reasons": FINISH_REASONS.index(finish_reason)}
+    if rollout_id is not None:
+        numbers["rollout_ids"] = rollout_id
     held |= {name: torch.tensor([value], device=held["tokens"].device) for name, value in numbers.items()}
     return RolloutBatch(**held, rewards=held["rollout_log_probs"].new_tensor([reward]), sampling=sampling)
 
@@ -91,6 +94,15 @@ def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
             "rows, or set old_log_probs to None"
         )
     return torch.where(batch.response_mask, batch.old_log_probs, 0.0)
+
+
+def check_whole_rollouts(batch: RolloutBatch, program: str) -> None:
+    """Raise ValueError if rows are parts of one rollout, which the program's records cannot say."""
+    if batch.has_split_rollouts:
+        raise ValueError(
+            f"rollout_ids: rows of this batch are parts of one rollout, and {program} has no field for it: it would "
+            "count each row as a response. Set rollout_ids to None if that is what you want"
+        )
 
 
 def trainer_log_probs(

@@ -40,7 +40,7 @@ def from_slime(
 
     Args:
         samples: tokens, response_length, rollout_log_probs, reward, status, index, group_index; optionally loss_mask,
-            remove_sample, weight_versions, rollout_routed_experts, rollout_top_p_token_ids with
+            remove_sample, rollout_id, weight_versions, rollout_routed_experts, rollout_top_p_token_ids with
             rollout_top_p_token_offsets (in miles rollout_sampling_mask_ids and ..._offsets) and the trainer's
             log_probs. Other keys are ignored.
         sampling: the sampling parameters, which a sample does not have.
@@ -125,6 +125,7 @@ def _sequence(
         },
         sample_id=_index(sample, "index"),
         group_id=_index(sample, "group_index"),
+        rollout_id=None if sample.get("rollout_id") is None else _index(sample, "rollout_id"),
         reward=_reward(sample, reward_key),
         finish_reason=_finish_reason(sample),
         sampling=sampling,
@@ -138,6 +139,7 @@ def _sample(batch: RolloutBatch, row: int, first: int, end: int) -> dict[str, An
     return {
         "index": int(batch.sample_ids[row]),
         "group_index": int(batch.group_ids[row]),
+        **({} if batch.rollout_ids is None else {"rollout_id": int(batch.rollout_ids[row])}),
         "tokens": batch.tokens[row, :end].tolist(),
         "response_length": end - first,
         "loss_mask": mask.int().tolist(),

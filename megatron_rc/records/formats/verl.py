@@ -13,6 +13,7 @@ from megatron_rc.records.formats.nested import padded
 from megatron_rc.records.formats.rows import (
     FILLERS,
     as_int32,
+    check_whole_rollouts,
     experts_of,
     finish_reasons,
     flags_of,
@@ -88,8 +89,10 @@ def to_verl(
         response_length: columns for responses; default: the longest response's, at least 1.
 
     Raises:
-        ValueError: a prompt or a response does not fit, or old_log_probs lack some of the tokens.
+        ValueError: a prompt or a response does not fit, old_log_probs lack some of the tokens, or rows are parts of
+            one rollout.
     """
+    check_whole_rollouts(batch, "verl")
     first, end = spans(batch)
     early = torch.zeros_like(batch.rollout_log_probs) if batch.turn_rewards is None else batch.turn_rewards
     early = torch.where(batch.response_mask, early, 0)

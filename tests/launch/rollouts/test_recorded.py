@@ -1,12 +1,18 @@
 """Rollouts on disk: which steps of a folder can be trained on again."""
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.rollouts.recorded import RecordedRollouts, find_rollouts, write_rollouts
+from megatron_rc.launch.rollouts.recorded import (
+    RecordedRollouts,
+    check_split_rollouts,
+    find_rollouts,
+    write_rollouts,
+)
 from megatron_rc.records.rollout import FINISH_REASONS
 from tests.fuzz.targets import example
 from tests.support.recorded_training import flags, run_config
@@ -59,3 +65,23 @@ def test_a_batch_without_a_token_is_refused(tmp_path):
     write_rollouts(aborted, tmp_path, 0, 0)
     with pytest.raises(ValueError, match=r"no response of the batch of step-0000000-\S+ has a token: remove it$"):
         RecordedRollouts(tmp_path, length, rows, 1).read(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "is_taken"),
+    [
+        ("--loss-aggregation=token-mean", True),
+        ("--loss-aggregation=seq-mean-token-mean", False),
+        ("--loss-aggregation=seq-mean-token-sum", False),
+        ("--advantage-estimator=optimal-token-baseline", False),
+        ("--advantage-estimator=rloo", True),
+    ],
+)
+def test_a_flag_that_counts_each_row_of_a_rollout_is_refused(tmp_path, flag, is_taken):
+    config = run_config(flags(tmp_path, flag), engine=False)
+    batch = example()
+    rows = torch.arange(batch.num_sequences)
+    check_split_rollouts(dataclasses.replace(batch, rollout_ids=rows), config)
+    split = dataclasses.replace(batch, group_ids=torch.zeros_like(rows), rollout_ids=torch.zeros_like(rows))
+    with contextlib.nullcontext() if is_taken else pytest.raises(ValueError, match=flag.replace("=", " ")):
+        check_split_rollouts(split, config)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from megatron_rc.records.formats.nemo_rl import to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import to_verl
 from tests.support.records import HALF, batches, changed, cut, example, identical, known
@@ -79,6 +80,23 @@ def test_slime_is_written_as_it_is_read():
     assert torch.equal(found["rollout_routed_experts"], sample["rollout_routed_experts"].int())
     assert other["loss_mask"] == [1]
     assert other["weight_versions"] == ["4"]
+
+
+def test_rows_of_one_rollout_keep_its_number():
+    first, second = slime_example()
+    first = first | {"rollout_id": 12, "log_probs": None}
+    second = second | {"rollout_id": 12, "reward": 0.5, "index": 42}
+    alone = slime_example()[1] | {"rollout_id": None}
+    batch = from_slime([first, alone, second], sampling=HALF, reward_key="math")
+    assert batch.rollout_ids.tolist() == [12, 13, 12]
+    assert batch.has_split_rollouts
+    assert [sample["rollout_id"] for sample in to_slime(batch.rows([0, 2]))] == [12, 12]
+    with pytest.raises(ValueError, match=r"rollout_ids: .* verl has no field"):
+        to_verl(batch, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"rollout_ids: .* NeMo-RL has no field"):
+        to_nemo_rl(batch, pad_token_id=0)
+    with pytest.raises(ValueError, match="sample 0 of the list: rollout_id is 'a'"):
+        from_slime([first | {"rollout_id": "a"}], sampling=HALF)
 
 
 @settings(max_examples=25, deadline=None)

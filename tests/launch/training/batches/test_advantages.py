@@ -224,6 +224,43 @@ def test_an_unusable_log_prob_spoils_no_token_baseline(tmp_path):
     assert torch.equal(found.advantages, wanted.advantages)
 
 
+@pytest.mark.parametrize("kind", ["none", "ratio", "correction"])
+def test_rows_of_one_rollout_are_one_response_of_their_prompt(tmp_path, kind):
+    """Rows 0 and 1, 4 and 5, ... are rollouts of two rows: their weights, lengths and KL are those of both rows."""
+    words = ["--advantage-estimator=rloo", "--kl-in-reward=0.3", "--kl-in-reward-estimator=k1"]
+    if kind != "none":
+        words += ["--advantage-baseline=weighted", f"--advantage-baseline-weights={kind}"]
+        words += [f"--advantage-baseline-bound={BOUND}"] if kind == "ratio" else []
+    config, alone = run_config(flags(tmp_path, *words), engine=False), ParallelGroups()
+    rows = torch.arange(SEQUENCES)
+    rollout = torch.where(rows % 4 < 2, rows // 4 * 4, rows)
+    batch = dataclasses.replace(recorded_batch(0), rollout_ids=rollout)
+    rewards = batch.rewards[rollout]
+    cut = cut_batch(batch, config, alone)
+    _, mask, engine = batch.label_aligned()
+    old, ref, _, _, weights, *_ = tables()
+    scores = Scores(batch=batch, rewards=rewards, cut=cut, old=_cut(cut, old), ref=_cut(cut, ref))
+    found = Advantages(config, alone).of(scores, weights=_cut(cut, weights)).advantages
+
+    def of_rollouts(values):
+        """The sum of each response's tokens, in the order of the responses."""
+        sums = torch.zeros(SEQUENCES, dtype=torch.float64)
+        sums.index_add_(0, rollout, torch.where(mask, values.double(), 0).sum(1))
+        return sums[rollout.unique()]
+
+    penalised = rewards.double()[rollout.unique()] - 0.3 * of_rollouts(old - ref)
+    counted = {
+        "none": torch.ones(len(penalised)),
+        "ratio": of_rollouts(old - engine).exp().clamp(max=BOUND),
+        "correction": of_rollouts(weights) / of_rollouts(torch.ones_like(weights)),
+    }[kind]
+    ids = batch.group_ids[rollout.unique()].tolist()
+    kept = [True] * len(ids)
+    want = torch.tensor(oracle.group("rloo", penalised.tolist(), ids, kept, kept, weights=counted.tolist()))
+    expanded = want[torch.searchsorted(rollout.unique(), rollout)]
+    torch.testing.assert_close(found.double(), expanded[cut.rows].double(), rtol=1e-5, atol=1e-6)
+
+
 TRAINED = {
     "tokens": """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
     --kl-in-reward-estimator=k3 --reward-scaling=mean-std --reward-clip=1.2""",
