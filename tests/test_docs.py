@@ -458,6 +458,8 @@ def test_other_pages_run(tmp_path, monkeypatch, capsys):
     assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
     exec(blocks(ROOT / "docs" / "advantages.md", "python")[1], found)
     torch.testing.assert_close(found["weighted"], found["per_response"])  # of two responses the other one is the mean
+    exec(blocks(ROOT / "docs" / "advantages.md", "python")[2], found)
+    assert found["advantages"].tolist() == pytest.approx([0.71, -0.71, -0.71, -0.71], abs=0.005)
     block, forms, _ = blocks(ROOT / "docs" / "rollouts.md", "python")
     monkeypatch.chdir(tmp_path)
     found = {"batch": recorded_batch(0)}

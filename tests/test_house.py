@@ -2,18 +2,13 @@
 
 import ast
 import functools
-import os
 import pkgutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from types import FrameType
 
 import pytest
-import torch
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from tests.support.paths import LINKED, ROOT
 
 # A folder, or a module that stands by itself, imports from those before it alone.
@@ -163,43 +158,3 @@ def test_what_no_test_runs_imports_what_exists():
         for name in imports(path):
             if name.startswith(("megatron_rc.", "tests.", "benchmarks.")):
                 assert pkgutil.resolve_name(name), f"{path} imports {name}"
-
-
-CORE = ("correction", "measures", "batch", "training")
-
-
-def test_the_core_can_be_read_in_one_sitting():
-    lines = {module: len(path.read_text().splitlines()) for module, path in modules().items()}
-    assert sum(number for module, number in lines.items() if module.split(".")[0] in CORE) <= 4000
-
-
-def test_the_correction_of_a_plain_batch_can_be_followed_line_by_line():
-    """The lines that ``correct_rollouts`` runs with the default configuration, in one process."""
-    log_probs, config = torch.linspace(-2, -0.01, 512).view(8, 64), RolloutCorrectionConfig()
-    ours, lines = {os.path.realpath(path) for path in modules().values()}, set()
-
-    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
-        path = os.path.realpath(frame.f_code.co_filename)
-        if event == "line":
-            lines.add((path, frame.f_lineno))
-        return trace if path in ours else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        correct_rollouts(log_probs, log_probs - 0.01, torch.ones(8, 64, dtype=torch.bool), config)
-    finally:
-        sys.settrace(before)
-    assert 200 < len(lines) <= 450
-    assert len({path for path, _ in lines}) <= 12
-
-
-@pytest.mark.parametrize("folder", CORE)
-def test_a_folder_of_the_core_has_few_floors(folder):
-    """A module stands one floor above the highest module of its folder that it imports."""
-
-    @functools.cache
-    def floor_of(module: str) -> int:
-        return 1 + max((floor_of(name) for name in graph()[module] if name.startswith(f"{folder}.")), default=0)
-
-    assert max(floor_of(module) for module in modules() if module.startswith(f"{folder}.")) <= 8

@@ -118,7 +118,7 @@ def test_the_page_of_launch_files_has_every_file():
 RUN_BY = {
     "README.md": ("test_docs.py", 1),
     "docs/adaptors.md": ("adaptors/pages.py", 5),
-    "docs/advantages.md": ("test_docs.py", 2),
+    "docs/advantages.md": ("test_docs.py", 3),
     "docs/library.md": ("test_docs.py", 8),
     "docs/models.md": ("launch/test_export.py", 1),
     "docs/presets.md": ("test_docs.py", 1),
