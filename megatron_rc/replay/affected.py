@@ -56,7 +56,7 @@ def _sequence(data: Recorded, found: Outcome, row: int) -> AffectedSequence:
     part = data.parts[index]
     mask, ratio = part.mask[own], log_ratio(part, found)[own]
     kept = found.masks[index][own]
-    weights = kept.float() if found.token_weights is None else found.token_weights[index][own] * kept
+    weights = kept.double() if found.token_weights is None else found.token_weights[index][own] * kept
     shown = mask.nonzero().flatten()[:MOST_TOKENS]
     columns = (part.records.tokens[own], ratio, part.rollout[own], weights, kept)
     ids, ratios, log_probs, held, accepted = (column[shown].tolist() for column in columns)

@@ -20,7 +20,7 @@ LOSS = "the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages, also 
 PROXY = f"gradient of {LOSS} with respect to log π_θ of each sampled token"
 ALIKE = "gradient of the mean log π_θ of the sampled tokens, since all rewards of each prompt are alike"
 _BLOCK = 2**20  # tokens; bounds the memory of autograd
-Gradient = list[Tensor]  # of the sampled tokens, for each batch [n, s] float32
+Gradient = list[Tensor]  # of the sampled tokens, for each batch [n, s] float64
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def uncorrected(data: Recorded) -> Gradient:
     """Gradient of PPO with the trainer's π_old, every sampled token and no weights."""
     tokens, denominator = [], float(data.lengths.sum())
     for part, advantages in zip(data.parts, data.split(data.advantages), strict=True):
-        gradient = torch.empty_like(part.theta, dtype=torch.float32)
+        gradient = torch.empty_like(part.theta)
         for rows in _blocks(part):
             gradient[rows] = _gradient(part, rows, part.old, advantages, "ppo_clip", None) / denominator
         tokens.append(gradient)
@@ -79,7 +79,7 @@ def corrected(
     masks: Sequence[Tensor],
     weights: Sequence[Tensor] | None,
 ) -> Iterator[tuple[int, slice, Tensor]]:
-    """Yield the corrected gradient in blocks: index of the batch, rows, gradient [rows, s] float32.
+    """Yield the corrected gradient in blocks: index of the batch, rows, gradient [rows, s] float64.
 
     ``masks`` and ``weights`` are [n, s] for each batch: accepted tokens, and weights if the loss has any.
     """
@@ -97,11 +97,11 @@ def corrected(
 def _gradient(
     part: Tokens, rows: slice, old: Tensor, advantages: Tensor, algorithm: str, weights: Tensor | None
 ) -> Tensor:
-    """[rows, s] float32: gradient of the summed loss of the sampled tokens; 0 elsewhere."""
+    """[rows, s] float64: gradient of the summed loss of the sampled tokens; 0 elsewhere."""
     mask = part.mask[rows]
-    theta = torch.where(mask, part.theta[rows].detach().float(), 0.0).requires_grad_()
+    theta = torch.where(mask, part.theta[rows].detach(), 0.0).requires_grad_()
     with torch.enable_grad():
-        loss = policy_loss(theta, old[rows].float(), advantages[rows], mask, algorithm=algorithm, weights=weights)
+        loss = policy_loss(theta, old[rows], advantages[rows], mask, algorithm=algorithm, weights=weights)
         (gradient,) = torch.autograd.grad(loss.per_token.sum(), theta)
     return gradient
 

@@ -151,7 +151,7 @@ def _weights(masks: list[Tensor], weights: list[Tensor] | None, tokens: int) -> 
     sums, counts = [], torch.zeros(NUM_BINS, dtype=torch.int64)
     squares, smallest, largest, accepted, zeros = 0.0, math.inf, 0.0, 0, 0
     for index, mask in enumerate(masks):
-        held = mask.to(torch.float32) if weights is None else torch.where(mask, weights[index], 0)
+        held = mask.double() if weights is None else torch.where(mask, weights[index], 0)
         sums.append(held.sum(dim=1, dtype=torch.float64))
         accepted += int(mask.sum())
         if not mask.any():

@@ -20,9 +20,10 @@ class Tokens:
     name: str  # of the batch
     records: RolloutBatch
     mask: Tensor  # [n, s] bool, sampled tokens that the trainer scored
-    rollout: Tensor  # [n, s], log π_rollout
-    old: Tensor  # [n, s], log π_old
-    theta: Tensor  # [n, s], log π_θ in the batch's last optimizer step, or log π_old
+    # [n, s] float64 each: sequence weights of long responses are smaller than any float32.
+    rollout: Tensor  # log π_rollout
+    old: Tensor  # log π_old
+    theta: Tensor  # log π_θ in the batch's last optimizer step, or log π_old
     versions: Tensor  # [n, s] or [n] int64, minus the age of the sampling weights in steps
 
     @property
@@ -88,7 +89,15 @@ def _tokens(batch: NamedBatch) -> Tokens:
     # Tokens of no step keep log π_old.
     theta = old if records.log_probs is None else torch.where(records.log_probs.isnan(), old, records.log_probs)
     mask = records.response_mask & ~old.isnan()
-    return Tokens(batch.name, records, mask, records.rollout_log_probs, old, theta, _versions(batch, mask))
+    return Tokens(
+        name=batch.name,
+        records=records,
+        mask=mask,
+        rollout=records.rollout_log_probs.double(),
+        old=old.double(),
+        theta=theta.double(),
+        versions=_versions(batch, mask),
+    )
 
 
 def _versions(batch: NamedBatch, mask: Tensor) -> Tensor:

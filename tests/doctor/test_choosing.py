@@ -10,9 +10,10 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.advice import UPPER_BOUNDS, choose
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.rule import Verdict
-from megatron_rc.doctor.rules import BY_NAME
+from megatron_rc.doctor.rules import BY_NAME, judge
 from megatron_rc.doctor.sampled import Sampled
 from tests.settings.test_documents import rows
 from tests.support.paths import ROOT
@@ -50,6 +51,23 @@ def test_a_leaf_of_the_tree_is_the_doctors_choice(leaf, facts, verdicts):
     assert len(LEAVES) == 5
     assert choose(Facts(facts), verdicts, batch()).preset == LEAVES[leaf]
     assert f"→ `{LEAVES[leaf]}`" in PAGE
+
+
+@pytest.mark.parametrize(("length", "sigma"), [(8192, 0.1), (16384, 0.07), (32768, 0.07)])
+def test_no_sequence_weights_for_responses_of_which_one_would_count(length, sigma):
+    """k3 of 0.0025 to 0.005 a token: weights of e⁻²⁰ and less, all different."""
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = sigma * torch.randn(64, length, generator=generator) - sigma**2 / 2
+    rollout = torch.full_like(log_ratio, -3.0)
+    mask = torch.ones_like(log_ratio, dtype=torch.bool)
+    sampled = Sampled(rollout_log_probs=rollout, old_log_probs=rollout + log_ratio, response_mask=mask)
+    facts = facts_of_batch(sampled)
+    log_weights = (sampled.old_log_probs.double() - rollout.double()).sum(1)
+    weights = (log_weights - log_weights.max()).exp()
+    exact = float(weights.sum() ** 2 / (64 * weights.square().sum()))
+    assert facts["sequence_eff_sample_size"] == pytest.approx(exact, rel=1e-6)
+    assert exact < 0.1
+    assert choose(facts, judge(facts), sampled).preset == "decoupled_geo_rs_token_tis"
 
 
 def test_the_tree_has_the_doctors_numbers():

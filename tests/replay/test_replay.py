@@ -22,6 +22,7 @@ from megatron_rc.replay.tokens import recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from tests.replay.batches import scored_batch
 from tests.support import correction_oracle as oracle
+from tests.support.made_rollouts import made_batch
 from tests.support.records import changed
 from tests.support.rounding import assert_equal_but_rounding
 
@@ -131,6 +132,28 @@ def test_outcomes_are_those_of_loops(case):
     assert found.effect.change.tolist() == pytest.approx(change, rel=1e-4, abs=1e-9)
     assert abs(cosine) < 0.999
     assert case in ("token", "bypass", "reinforce") or accepted < int(data.lengths.sum())
+
+
+@pytest.mark.parametrize("sum_of_logs", [-45.0, -150.0, -280.0])
+def test_small_sequence_weights_are_told_apart(sum_of_logs):
+    """The effective share and the direction of the gradient, of weights of which float32 has few digits, or none."""
+    length, generator = 400, torch.Generator().manual_seed(0)
+    logs = sum_of_logs + 3 * torch.randn(8, generator=generator).double()
+    rollout = torch.full((8, length), -3.0)
+    old = rollout.double() + logs.unsqueeze(1) / length
+    mask = torch.arange(length).expand(8, length) > 0
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    batch = made_batch(torch.ones(8, length).long(), mask, rollout, rewards, old_log_probs=old.float())
+    data = recorded([NamedBatch("far", batch)])
+    found = outcome(data, uncorrected(data), "sequence", RolloutCorrectionConfig.decoupled_seq_is())
+    exact_logs = torch.where(mask, old.float().double() - rollout.double(), 0).sum(1)
+    weights = (exact_logs - exact_logs.max()).exp()
+    share = float(weights.sum() ** 2 / (8 * weights.square().sum()))
+    assert found.weights.effective_share == pytest.approx(share, rel=1e-9)
+    advantages = data.advantages.double()
+    along = (weights * advantages.square()).sum()
+    cosine = float(along / ((weights * advantages).norm() * advantages.norm()))
+    assert found.effect.cosine == pytest.approx(cosine, rel=1e-9)
 
 
 def test_rejections_are_counted_by_reward_length_and_age():
