@@ -261,6 +261,25 @@ def test_rows_of_one_rollout_are_one_response_of_their_prompt(tmp_path, kind):
     torch.testing.assert_close(found.double(), expanded[cut.rows].double(), rtol=1e-5, atol=1e-6)
 
 
+def test_ratios_of_long_responses_are_told_apart_in_the_baseline(tmp_path):
+    """Log ratios of about -8 a token: all are far below e⁻²⁰, and one response of a prompt has most of the weight."""
+    words = ["--advantage-estimator=grpo-no-std", "--advantage-baseline=weighted"]
+    config, alone = run_config(flags(tmp_path, *words), engine=False), ParallelGroups()
+    batch = recorded_batch(0)
+    cut = cut_batch(batch, config, alone)
+    old = cut.local.rollout_log_probs.nan_to_num(-1.0) - 8 + 0.3 * torch.randn(cut.local.layout.shape)
+    log_ratio = torch.where(cut.local.response_mask, old.double() - cut.local.rollout_log_probs.double(), 0).sum(1)
+    assert float(log_ratio.max()) < -20
+    found = Advantages(config, alone).of(Scores(batch=batch, rewards=batch.rewards, cut=cut, old=old)).advantages
+    ids = batch.group_ids[cut.rows]
+    rewards = batch.rewards.double()[cut.rows]
+    largest = torch.stack([log_ratio[ids == one].max() for one in ids])
+    weights = (log_ratio - largest).exp().tolist()
+    kept = [True] * len(ids)
+    want = oracle.group("grpo-no-std", rewards.tolist(), ids.tolist(), kept, kept, weights=weights)
+    assert found.tolist() == pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
 TRAINED = {
     "tokens": """--advantage-estimator=reinforce-pp --gamma=0.9 --advantage-scope=accepted --kl-in-reward=0.2
     --kl-in-reward-estimator=k3 --reward-scaling=mean-std --reward-clip=1.2""",
