@@ -11,11 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer_config.json"
 # Entries that one architecture alone had under another name: model_type, name since transformers 5, name before.
 _RENAMED = {"qwen3_moe": ("num_local_experts", "num_experts")}
 # What transformers 5 calls a tokenizer that is complete in tokenizer.json; it still knows the earlier name.
-_TOKENIZER_CLASS, _EARLIER_CLASS = "TokenizersBackend", "PreTrainedTokenizerFast"
+_TOKENIZER_CLASS = "TokenizersBackend"
+_EARLIER_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 def add_earlier_entries(folder: Path) -> None:
@@ -36,7 +38,7 @@ def add_earlier_tokenizer_class(folder: Path) -> None:
     """
     entries = _read(folder / TOKENIZER)
     if entries.get("tokenizer_class") == _TOKENIZER_CLASS:
-        _write(folder / TOKENIZER, entries | {"tokenizer_class": _EARLIER_CLASS})
+        _write(folder / TOKENIZER, entries | {"tokenizer_class": _EARLIER_TOKENIZER_CLASS})
 
 
 def earlier_entries(entries: dict[str, Any]) -> dict[str, Any]:

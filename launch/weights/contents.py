@@ -46,6 +46,7 @@ def check_contents(
 
 
 def _check_output_layer(files: WeightFiles, config: RunConfig) -> None:
+    """Raise ValueError if an untied output layer is missing, or a tied model has another one than its embeddings."""
     family = family_of(config)
     ((output,),) = (rule.hugging_face for rule in family.untied_head)
     (embeddings,) = family.embedding[0].hugging_face
@@ -60,30 +61,32 @@ def _check_output_layer(files: WeightFiles, config: RunConfig) -> None:
         if difference is not None:
             raise ValueError(
                 f"{files.folder}: config.json ties the output layer to the embeddings, but {output} differs from "
-                f"{embeddings} ({difference}): set tie_word_embeddings to false in config.json to train both, or "
+                f"{embeddings} ({difference}): set tie_word_embeddings to false in config.json to keep both, or "
                 f"remove {output} from the files"
             )
 
 
 def _log_unread(files: WeightFiles, flag: str, config: RunConfig) -> None:
     """Log one line about the tensors that no rule reads, if there are any."""
-    family = family_of(config)
     names = names_of(units_of(config))
-    for rule in family.untied_head:
-        # With tied embeddings it was compared.
+    for rule in family_of(config).untied_head:
+        # A tied model reads no output layer; a stored one was compared with the embeddings.
         names.update(rule.hugging_face)
     read = {files.find(name) for name in names}
     unread = [name for name in files.names if name not in read and not _COMPUTED.fullmatch(name)]
+
     num_layers = config.transformer.num_layers
-    later = [name for name in unread if _layer_of(name) >= num_layers]
-    unknown = sorted(set(unread).difference(later))
-    words = []
+    further_layers = [name for name in unread if _layer_of(name) >= num_layers]
+    unknown = sorted(set(unread).difference(further_layers))
+    kinds = []
     if unknown:
-        words.append(f"{len(unknown)} that this model does not have ({_listed(unknown)})")
-    if later:
-        words.append(f"{len(later)} of the layers from {num_layers} on, which num_hidden_layers does not count")
-    if words:
-        _log.warning("%s %s: tensors of the files that are not read: %s", flag, files.folder, "; ".join(words))
+        kinds.append(f"{len(unknown)} that this model does not have ({_listed(unknown)})")
+    if further_layers:
+        kinds.append(
+            f"{len(further_layers)} of the layers from {num_layers} on, which num_hidden_layers does not count"
+        )
+    if kinds:
+        _log.warning("%s %s: tensors of the files that are not read: %s", flag, files.folder, "; ".join(kinds))
 
 
 def _layer_of(name: str) -> int:

@@ -33,7 +33,8 @@ class WeightFiles:
     """Tensors of a directory by name, read one at a time; opened by :func:`open_weights`."""
 
     def __init__(self, folder: Path, files: dict[str, Any]) -> None:
-        self.folder, self.files = folder, files
+        self.folder = folder
+        self.files = files
 
     @property
     def names(self) -> Collection[str]:
@@ -48,10 +49,9 @@ class WeightFiles:
 
     def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Raise ValueError if the tensor is missing or has another shape."""
-        stored = self._stored_name(name)
-        found = tuple(self.files[stored].get_slice(stored).get_shape())
-        if shape is not None and found != shape:
-            raise ValueError(f"{self.folder}: {name} {found} is not the {shape} that the flags describe")
+        stored_shape = tuple(self._slice(name).get_shape())
+        if shape is not None and stored_shape != shape:
+            raise ValueError(f"{self.folder}: {name} {stored_shape} is not the {shape} that the flags describe")
 
     def find(self, name: str) -> str | None:
         """Name under which the tensor is stored, if it is; published GPT-2 files lack the prefix ``transformer.``."""
@@ -61,22 +61,29 @@ class WeightFiles:
         return None
 
     def largest_difference(self, name: str, other_name: str) -> str | None:
-        """Say how two matrices differ, or None if they are equal; reads some rows of both at a time.
+        """Say how two matrices differ; None if they are equal. Reads some rows of both at a time.
 
-        ValueError if one is missing.
+        Raises ValueError if one is missing.
         """
-        stored, other_stored = self._stored_name(name), self._stored_name(other_name)
-        rows, other_rows = self.files[stored].get_slice(stored), self.files[other_stored].get_slice(other_stored)
-        shape, other_shape = rows.get_shape(), other_rows.get_shape()
+        rows = self._slice(name)
+        other_rows = self._slice(other_name)
+        shape = tuple(rows.get_shape())
+        other_shape = tuple(other_rows.get_shape())
         if shape != other_shape:
-            return f"{tuple(shape)} is not {tuple(other_shape)}"
-        largest, is_equal = 0.0, True
+            return f"{shape} is not {other_shape}"
+        largest = 0.0
+        is_equal = True
         for begin in range(0, shape[0], _COMPARED_ROWS):
             part = rows[begin : begin + _COMPARED_ROWS].float()
             other_part = other_rows[begin : begin + _COMPARED_ROWS].float()
             is_equal = is_equal and torch.equal(part, other_part)
             largest = max(largest, float((part - other_part).abs().max()))
         return None if is_equal else f"by up to {largest:.3g}"
+
+    def _slice(self, name: str) -> Any:
+        """A tensor that is not read yet, of safetensors; ValueError if it is missing."""
+        stored = self._stored_name(name)
+        return self.files[stored].get_slice(stored)
 
     def _stored_name(self, name: str) -> str:
         stored = self.find(name)
