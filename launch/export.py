@@ -50,7 +50,9 @@ def export(request: argparse.Namespace) -> int:
     _, folder = checked_checkpoint(request.load, request.step, checksums=request.verify_integrity)
     config = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
     if find_family(config) is None:
-        raise ConfigurationError(f"--load {request.load}: no Hugging Face architecture has the settings of this model")
+        raise ConfigurationError(
+            f"--load {request.load}: no Hugging Face architecture here has the settings of this model"
+        )
     text = tokenizer_of(config, request.tokenizer_model, request.task)
     with alone(config):
         return write_directory(request.save_hf, config, text, export_parameters(_parameters(config, folder), config))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.rounding import Rounding
+from megatron_rc.launch.transformers4 import add_earlier_entries
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
 from megatron_rc.launch.weights.safetensors_files import SHARD_BYTES, write_tensors
 
@@ -62,6 +63,7 @@ class ModelDirectory:
             part.mkdir()
             write_tensors(part, self.tensors(weights), self._shard_bytes)
             self._config.save_pretrained(part)
+            add_earlier_entries(part)
             shutil.rmtree(old, ignore_errors=True)
             if self.path.exists():
                 self.path.rename(old)
@@ -76,6 +78,7 @@ class ModelDirectory:
         self._config.dtype = dtype
         try:
             self._config.save_pretrained(self.path)
+            add_earlier_entries(self.path)
         except OSError as error:
             raise EngineError(f"the model's config cannot be written to {self.path}: {error}") from error
 

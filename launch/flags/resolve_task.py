@@ -84,13 +84,22 @@ def resolve_task(args: argparse.Namespace) -> Task:
         args.eval_temperature = args.rl_default_temperature
     args.vocab_size = args.vocab_size or task.text.size
     if args.vocab_size < task.text.size:
-        raise ConfigurationError(
-            f"--vocab-size {args.vocab_size} is smaller than the tokenizer's {task.text.size} tokens"
-        )
+        raise ConfigurationError(_too_few_rows(args, task.text.size))
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     return task
+
+
+def _too_few_rows(args: argparse.Namespace, tokens: int) -> str:
+    """Say that the tokenizer has more tokens than the model has embeddings."""
+    if args.load_hf is None:
+        return f"--vocab-size {args.vocab_size} is smaller than the tokenizer's {tokens} tokens"
+    return (
+        f"--load-hf {args.load_hf}: the model has {args.vocab_size} embeddings (vocab_size in config.json), fewer than "
+        f"the tokenizer's {tokens} tokens: give the model's own tokenizer as --tokenizer-model, or a model whose "
+        "embeddings were resized to it"
+    )
 
 
 def _text(args: argparse.Namespace) -> Text | None:

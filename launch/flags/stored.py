@@ -42,7 +42,7 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
     given = {name: value for name, value in config.megatron.given.items() if name in passed_through()}
     foreign = model_flags(config.changed(megatron={"given": given}))
     if foreign:
-        raise ConfigurationError(f"{where}: {foreign[0]} is in no Hugging Face architecture, and not rebuilt here")
+        raise ConfigurationError(f"{where}: {foreign[0]} is in no Hugging Face architecture here, and not rebuilt here")
     return _alone(config)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.transformers4 import add_earlier_tokenizer_class
 
 CHARACTERS, HUGGING_FACE = TOKENIZERS = ("CharacterTokenizer", "HuggingFaceTokenizer")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -119,6 +120,7 @@ class CharacterText(Text):
 
         names = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
         PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, **names).save_pretrained(folder)
+        add_earlier_tokenizer_class(folder)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids

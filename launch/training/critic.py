@@ -23,6 +23,7 @@ from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_model, tensors_of_optimizer
 from megatron_rc.launch.training.models.passes import ModelPasses
 from megatron_rc.launch.training.models.trained_model import TrainedModel
+from megatron_rc.launch.weights.contents import check_contents
 from megatron_rc.launch.weights.load import load_weights
 from megatron_rc.launch.weights.units import ExpertGroups
 from megatron_rc.loss.aggregation import denominator, loss_sum
@@ -86,6 +87,7 @@ class Critic(TrainedModel):
         else:
             tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
             with failing_together(self.config, (ValueError,), lambda problem: f"--critic-load-hf: {problem}"):
+                check_contents(folder, "--critic-load-hf", tied, self.groups, has_output_layer=False)
                 load_weights(own, tied, self.groups, folder, ExpertGroups.of_megatron())
         self.optimizer.reload_model_params()
 

@@ -18,6 +18,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.tasks.text import HuggingFaceText
 from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.launch.transformers4 import add_earlier_entries
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
 from megatron_rc.launch.weights.converter import export_model
@@ -99,13 +100,14 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
 
     family = find_family(config)
     if family is None:
-        raise ValueError("--save-hf: no Hugging Face architecture has the settings of this model")
+        raise ValueError("--save-hf: no Hugging Face architecture here has the settings of this model")
     described, tokens = family.hugging_face_config(config), _special_tokens(config, text)
     for name, token in tokens.items():
         setattr(described, name, token)
     described.dtype = config.dtype
     described.architectures = [type(empty_model(described)).__name__]
     described.save_pretrained(folder)
+    add_earlier_entries(folder)
     text.save(folder)
     origin = _origin(config, text, GENERATION)
     if origin is not None:

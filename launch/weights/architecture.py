@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.weights.entries import Flags, UnknownFeatureError
 from megatron_rc.launch.weights.families import FAMILIES
+from megatron_rc.launch.weights.rotary import contradiction
+
+_log = logging.getLogger("megatron_rc")
 
 
 def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     """Read ``config.json`` as flags without dashes, with values as typed (``true`` and ``false`` for switches).
 
-    ``name`` is the flag that gave the directory. Refused are models whose function GPTModel cannot compute.
+    ``name`` is the flag that gave the directory. Models with a feature that the tables of families do not convert are
+    refused. Rotary parameters that contradict each other are one line in the log.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -34,10 +39,16 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
             "without a bridge: use a model of these, or add a family (docs/models.md)"
         )
     try:
-        return FAMILIES[kind].read(config)
+        flags = FAMILIES[kind].read(config)
+        contradicts = contradiction(config)
     except KeyError as error:
         raise ConfigurationError(f"{name} {folder}: {path.name} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ConfigurationError(f"{name} {folder}: {path.name} has an entry of the wrong type ({error})") from error
     except UnknownFeatureError as error:
-        raise ConfigurationError(f"{name} {folder}: {error}; GPTModel cannot compute this") from error
+        raise ConfigurationError(
+            f"{name} {folder}: {error}; such a model is not converted here (docs/models.md)"
+        ) from error
+    if contradicts is not None:
+        _log.warning("%s %s: %s", name, folder, contradicts)
+    return flags

@@ -15,14 +15,14 @@ _REQUIRED = object()
 
 
 class UnknownFeatureError(Exception):
-    """A setting in a ``config.json`` that GPTModel cannot reproduce."""
+    """A setting in a ``config.json`` that the tables of families do not convert."""
 
 
 @dataclass(frozen=True)
 class Row:
     """Functions of one row; by default it reads and writes nothing, and every run fits it."""
 
-    # Flags from a ``config.json``; KeyError for a missing entry, UnknownFeatureError for one that GPTModel lacks.
+    # Flags from a ``config.json``; KeyError for a missing entry, UnknownFeatureError for one that is not converted.
     read: Callable[[File], Flags] = lambda file: {}
     # Arguments of the ``transformers`` config from a run's settings.
     write: Callable[[RunConfig], dict[str, Any]] = lambda config: {}
@@ -40,6 +40,11 @@ def only(name: str, value: Any) -> Row:
         return {}
 
     return Row(read)
+
+
+def stated(name: str, value: Any) -> Row:
+    """Row of an entry with one allowed value, written for programs that have another default than ``transformers``."""
+    return Row(only(name, value).read, lambda config: {name: value})
 
 
 def entry(

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.own_folders import own_folder
+from megatron_rc.launch.transformers4 import add_earlier_entries, add_earlier_tokenizer_class
 
 
 def unpack(file: Path, folder: Path) -> None:
@@ -56,9 +57,11 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     tokenizer.save_pretrained(folder)
+    add_earlier_tokenizer_class(folder)
     # config.json comes last: it marks the folder as complete.
     with own_folder(folder.parent, f".{folder.name}-") as part:
         model.save_pretrained(part)
+        add_earlier_entries(part)
         for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(folder / path.name)
 

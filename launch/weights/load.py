@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,32 +17,79 @@ from megatron_rc.launch.weights.safetensors_files import INDEX, SINGLE
 from megatron_rc.launch.weights.units import ExpertGroups, Unit, find_parameter, own_weights, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
+# Files of weights in other formats, and how they become safetensors.
+_OTHER_FORMATS = {
+    "pytorch_model*.bin": (
+        "convert them once with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER_DIR), "
+        "and copy the tokenizer's files"
+    ),
+    "*.gguf": "unpack it with python -m megatron_rc.launch.weights.from_gguf FILE DIR",
+}
+# Rows of two matrices that are compared at a time.
+_COMPARED_ROWS = 4096
+
 
 class WeightFiles:
     """Tensors of a directory by name, read one at a time; opened by :func:`open_weights`."""
 
     def __init__(self, folder: Path, files: dict[str, Any]) -> None:
-        self.folder, self.files = folder, files
+        self.folder = folder
+        self.files = files
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors, as they are stored."""
+        return self.files.keys()
 
     def read(self, name: str) -> Tensor:
         """Read one tensor; ValueError if the directory has none of this name."""
-        stored = self._find(name)
+        stored = self._stored_name(name)
         tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
 
     def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Raise ValueError if the tensor is missing or has another shape."""
-        stored = self._find(name)
-        found = tuple(self.files[stored].get_slice(stored).get_shape())
-        if shape is not None and found != shape:
-            raise ValueError(f"{self.folder}: {name} {found} is not the {shape} that the flags describe")
+        stored_shape = tuple(self._slice(name).get_shape())
+        if shape is not None and stored_shape != shape:
+            raise ValueError(f"{self.folder}: {name} {stored_shape} is not the {shape} that the flags describe")
 
-    def _find(self, name: str) -> str:
-        """Name of the tensor in the directory; published GPT-2 files lack the prefix ``transformer.``."""
+    def find(self, name: str) -> str | None:
+        """Name under which the tensor is stored, if it is; published GPT-2 files lack the prefix ``transformer.``."""
         for stored in (name, name.partition(".")[2]):
             if stored in self.files:
                 return stored
-        raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
+        return None
+
+    def largest_difference(self, name: str, other_name: str) -> str | None:
+        """Say how two matrices differ; None if they are equal. Reads some rows of both at a time.
+
+        Raises ValueError if one is missing.
+        """
+        rows = self._slice(name)
+        other_rows = self._slice(other_name)
+        shape = tuple(rows.get_shape())
+        other_shape = tuple(other_rows.get_shape())
+        if shape != other_shape:
+            return f"{shape} is not {other_shape}"
+        largest = 0.0
+        is_equal = True
+        for begin in range(0, shape[0], _COMPARED_ROWS):
+            part = rows[begin : begin + _COMPARED_ROWS].float()
+            other_part = other_rows[begin : begin + _COMPARED_ROWS].float()
+            is_equal = is_equal and torch.equal(part, other_part)
+            largest = max(largest, float((part - other_part).abs().max()))
+        return None if is_equal else f"by up to {largest:.3g}"
+
+    def _slice(self, name: str) -> Any:
+        """A tensor that is not read yet, of safetensors; ValueError if it is missing."""
+        stored = self._stored_name(name)
+        return self.files[stored].get_slice(stored)
+
+    def _stored_name(self, name: str) -> str:
+        stored = self.find(name)
+        if stored is None:
+            raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
+        return stored
 
 
 @contextmanager
@@ -123,4 +170,7 @@ def _files_of(folder: Path) -> list[Path]:
             if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
                 raise ValueError(f"{folder / INDEX} names {str(name)[:80]!r}, which is no file of its own folder")
         return [folder / name for name in sorted(set(names))]
+    for pattern, remedy in _OTHER_FORMATS.items():
+        for path in sorted(folder.glob(pattern)):
+            raise ValueError(f"{folder} holds {path.name}, but weights are read from safetensors alone: {remedy}")
     raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: give the directory of a Hugging Face model")

@@ -92,23 +92,65 @@ def _fits_latent(config: RunConfig) -> bool:
 LATENT_ROTARY = Row(_read_latent, _write_latent, _fits_latent)
 
 
+def contradiction(file: File) -> str | None:
+    """Return how a file's two forms of the rotary parameters contradict each other, or None.
+
+    Programs differ in the form that they read. The one that counts here, and in transformers 5, is named.
+    """
+    earlier = {name: file[name] for name in ("rope_theta", _PART) if file.get(name) is not None}
+    if "rope_scaling" in file:
+        earlier |= {"rope_type": "default"} | _with_kind(file["rope_scaling"] or {})
+    current = _with_kind(file.get("rope_parameters") or {})
+    for name, value in earlier.items():
+        if name in current and current[name] != value:
+            used = _parameters(file).get(name)
+            return (
+                f"config.json has {name} {current[name]!r} in rope_parameters and {value!r} in its earlier form "
+                f"(rope_theta, rope_scaling, {_PART}): {used!r} is used, as by transformers 5; make them equal"
+            )
+    return None
+
+
+def _with_kind(parameters: File) -> dict[str, Any]:
+    """The parameters, with their kind under its present name: ``rope_type``, which was ``type`` at first."""
+    named = dict(parameters)
+    earlier_kind = named.pop("type", None)
+    if earlier_kind is not None:
+        named.setdefault("rope_type", earlier_kind)
+    return named
+
+
+def _parameters(file: File) -> dict[str, Any]:
+    """Rotary parameters of a file, by transformers 5's precedence.
+
+    A ``rope_scaling`` that is not empty replaces ``rope_parameters``; ``rope_theta`` and ``partial_rotary_factor``
+    beside them count if they lack it.
+    """
+    parameters = _with_kind(file.get("rope_scaling") or file.get("rope_parameters") or {})
+    for name in ("rope_theta", _PART):
+        if parameters.get(name) is None and file.get(name) is not None:
+            parameters[name] = file[name]
+    return parameters
+
+
 def _read(
     file: File, scaled: str, default_theta: float = 10000.0, default_part: float | None = None
 ) -> tuple[dict[str, Any], str, Flags]:
-    """Rotary parameters of a file in the old or the new form, their kind (default or ``scaled``), and plain flags."""
-    found: dict[str, Any] = {"rope_theta": file.get("rope_theta") or default_theta}
-    for name in ("rope_scaling", "rope_parameters"):
-        found |= file.get(name) or {}
-    kind = found.get("rope_type", found.get("type", "default"))
+    """Rotary parameters of a file in either form, their kind (default or ``scaled``), and flags for plain ones."""
+    parameters = _parameters(file)
+    kind = parameters.get("rope_type", "default")
     if kind not in ("default", scaled):
         raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
-    part = next((holder[_PART] for holder in (found, file) if holder.get(_PART) is not None), default_part or 1.0)
+    part = parameters.get(_PART)
+    if part is None:
+        part = default_part or 1.0
     if default_part is None and part != 1:
         raise UnknownFeatureError(f"{_PART} is {part!r}, not 1.0")
+    theta = parameters.get("rope_theta") or default_theta
     flags = {
         "position-embedding-type": "rope",
-        "rotary-base": as_word("rope_theta", "rotary-base", found["rope_theta"]),
+        "rotary-base": as_word("rope_theta", "rotary-base", theta),
         "rotary-percent": as_word(_PART, "rotary-percent", part),
         "use-rope-scaling": "false",
     }
-    return found, kind, flags
+    return parameters, kind, flags

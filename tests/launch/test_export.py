@@ -209,7 +209,11 @@ def with_settings(home, target, **changes):
         ("model", {"rotary_base": "a"}, r"model: rotary_base is 'a': it was written by another version, or is broken"),
         ("model", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("transformer", {"memory": 5}, "transformer has an unknown field 'memory'"),
-        ("transformer", {"qk_layernorm": True, "add_qkv_bias": True}, "no Hugging Face architecture has the settings"),
+        (
+            "transformer",
+            {"qk_layernorm": True, "add_qkv_bias": True},
+            "no Hugging Face architecture here has the settings",
+        ),
         ("megatron", {"given": {"rotary_interleaved": True, "of_a_later_release": 1}}, "--rotary-interleaved"),
         ("model", {"hybrid_layer_pattern": "M-*-*-*-"}, r"--hybrid-layer-pattern M-\*-\*-\*- is in no Hugging"),
         ("transformer", None, "has no section transformer"),

@@ -41,10 +41,11 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
         ),
         "{moe_grouped_gemm} needs --transformer-impl transformer_engine, whose experts have a parameter each: use it, "
         "or drop the grouped products": config.experts and _has_legacy_experts(config),
-        "no Hugging Face architecture has this combination of --normalization, --swiglu, --position-embedding-type, "
-        "--rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
-        "--multi-latent-attention, --num-experts and the experts' router: use the flags of Llama (RMSNorm, --swiglu, "
-        "rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of docs/models.md": family is None,
+        "no Hugging Face architecture here has this combination of --normalization, --swiglu, "
+        "--position-embedding-type, --rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, "
+        "--group-query-attention, --multi-latent-attention, --num-experts and the experts' router: use the flags of "
+        "Llama (RMSNorm, --swiglu, rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of "
+        "docs/models.md": family is None,
     }
     refuse(config, wrong, ranks=ranks)
 

@@ -21,6 +21,7 @@ from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
 from megatron_rc.launch.training.models.chunk import ModelChunk
+from megatron_rc.launch.weights.contents import check_contents
 from megatron_rc.launch.weights.converter import load_model as load_from_directory
 from megatron_rc.parallel import ParallelGroups
 
@@ -46,6 +47,9 @@ def start_from(
     folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[ModelChunk]
 ) -> None:
     """Load these chunks' weights from a Hugging Face directory; AgreedError on every rank if it does not fit."""
+    with failing_together(config, (ValueError,), lambda problem: f"{flag}: {problem}"):
+        check_contents(folder, flag, config, groups)
+    # A bridge makes collectives, so that every rank has to know of the first rank's error before it loads.
     with failing_together(config, (ValueError,), lambda problem: f"{flag}: {problem}"):
         load_from_directory(chunks, config, groups, folder)
 

@@ -16,7 +16,7 @@ def family_of(config: RunConfig) -> Family:
     """Family of a run's model; RuntimeError if there is none, which the checks of the flags refuse."""
     family = find_family(config)
     if family is None:
-        raise RuntimeError("no Hugging Face architecture has these settings: call check_architecture() first")
+        raise RuntimeError("no Hugging Face architecture here has these settings: call check_architecture() first")
     return family
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
-from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only, stated
 from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD
 from megatron_rc.launch.weights.families.sigmoid_experts import EXPERT_LAYER, dense_first, sigmoid_experts
 from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
@@ -80,7 +80,7 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
             always("multi-latent-attention", True),
             only("attention_bias", False),
             only("rope_interleave", True),
-            only("moe_layer_freq", 1),
+            stated("moe_layer_freq", 1),  # SGLang and older vLLM ask for it
             _HEADS,
             _ROUTER_DTYPE,
             entry(

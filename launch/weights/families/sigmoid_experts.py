@@ -6,7 +6,17 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import WHOLE
-from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only, written
+from megatron_rc.launch.weights.entries import (
+    File,
+    Flags,
+    Row,
+    UnknownFeatureError,
+    always,
+    entry,
+    only,
+    stated,
+    written,
+)
 from megatron_rc.launch.weights.families.llama import router
 from megatron_rc.launch.weights.family import Rule, experts_of, gated_mlp
 
@@ -105,8 +115,9 @@ def sigmoid_experts(*, dense_layers: Row, scaling: float, groups: int, chosen: i
     factor, factor_flag = "routed_scaling_factor", "moe-router-topk-scaling-factor"
     return (
         only("norm_topk_prob", True),
-        only("scoring_func", "sigmoid"),
-        only("topk_method", "noaux_tc"),
+        # Without these vLLM takes a softmax router without a bias; SGLang asks for topk_method.
+        stated("scoring_func", "sigmoid"),
+        stated("topk_method", "noaux_tc"),
         entry("intermediate_size", "ffn-hidden-size"),
         entry("moe_intermediate_size", "moe-ffn-hidden-size"),
         entry("n_routed_experts", "num-experts", other_name="num_local_experts"),

@@ -7,6 +7,7 @@ import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.families import FAMILIES
@@ -76,8 +77,93 @@ OTHERWISE = [
 
 @pytest.mark.parametrize(("name", "change", "message"), OTHERWISE)
 def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path, name, change, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
         read_architecture(changed(folders[name], tmp_path, change))
+    # Megatron-Core computes some of them: only this program does not.
+    assert "GPTModel" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}),
+    ],
+)
+def test_the_reason_is_that_it_is_not_converted_here(folders, tmp_path, name, change):
+    with pytest.raises(ConfigurationError, match=r"not converted here \(docs/models\.md\)"):
+        read_architecture(changed(folders[name], tmp_path, change))
+
+
+# The rotary entries of a file whose two forms contradict each other, the flags by which it is read, and the entry that
+# the line names; None: they agree.
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+BOTH_FORMS = {
+    "equal": ({"rope_theta": 500, "rope_scaling": None, "rope_parameters": PLAIN}, 500, False, None),
+    "base": ({"rope_theta": 1e6, "rope_scaling": None, "rope_parameters": PLAIN}, 500, False, "rope_theta"),
+    "scaled alike": (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | LLAMA3, "rope_parameters": LLAMA3},
+        5e5,
+        True,
+        None,
+    ),
+    "scaled before": ({"rope_theta": 7e5, "rope_scaling": LLAMA3, "rope_parameters": PLAIN}, 5e5, True, "rope_"),
+    "scaled since": ({"rope_scaling": None, "rope_parameters": LLAMA3}, 5e5, True, "rope_type"),
+    "base beside scaling": (
+        {
+            "rope_theta": 7e5,
+            "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+            "rope_parameters": LLAMA3,
+        },
+        7e5,
+        True,
+        "rope_theta",
+    ),
+}
+
+
+@pytest.mark.parametrize(("entries", "base", "scales", "named"), BOTH_FORMS.values(), ids=BOTH_FORMS)
+def test_of_two_forms_of_rotary_parameters_that_of_transformers_5_counts(
+    folders, tmp_path, caplog, entries, base, scales, named
+):
+    folder = changed(folders["llama3"], tmp_path, entries)
+    flags = read_architecture(folder)
+    assert float(flags["rotary-base"]) == base
+    assert flags["use-rope-scaling"] == str(scales).lower()
+    by_transformers = transformers.AutoConfig.from_pretrained(folder).rope_parameters
+    assert by_transformers["rope_theta"] == base
+    assert (by_transformers["rope_type"] == "llama3") == scales
+    if named is None:
+        assert not caplog.messages
+    else:
+        (line,) = caplog.messages
+        assert line.startswith(f"--load-hf {folder}: config.json has {named}")
+        assert "used, as by transformers 5" in line
+
+
+def test_a_share_of_rotated_width_is_read_from_either_form(folders, tmp_path, caplog):
+    plain = {"rope_type": "default", "rope_theta": 500.0}
+    for entries, part, lines in (
+        ({"partial_rotary_factor": 0.25, "rope_parameters": ..., "rope_theta": 500}, 0.25, 0),
+        ({"partial_rotary_factor": 0.25, "rope_parameters": plain | {"partial_rotary_factor": 0.5}}, 0.5, 1),
+        ({"partial_rotary_factor": 0.25, "rope_parameters": plain}, 0.25, 0),
+    ):
+        caplog.clear()
+        folder = changed(folders["glm4_moe"], tmp_path, entries)
+        assert float(read_architecture(folder)["rotary-percent"]) == part
+        assert transformers.AutoConfig.from_pretrained(folder).rope_parameters["partial_rotary_factor"] == part
+        assert len(caplog.messages) == lines
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_embeddings_is_named(folders, tmp_path):
+    CharacterText("".join(map(chr, range(32, 127)))).save(tmp_path)
+    words = [word for word in words_of(folders["llama"], Layout()) if not word.startswith("--tokenizer-type")]
+    with pytest.raises(ConfigurationError, match=r"--load-hf \S+: the model has 30 embeddings .*98.*--tokenizer-model"):
+        run_config([*words, f"--tokenizer-model={tmp_path}"])
+    with pytest.raises(ConfigurationError, match="--vocab-size 5 is smaller than the tokenizer's 13"):
+        run_config([*flags(tmp_path), "--vocab-size=5"])
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -117,6 +203,7 @@ def test_what_is_read_is_what_is_written(folders, tmp_path, name):
     wanted = transformers.AutoConfig.from_pretrained(folders[name]).to_dict()
     apart = {"architectures", "dtype", "transformers_version", "_name_or_path", "initializer_range", "n_inner"}
     apart |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "num_experts", "head_dim"}
+    apart |= {"scoring_func", "topk_method", "moe_layer_freq"}  # published, but not known to transformers
     for key in (wanted.keys() | written.keys()) - apart:
         assert written.get(key) == wanted.get(key), key
 

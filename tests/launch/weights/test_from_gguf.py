@@ -1,6 +1,7 @@
 """GGUF files that cannot become a Hugging Face directory."""
 
 import importlib.util
+import json
 import sys
 import types
 from pathlib import Path
@@ -40,19 +41,31 @@ def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
 def test_a_folder_is_written_or_named_and_what_stands_beside_it_left_alone(tmp_path, monkeypatch):
     def save(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "config.json").write_text("{}")
+        rotary = {"rope_type": "default", "rope_theta": 5e5}
+        (Path(folder) / "config.json").write_text(json.dumps({"dtype": "float32", "rope_parameters": rotary}))
+
+    def save_tokenizer(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"}))
 
     file = tmp_path / "a.gguf"
     file.write_bytes(b"")
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "mine").write_text("")
     loaded = types.SimpleNamespace(save_pretrained=save, config=types.SimpleNamespace())
+    tokenizer = types.SimpleNamespace(save_pretrained=save_tokenizer)
     monkeypatch.setattr(from_gguf, "require", lambda *_: None)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: loaded)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: tokenizer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: (loaded, {}))
     unpack(file, tmp_path / "out")
     # A folder that holds a model is not unpacked again.
     unpack(tmp_path / "gone.gguf", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.gguf", "config.json", "mine", "out", "out.part"]
+    names = sorted(path.name for path in tmp_path.rglob("*"))
+    assert names == ["a.gguf", "config.json", "mine", "out", "out.part", "tokenizer_config.json"]
+    # Programs older than transformers 5 read it too.
+    entries = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (entries["rope_theta"], entries["rope_scaling"], entries["torch_dtype"]) == (5e5, None, "float32")
+    described = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
     with pytest.raises(ConfigurationError, match=r"a\.gguf/out cannot be written to: .*Not a directory"):
         unpack(file, file / "out")
