@@ -179,12 +179,17 @@ class ScheduleSection:
         return self.lr_warmup_iters if share is None else share * self.lr_decay_iters
 
     def ess_factor(self, eff_sample_size: float) -> float:
-        """The factor of ``--lr-ess-scaling`` for a step whose effective sample size is this share of its responses.
+        """Return the factor of ``--lr-ess-scaling``, in [0, 1].
 
-        sqrt(min(1, ESS / base)) or min(1, ESS / base): Huang et al. 2026, "Stable Asynchrony: Variance-Controlled
-        Off-Policy RL for LLMs", arXiv 2602.17616.
+            sqrt(min(1, ESS / base)) or min(1, ESS / base)
+
+        Huang et al. 2026, "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", arXiv 2602.17616.
+
+        Args:
+            eff_sample_size: effective sample size of a step's responses, as a share of them.
         """
-        share = min(1.0, eff_sample_size / self.lr_ess_base)
+        # A share below 0 can come from rounding alone. It must not turn the step around.
+        share = min(1.0, max(0.0, eff_sample_size / self.lr_ess_base))
         return math.sqrt(share) if self.lr_ess_scaling == "sqrt" else share
 
 

@@ -93,6 +93,11 @@ REFUSED = f"""
 --nnodes=1:4 :: --nnodes 1:4 | --rdzv-backend c10d | --rdzv-endpoint
 --nnodes=1:4 {MEETING} :: --nnodes 1:4 | {SAFE}
 --nnodes=2 --rdzv-backend=c10d :: --rdzv-backend c10d | --rdzv-endpoint HOST:PORT
+--nnodes=2 --rdzv-backend={{x}} :: --rdzv-backend {{x}} | --rdzv-endpoint HOST:PORT
+--nnodes=2 --rdzv-endpoint={{0}}%s --node-rank=9 :: --node-rank 9 | 0 to 1
+--nnodes=2 --rdzv-endpoint={{found.x}} --master-port=2 :: --master-port 2 | --rdzv-endpoint {{found.x}}
+--redirects={{x}} :: --redirects={{x}}
+--rdzv-id={{found}}%d :: --rdzv-id {{found}}%d | --nnodes above 1
 --redirects=3 :: --redirects 3 | --log-dir
 --nnodes=2 --node-rank=1 {MEETING} :: --node-rank 1 | --rdzv-backend c10d
 --nnodes=2 --rdzv-endpoint=a:1 --master-port=2 :: --master-port 2 | --rdzv-endpoint a:1
