@@ -10,16 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree, failing_together
-from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints import manifest
-from megatron_rc.launch.training.checkpoints.folders import (
+from megatron_rc.launch.checkpoint_folders import (
     TRACKER,
     iteration_folder,
     iterations,
     latest_iteration,
     restore,
 )
+from megatron_rc.launch.distributed import AgreedError, agree, failing_together
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.pieces import reason_of
 
 _log = logging.getLogger("megatron_rc")

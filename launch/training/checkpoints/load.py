@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
 from megatron_rc.launch.distributed import agree, failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.contents import OPTIMIZERS, Kept
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.pieces import reason_of
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state

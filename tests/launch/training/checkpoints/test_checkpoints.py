@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing import dict_utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.contents import POLICY, trained_state
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint, find_checkpoint
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
