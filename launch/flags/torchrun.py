@@ -75,9 +75,7 @@ def machines_of(mine: argparse.Namespace) -> Machines:
     if mine.json and not mine.dry_run:
         raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")
     if memory is not None and not mine.dry_run:
-        raise ConfigurationError(
-            f"--device-memory-gib {memory} does nothing without --dry-run: give both, or neither"
-        )
+        raise ConfigurationError(f"--device-memory-gib {memory} does nothing without --dry-run: give both, or neither")
     if mine.dry_run and mine.print_config:
         raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
     if memory is not None and not 0 < memory < float("inf"):

@@ -223,8 +223,12 @@ class CheckpointSection:
         "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
     )
     load_hf: str | None = option(
-        "start from this Hugging Face directory: its weights, shape and tokenizer; default: random weights",
-        metavar="DIR",
+        "start from this Hugging Face directory: its weights, shape and tokenizer", metavar="DIR"
+    )
+    from_scratch: bool = option(
+        "start from random weights and, without --tokenizer-model, with one token a character; a checkpoint of --load "
+        "is resumed all the same",
+        needs="!load_hf",
     )
     weights_bridge: Literal["mbridge", "none"] = option(
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "

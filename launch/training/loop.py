@@ -27,6 +27,7 @@ from megatron_rc.launch.training.reporting.machine_metrics import Machine, trim_
 from megatron_rc.launch.training.reporting.metrics_file import read_rows
 from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
+from megatron_rc.launch.training.reporting.sources import in_one_line, sources_of
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
@@ -107,7 +108,8 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     def begin(self) -> None:
-        """Print the passes of a step; sample the rollouts again that a checkpoint left unfinished."""
+        """Print the run's sources and the passes of a step; sample again the rollouts that a checkpoint left open."""
+        self._say(in_one_line(sources_of(self.config, self.trainer.loaded_from)))
         self._say(passes_in_words(self.config))
         self._say(scoring_in_words(self.config))
         if self.trainer.iteration:
