@@ -8,9 +8,9 @@ import logging
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.task import check_room
 from megatron_rc.launch.python_specs import is_python_spec
-from megatron_rc.launch.rewards.rules import EXACT
 from megatron_rc.launch.run_config.data import EVAL_PROBLEMS
 from megatron_rc.launch.tasks import Task, Text, make_task
+from megatron_rc.launch.tasks.labels import BUILT_IN
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
@@ -58,7 +58,7 @@ def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
         needs_label=args.label_key is not None or not (args.load_rollouts or is_python_spec(args.reward)),
         chat=text.chat,
         alphabet=text.alphabet if isinstance(text, CharacterText) else None,
-        plain_label=args.reward == EXACT and not args.load_rollouts,
+        rule=args.reward if args.reward in BUILT_IN and not args.load_rollouts else None,
     )
     drops = args.overlong_prompts == "drop"
     room = Room(text, args.seq_length, args.max_response_length, drops)

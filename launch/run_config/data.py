@@ -29,10 +29,14 @@ class DataSection:
         metavar="PATH",
     )
     input_key: str = option(
-        "key of a row's prompt, which is a string or a list of messages", default="prompt", needs="prompt_data"
+        "key of a row's prompt, which is a string or a list of messages; extra_info.question leads into an object",
+        default="prompt",
+        needs="prompt_data",
     )
     label_key: str | None = option(
-        "key of the answer for the reward; if given, every row must have it; default: label", needs="prompt_data"
+        "key of the answer for the reward, such as reward_model.ground_truth; if given, every row must have it; "
+        "default: label",
+        needs="prompt_data",
     )
     overlong_prompts: Literal["drop", "error"] = option(
         "prompts longer than --seq-length minus --max-response-length: drop and count them, or end at the start",

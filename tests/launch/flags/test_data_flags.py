@@ -132,9 +132,30 @@ def test_labels_are_required_if_a_rule_compares_them(tmp_path):
     for words in (DATA, [*recorded, "--label-key=label"]):
         with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
             check(tmp_path, *words, *rows)
-    lists = write(tmp_path / "lists.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": ["b"]}])
-    with pytest.raises(ConfigurationError, match=r"lists.jsonl, line 2 .*'label'.*--reward exact"):
-        check(tmp_path, *DATA, "--prompt-data", lists)
+
+
+@pytest.mark.parametrize("rule", ["exact", "math-verify"])
+def test_labels_that_a_rule_cannot_compare_are_refused_with_row_key_value_and_remedy(tmp_path, rule):
+    """verl's own rows, whose label lies in an object; the words of the object would never be answered."""
+    pytest.importorskip("math_verify")
+    rows = [{"prompt": "a", "reward_model": ["b", 2]}]
+    rows.append({"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "34"}})
+    words = ["--prompt-data", write(tmp_path / "a.jsonl", rows), *DATA, f"--reward={rule}"]
+    with refused(f"a.jsonl, line 2 | 'reward_model' | '34' | --reward {rule} | --label-key reward_model.ground_truth"):
+        check(tmp_path, *words, "--label-key=reward_model")
+    write(tmp_path / "a.jsonl", rows[1:])
+    _, task = check(tmp_path, *words, "--label-key=reward_model.ground_truth")
+    assert task.problems(0, 1)[0].label == "34"
+    check(tmp_path, *words, "--label-key=reward_model", "--reward=python:tests.support.user_rewards:length")
+
+
+def test_labels_of_a_task_are_looked_at_too(tmp_path):
+    """The toy's label behind a nine is empty, which is no expression."""
+    pytest.importorskip("math_verify")
+    words = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--grpo-prompts-per-step=32", "--global-batch-size=128"]
+    with refused("--task count_up | problem | an empty text | --reward math-verify"):
+        configure([*words, "--reward=math-verify"], 1)
+    configure([*words, "--reward=exact"], 1)
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "characters"])
