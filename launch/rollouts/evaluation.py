@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.tasks import Problem
 from megatron_rc.records.rollout import SamplingParams
 
+Value = TypeVar("Value")
 # A response with at least this reward is right.
 RIGHT = 1.0
 FOLDER = "eval"
-_PASS = "eval/pass@"
+_ALL, _RIGHT, _PASS = "eval/", "exact_match", "pass@"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Graded:
     responses: Sequence[str]  # texts without the end-of-text token
     rewards: Sequence[float]  # one for each response
     outcomes: Sequence[Outcome]  # the reward rule's result for each response
+    data: str | None = None  # name of the problem's file among several of --eval-data
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:
@@ -64,20 +67,44 @@ def sums_of(graded: Sequence[Graded], samples: int) -> Tensor:
     return torch.tensor([len(graded), rewards, errors, *passed], dtype=torch.float64)
 
 
-def metrics_of(sums: Tensor, samples: int) -> dict[str, float]:
-    """Metrics of an evaluation from the sums over all replicas."""
-    problems, rewards, errors, *passed = sums.tolist()
-    shares = {f"{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
-    means = {"eval/reward": rewards / (problems * samples), "eval/exact_match": shares[f"{_PASS}1"]}
-    return {**means, **shares, "eval/reward_errors": errors}
+def sums_by_name(graded: Sequence[Graded], samples: int, names: Sequence[str]) -> Tensor:
+    """[1 + names, sums]: :func:`sums_of` all problems, and of the problems of each named file."""
+    of_files = [[one for one in graded if one.data == name] for name in names]
+    return torch.stack([sums_of(part, samples) for part in (graded, *of_files)])
+
+
+def metrics_of(sums: Tensor, samples: int, names: Sequence[str] = ()) -> dict[str, float]:
+    """Metrics of an evaluation, of all problems and of each named file, from :func:`sums_by_name` of all replicas."""
+    metrics = {}
+    for begin, row in zip([_ALL, *(f"{_ALL}{name}/" for name in names)], sums.tolist(), strict=True):
+        problems, rewards, errors, *passed = row
+        shares = {f"{begin}{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
+        metrics[f"{begin}reward"] = rewards / (problems * samples)
+        metrics[f"{begin}{_RIGHT}"] = shares[f"{begin}{_PASS}1"]
+        metrics |= shares
+        metrics[f"{begin}reward_errors"] = errors
+    return metrics
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
     """One line about an evaluation for the terminal."""
-    passed = {int(name.removeprefix(_PASS)): share for name, share in metrics.items() if name.startswith(_PASS)}
+    begin = f"{_ALL}{_PASS}"
+    passed = {int(name.removeprefix(begin)): share for name, share in metrics.items() if name.startswith(begin)}
     most = max(passed)
     more = f", {passed[most]:.1%} in {most} tries" if most > 1 else ""
-    return f"held out: {metrics['eval/exact_match']:.1%} right{more}"
+    of_files = [f"{name} {share:.1%}" for name, share in right_by_name(metrics).items()]
+    files = f" ({', '.join(of_files)})" if of_files else ""
+    return f"held out: {metrics[f'{_ALL}{_RIGHT}']:.1%} right{more}{files}"
+
+
+def right_by_name(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """Values of the metric ``eval/<name>/exact_match`` by the names of files."""
+    found = {}
+    for metric, value in metrics.items():
+        name, slash, last = metric.removeprefix(_ALL).rpartition("/")
+        if metric.startswith(_ALL) and slash and last == _RIGHT:
+            found[name] = value
+    return found
 
 
 def share_of(config: RunConfig, replica: int) -> range:
@@ -115,7 +142,9 @@ def write_answers(lines: str, config: RunConfig, step: int) -> None:
 
 def _line(graded: Graded) -> dict[str, object]:
     problem, outcome = graded.problem, graded.outcomes[0]
+    of_file = {} if graded.data is None else {"data": graded.data}
     return {
+        **of_file,
         "prompt": list(problem.messages) or problem.prompt,
         "response": graded.responses[0],
         "label": as_json(problem.label),

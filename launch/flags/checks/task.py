@@ -34,6 +34,9 @@ def check_prompts(config: RunConfig, task: Task) -> None:
     if evaluation.eval_interval is not None:
         few = "{eval_problems} is less than the {dp} data-parallel ranks: give more"
         refuse(config, {few: evaluation.eval_problems < dp}, dp=dp)
+        files = len(config.data.eval_names)
+        few = "{eval_problems} is less than the {files} files of --eval-data: give at least one problem for each"
+        refuse(config, {few: evaluation.eval_problems < files}, files=files)
         tried["held-out prompt"] = evaluation.eval_problems
     words = (
         "{seq_length} is too short for --task {task}: it does not hold a {kind} of {longest} tokens and a response of "

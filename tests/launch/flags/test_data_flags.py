@@ -102,14 +102,61 @@ REFUSED = """
 --max-response-length=57 --overlong-prompts=error :: line 1 | 8 tokens | --seq-len
 --apply-chat-template :: --apply-chat-template | --tokenizer-model
 --task=count_up :: --task count_up and --prompt-data | a.jsonl
+--eval-interval=2 --eval-data B x=B :: --eval-data names | b.jsonl twice
+--eval-interval=2 --eval-data 0.5 B :: --eval-data 0.5 | b.jsonl | no weights
+--eval-interval=2 --eval-data B C :: --eval-data | two files with the name b | first=
+--eval-interval=2 --eval-data a=B a=C :: --eval-data | two files with the name a | first=
+--eval-interval=2 --eval-data a=B C --eval-problems=1 :: --eval-problems 1 | 2 files
+--eval-interval=2 --eval-data a=B C --eval-input-key c=q :: --eval-input-key c=q | 'c' | a, b
+--eval-interval=2 --eval-data B --eval-label-key q r :: --eval-label-key q r | two keys for all files
+--eval-interval=2 --eval-data a=B --eval-label-key a=q a=r :: --eval-label-key a=q a=r | two keys for a
+--eval-interval=2 --eval-data B --eval-input-key question :: b.jsonl, line 1 | 'question' | --eval-input-key
+--eval-interval=2 --eval-data a=B C --eval-label-key b=answer :: b.jsonl, line 1 | 'answer' | --eval-label-key
+--eval-input-key=question :: --eval-input-key question | --eval-data
 """
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_what_cannot_work_is_one_sentence(tmp_path, file, other, row):
     words, _, parts = row.partition(" :: ")
+    (tmp_path / "more").mkdir()
+    third = write(tmp_path / "more" / "b.jsonl", [{"prompt": "2 + 2 = ", "label": 4}])
+    files = {"B": other, "C": third, "x=B": f"x={other}", "a=B": f"a={other}", "a=C": f"a={third}"}
     with refused(parts):
-        check(tmp_path, *DATA, "--prompt-data", file, *(other if word == "B" else word for word in words.split()))
+        check(tmp_path, *DATA, "--prompt-data", file, *(files.get(word, word) for word in words.split()))
+
+
+def test_held_out_files_have_names_and_keys_of_their_own(tmp_path, file):
+    rows = {
+        "aime 24": [{"problem": "a", "answer": {"value": 1}}],
+        "math": [{"question": "b", "label": "2"}],
+        "plain": [{"prompt": "c", "label": 3}],
+    }
+    paths = {name: write(tmp_path / f"{name}.jsonl", table) for name, table in rows.items()}
+    (tmp_path / "run.yaml").write_text(
+        f"eval-data: ['{paths['aime 24']}', 'math-500={paths['math']}', '{paths['plain']}']\n"
+        "eval-input-key: [problem, math-500=question, plain=prompt]\neval-label-key: aime_24=answer.value\n"
+        "eval-interval: 2\n"
+    )
+    words = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
+    config, task = check(tmp_path, *words)
+    assert config.data.eval_names == ("aime_24", "math-500", "plain")
+    assert [(problem.prompt, problem.label) for problem in task.problems(0, 3, held_out=True)] == [
+        *(("a", 1), ("b", "2"), ("c", 3))
+    ]
+    (tmp_path / "again.yaml").write_text(as_launch_file(config.flags))
+    assert configure([f"--config={tmp_path}/again.yaml"], 1)[0].data == config.data
+    # A typed task takes the place of all that belongs to files.
+    config, _ = check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml", f"--task={DOUBLES}", "--seq-length=256")
+    assert (config.data.eval_data, config.data.eval_names) == (None, ())
+
+
+def test_one_file_has_metrics_of_its_own_if_it_has_a_name(tmp_path, file, other):
+    words = [*DATA, "--prompt-data", file, "--eval-interval=2", "--eval-data"]
+    assert check(tmp_path, *words, other)[0].data.eval_names == ()
+    assert check(tmp_path, *words, f"held={other}")[0].data.eval_names == ("held",)
+    (tmp_path / "x=y.jsonl").write_text('{"prompt": "a", "label": 1}\n')
+    assert check(tmp_path, *words, f"{tmp_path}/x=y.jsonl")[0].data.eval_names == (), "a path with a slash before ="
 
 
 def test_the_length_of_a_response_is_given_and_may_leave_just_enough_room(tmp_path, file):
