@@ -220,7 +220,9 @@ class CheckpointSection:
         "also write --save-hf every N optimizer steps; default: at the end only", needs="save_hf", most="train_iters"
     )
     load: str | None = option(
-        "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
+        "go on from the newest checkpoint in this folder, or from --ckpt-step; an empty folder must be --save, and the "
+        "run starts at step 0; default: start at step 0",
+        metavar="DIR",
     )
     load_hf: str | None = option(
         "start from this Hugging Face directory: its weights, shape and tokenizer", metavar="DIR"
@@ -234,6 +236,7 @@ class CheckpointSection:
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
         "a GPU if it is installed and knows the model, else none"
     )
+    ckpt_step: int | None = option("step of the checkpoint of --load; default: the newest", needs="load")
     finetune: bool = option("take only the weights of --load, and start at step 0", needs="load")
     no_save_optim: bool = option("leave the optimizer out of checkpoints", needs="save")
     no_load_optim: bool = option("do not load the optimizer of --load", needs="load")
@@ -241,7 +244,7 @@ class CheckpointSection:
         "compare every file of --load with its checksum before it is read", default=True, needs="load"
     )
     load_last_valid: bool = option(
-        "if the newest checkpoint of --load is damaged, load the newest undamaged one", needs="load"
+        "if the newest checkpoint of --load is damaged, load the newest undamaged one", needs="load !ckpt_step"
     )
     override_opt_param_scheduler: bool = option(
         "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's",

@@ -34,9 +34,11 @@ def in_one_line(sources: dict[str, str]) -> str:
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
     """Return the folder of the checkpoint that a run would begin with; None if it would begin without one."""
-    load = config.checkpoints.load
+    load, step = config.checkpoints.load, config.checkpoints.ckpt_step
     if load is None:
         return None
+    if step is not None:
+        return iteration_folder(load, step)
     try:
         iteration = latest_iteration(load)
     except (OSError, ValueError):  # the run may find another one (--load-last-valid), or ends with this error

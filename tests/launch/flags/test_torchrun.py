@@ -117,3 +117,12 @@ def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, monkeypatch
     words, _, parts = row.partition(" :: ")
     with refused(parts or words.replace("=", " ")):
         torchrun_arguments([*words.split(), *flags(tmp_path)])
+
+
+def test_ranks_that_are_started_again_do_not_go_back_to_an_older_checkpoint(tmp_path):
+    (tmp_path / "s" / "iter_0000002").mkdir(parents=True)
+    words = flags(tmp_path, f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2", "--ckpt-step=2")
+    torchrun_arguments(words)
+    for asked in ("--max-restarts 2", f"--nnodes 1:2 {MEETING}"):
+        with refused(f"--ckpt-step 2 | {' '.join(asked.split()[:2])}"):
+            torchrun_arguments([*asked.split(), *words])
