@@ -99,7 +99,8 @@ _REMEDIES = {
     ),
 }
 # Least likeness of similar spellings, by difflib, and of names of which one has more words than the other.
-_CLOSE, _VERY_CLOSE = 0.8, 0.9
+_CLOSE = 0.8
+_VERY_CLOSE = 0.9
 # Letters of a short form such as --seq-len.
 _FEWEST_LETTERS = 3
 _OTHERWISE = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
@@ -129,10 +130,12 @@ def _hint(name: str, dashes: str, parser: argparse.ArgumentParser) -> str:
 
 def _is_close(name: str, known: str) -> bool:
     """Return whether two similar names are alike behind the words that both begin with: --rollout-stop is no -top-p."""
-    words, known_words = name.split("-"), known.split("-")
+    words = name.split("-")
+    known_words = known.split("-")
     pairs = zip(words, known_words, strict=False)
     shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    rest, known_rest = "-".join(words[shared:]), "-".join(known_words[shared:])
+    rest = "-".join(words[shared:])
+    known_rest = "-".join(known_words[shared:])
     if not rest or not known_rest:
         # The beginning of a name, as --tensor-model-parallel; more words usually mean something else.
         return shared > 1 and (not rest or _likeness(name, known) >= _VERY_CLOSE)

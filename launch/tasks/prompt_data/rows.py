@@ -137,20 +137,27 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key, which may lead into objects by dots; :data:`MISSING` if there is none."""
     if key in row:
         return row[key]
-    head, _, rest = key.partition(".")
-    inner = row.get(head)
-    return value_of(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
+    first, _, rest = key.partition(".")
+    entries = row.get(first)
+    if not rest or not isinstance(entries, Mapping):
+        return MISSING
+    return value_of(entries, rest)
 
 
 def _lacks(row: Mapping[str, Any], key: str) -> str:
-    """Return the beginning of an error: the row has no such key; the object that it leads to has others."""
-    place, inner, rest = "it", row, key
-    while "." in rest and isinstance(inner.get(rest.partition(".")[0]), Mapping):
-        head, _, rest = rest.partition(".")
-        place, inner = f"{head!r}", inner[head]
-    head = rest.partition(".")[0]
-    if "." in rest and head in inner:
-        return f"has no {key!r} ({head!r} is {kind_of(inner[head])})"
-    keys = ", ".join(map(repr, list(inner)[:8])) if inner else "no key at all"
-    more = ", …" if len(inner) > 8 else ""
-    return f"has no {key!r} ({place} has {keys}{more})"
+    """Return the beginning of an error: the row has no such key; the last object that the key leads to has others."""
+    owner = "it"
+    entries = row
+    rest = key
+    while True:
+        first, dot, behind = rest.partition(".")
+        if not dot or first not in entries:
+            break
+        if not isinstance(entries[first], Mapping):
+            return f"has no {key!r} ({first!r} is {kind_of(entries[first])})"
+        owner = repr(first)
+        entries = entries[first]
+        rest = behind
+    keys = ", ".join(map(repr, list(entries)[:8])) if entries else "no key at all"
+    more = ", …" if len(entries) > 8 else ""
+    return f"has no {key!r} ({owner} has {keys}{more})"

@@ -18,14 +18,16 @@ TABLES = (".parquet", ".csv")
 _CSV = ".csv"
 # A mark of the byte order at the start of a CSV file is no part of the first column's name.
 _ENCODING = "utf-8-sig"
-_ROWS, _BLOCK_BYTES = 1000, 1 << 20
+_ROWS = 1000  # rows that are read at once
+_BLOCK_BYTES = 1 << 20
 
 
 class Table:
     """Rows of a data set of the ``datasets`` library; ``digest`` is a hash of its content."""
 
     def __init__(self, name: str, path: str, visit: Callable[[int, Row], None]) -> None:
-        self.name, self.path = name, path
+        self.name = name
+        self.path = path
         is_folder = os.path.isdir(path)
         require("datasets", f"{name} {path}, a folder," if is_folder else f"{name} {path}", "data")
         if is_folder:
@@ -66,16 +68,16 @@ def _saved(name: str, path: str) -> Any:
     from datasets import DatasetDict, load_from_disk
 
     try:
-        found = load_from_disk(path)
+        dataset = load_from_disk(path)
     except Exception as error:  # broken folders raise many kinds
         raise ConfigurationError(
             f"{name} {path} is a folder that datasets cannot load ({error}): write it with save_to_disk, or "
             "give a file of JSON lines, Parquet or CSV"
         ) from error
-    if isinstance(found, DatasetDict):
-        first = Path(path) / next(iter(found))
-        raise ConfigurationError(f"{name} {path} holds the splits {', '.join(found)}: name one, such as {first}")
-    return found
+    if isinstance(dataset, DatasetDict):
+        first = Path(path) / next(iter(dataset))
+        raise ConfigurationError(f"{name} {path} holds the splits {', '.join(dataset)}: name one, such as {first}")
+    return dataset
 
 
 def _converted(name: str, path: str, digest: bytes) -> Any:
@@ -131,7 +133,8 @@ def _quietly() -> Iterator[None]:
     """Context without the library's progress bars and log, which every rank would write."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-    had_bars, verbosity = not are_progress_bars_disabled(), logging.get_verbosity()
+    had_bars = not are_progress_bars_disabled()
+    verbosity = logging.get_verbosity()
     disable_progress_bars()
     logging.set_verbosity(logging.CRITICAL)
     try:
