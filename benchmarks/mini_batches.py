@@ -34,9 +34,9 @@ MODES = {
     "decoupled": ["--rollout-is=token", "--rollout-is-threshold=2"],
     "coupled": ["--rollout-correction-preset=bypass_ppo_clip"],
 }
-MODEL = """--num-layers=2 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4 --group-query-attention
---num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear
---init-method-std=0.2 --make-vocab-size-divisible-by=4""".split()
+MODEL = """--from-scratch --num-layers=2 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4
+--group-query-attention --num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu
+--disable-bias-linear --init-method-std=0.2 --make-vocab-size-divisible-by=4""".split()
 FLAGS = f"""--cpu --task=count_up --max-response-length=10 --seq-length={LENGTH} --micro-batch-size=64
 --grpo-prompts-per-step=64 --grpo-group-size=4 --grpo-iterations=1 --train-iters=100 --optimizer=sgd --sgd-momentum=0
 --clip-grad=0 --weight-decay=0 --lr-decay-style=constant --grpo-kl-beta=0 --grpo-clamp-eps-lower=0.2

@@ -44,7 +44,7 @@ VARIANTS = {
 WARM_UP = 5
 
 SEQUENCES, LENGTH, VOCABULARY = 4, 256, 2048
-LARGE = f"""--cpu --num-layers=8 --hidden-size=512 --ffn-hidden-size=1536 --num-attention-heads=8
+LARGE = f"""--cpu --from-scratch --num-layers=8 --hidden-size=512 --ffn-hidden-size=1536 --num-attention-heads=8
 --group-query-attention --num-query-groups=4 --position-embedding-type=rope --normalization=RMSNorm --swiglu
 --disable-bias-linear --seq-length={LENGTH} --vocab-size={VOCABULARY} --task=count_up --max-response-length=200
 --grpo-prompts-per-step=2 --grpo-group-size=2 --grpo-iterations=1 --global-batch-size={SEQUENCES}

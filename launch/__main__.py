@@ -105,6 +105,11 @@ def _check_restarts(mine: argparse.Namespace, machines: Machines, files: Checkpo
             f"{asked} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started "
             "again go on from the newest checkpoint"
         )
+    if asked and files.ckpt_step is not None:
+        raise ConfigurationError(
+            f"--ckpt-step {files.ckpt_step} would take ranks that are started again back to that step: drop it, or "
+            f"{asked}"
+        )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ LIBRARY = (
 )
 # What stands in one row does not know of each other.
 _LAUNCH = """
-errors ending resolved_file environment loopback own_folders phases set_aside standard_error transformers4
+errors checkpoint_folders ending resolved_file environment loopback own_folders phases set_aside standard_error
+transformers4
 python_specs heartbeats stopping
 ranks
 run_config

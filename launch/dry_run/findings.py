@@ -17,6 +17,7 @@ from megatron_rc.launch.dry_run.theoretical import Theory, theoretical_memory
 from megatron_rc.launch.dry_run.tracing import Call
 from megatron_rc.launch.errors import ConfigurationError, flag, one_line
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.reporting.sources import in_one_line, newest_checkpoint, sources_of
 
 _OPEN = (
     "torchrun's store and the ranks accept every connection without a password. Use a trusted network or a firewall; "
@@ -40,6 +41,7 @@ class DryRun:
         """The findings as plain values, for JSON."""
         return {
             "world_size": self.config.launch.world_size,
+            "sources": self.sources,
             "layout": asdict(layout_of(self.config)) | {"ep": self.config.parallel.expert_model_parallel_size},
             "batch": batch_numbers(self.config),
             "vocabulary": vocabulary_numbers(self.config),
@@ -52,13 +54,18 @@ class DryRun:
     def in_words(self) -> list[str]:
         """The findings as lines of text."""
         parts = [
-            numbers_in_words(self.config),
+            [in_one_line(self.sources), *numbers_in_words(self.config)],
             memory_in_words(self.memories, self.engine, self.theory, vllm_share(self.config)),
             collectives.in_words(self.config, self.calls),
             places_in_words(places(self.config)),
             self.notes,
         ]
         return [line for part in parts if part for line in (*part, "")][:-1]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where weights, tokenizer, task, rewards and responses would come from."""
+        return sources_of(self.config, newest_checkpoint(self.config))
 
     @property
     def notes(self) -> list[str]:

@@ -21,6 +21,7 @@ from megatron_rc.launch.flags.launch_file import (
 from megatron_rc.launch.flags.own_objects import as_given, define_own_objects
 from megatron_rc.launch.flags.parser import build_parser, long_options
 from megatron_rc.launch.flags.resolve import resolve
+from megatron_rc.launch.flags.sources import TOY
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.launch.tasks import Task
@@ -84,6 +85,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.launch_file, args.command_line = launch_file, command_line
     args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)
     args.own_objects, args.idle = {}, set()
+    args.toy = parser.parse_args(words_of_file(parser, TOY))
     for namespace in (args, args.launch_file, args.command_line):
         args.own_objects.update(define_own_objects(namespace))
     check_architecture_words(parser, args, architecture)

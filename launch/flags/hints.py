@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 
 from megatron_rc.launch.flags.parser import long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
@@ -12,7 +13,7 @@ from megatron_rc.launch.flags.torchrun import torchrun_parser
 # the same meaning here.
 _MEANT = {
     "load-hf": "hf-checkpoint model-path pretrain model-name model-name-or-path from-pretrained path",
-    "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-path",
+    "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-path tokenizer-name",
     "tensor-model-parallel-size": "tp tp-size",
     "pipeline-model-parallel-size": "pp pp-size",
     "context-parallel-size": "cp cp-size ulysses-sequence-parallel-size ring-attn-size",
@@ -62,6 +63,7 @@ _MEANT = {
     "load": "resume resume-mode resume-from resume-from-path resume-from-checkpoint load-checkpoint",
     "eval-interval": "test-freq eval-steps val-period",
     "eval-problems": "eval-iters",
+    "eval-samples": "n-samples-per-eval-prompt num-val-generations-per-prompt val-n",
     "runs-dir": "log-root logging-dir",
     "run-name": "exp-name wandb-run-name",
     "wandb-project": "use-wandb project-name",
@@ -90,11 +92,17 @@ _REMEDIES = {
     ),
     "GPUs are used where there are any, unless --cpu is given": "distributed-backend device",
     "--eval-data names the prompts that are held out": "split",
-    "give the GPUs to the servers of --rollout-url by their own flags": "rollout-num-gpus-per-engine",
+    "give the GPUs to the servers of --rollout-url by their own flags": "rollout-num-gpus-per-engine rollout-num-gpus",
+    "all keys of a row go to the reward function as its record: leave it out": "metadata-key",
     "use --model hybrid, and --hybrid-layer-pattern for Mamba layers": (
         "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model"
     ),
 }
+# Least likeness of similar spellings, by difflib, and of names of which one has more words than the other.
+_CLOSE = 0.8
+_VERY_CLOSE = 0.9
+# Letters of a short form such as --seq-len.
+_FEWEST_LETTERS = 3
 _OTHERWISE = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 _SOURCES = {name: flag for flag, names in _MEANT.items() for name in names.split()}
 
@@ -113,7 +121,28 @@ def _hint(name: str, dashes: str, parser: argparse.ArgumentParser) -> str:
     for part in (name, name.rpartition(".")[2]):
         if part in answers:
             return answers[part]
-    close = difflib.get_close_matches(name, answers, n=1)
-    if not close:
+    similar = difflib.get_close_matches(name, answers, n=5, cutoff=_CLOSE)
+    close = next((known for known in similar if _is_close(name, known)), None)
+    if close is None:
         return "--help-all lists them"
-    return f"if --{close[0]} is meant, {answers[close[0]]}" if close[0] in remedies else answers[close[0]]
+    return f"if --{close} is meant, {answers[close]}" if close in remedies else answers[close]
+
+
+def _is_close(name: str, known: str) -> bool:
+    """Return whether two similar names are alike behind the words that both begin with: --rollout-stop is no -top-p."""
+    words = name.split("-")
+    known_words = known.split("-")
+    pairs = zip(words, known_words, strict=False)
+    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    rest = "-".join(words[shared:])
+    known_rest = "-".join(known_words[shared:])
+    if not rest or not known_rest:
+        # The beginning of a name, as --tensor-model-parallel; more words usually mean something else.
+        return shared > 1 and (not rest or _likeness(name, known) >= _VERY_CLOSE)
+    shorter, longer = sorted((rest, known_rest), key=len)
+    is_short_form = len(shorter) >= _FEWEST_LETTERS and longer.startswith(shorter)
+    return is_short_form or _likeness(rest, known_rest) >= _CLOSE
+
+
+def _likeness(name: str, known: str) -> float:
+    return difflib.SequenceMatcher(None, name, known).ratio()

@@ -22,7 +22,8 @@ def drop_idle(args: argparse.Namespace) -> None:
         need = next((need for need in needs_of(option) if not is_met(need, args)), None)
         if need is not None:
             # A typed --task takes the place of a launch file's --prompt-data.
-            because_of = (name_of(need), *["task"] * (name_of(need) in ("prompt_data", "eval_interval")))
+            of_files = name_of(need) in ("prompt_data", "eval_data", "eval_interval")
+            because_of = (name_of(need), "task") if of_files else (name_of(need),)
             _refuse(args, option.flag, why_unmet(need, args), because_of, default=option.default)
             if option.flag in args.in_launch_file:
                 setattr(args, option.flag, option.default)

@@ -18,6 +18,7 @@ from megatron_rc.launch.errors import ConfigurationError, flag, has_module, requ
 from megatron_rc.launch.flags.idle import drop_idle, drop_idle_in_loss
 from megatron_rc.launch.flags.parser import PENALTIES
 from megatron_rc.launch.flags.resolve_task import choose_prompts, resolve_task
+from megatron_rc.launch.flags.sources import check_sources
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.layer_patterns import layers_of_layout
 from megatron_rc.launch.run_config.megatron import ExpertSection
@@ -46,6 +47,7 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     _resolve_samples(args)
     _check_values(args)
     drop_idle(args)
+    check_sources(args)
     args.world_size = world_size
     args.knows_versions = (engine and not args.load_rollouts) or args.rollout_staleness is not None
     _resolve_launch(args)

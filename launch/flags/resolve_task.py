@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.checks.task import check_room
 from megatron_rc.launch.python_specs import is_python_spec
-from megatron_rc.launch.rewards.rules import EXACT
-from megatron_rc.launch.run_config.data import EVAL_PROBLEMS
+from megatron_rc.launch.run_config.data import EVAL_PROBLEMS, eval_files, keys_of_files
 from megatron_rc.launch.tasks import Task, Text, make_task
+from megatron_rc.launch.tasks.labels import BUILT_IN
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
-from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from megatron_rc.launch.tasks.prompt_data.source import HeldOut, PromptData
 from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, CharacterText, HuggingFaceText
 
 _log = logging.getLogger("megatron_rc")
@@ -37,7 +38,7 @@ def choose_prompts(args: argparse.Namespace) -> None:
         args.task = args.task or DEFAULT_TASK
         args.idle.add("prompt_data")
     args.rows_digest = args.order_digest = None
-    for name in ("prompt_data", "eval_data"):
+    for name in ("prompt_data", "eval_data", "eval_input_key", "eval_label_key"):
         words = getattr(args, name)
         setattr(args, name, None if words is None else tuple(words))
 
@@ -58,15 +59,43 @@ def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
         needs_label=args.label_key is not None or not (args.load_rollouts or is_python_spec(args.reward)),
         chat=text.chat,
         alphabet=text.alphabet if isinstance(text, CharacterText) else None,
-        plain_label=args.reward == EXACT and not args.load_rollouts,
+        rule=args.reward if args.reward in BUILT_IN and not args.load_rollouts else None,
     )
     drops = args.overlong_prompts == "drop"
     room = Room(text, args.seq_length, args.max_response_length, drops)
-    data = PromptData(
-        args.prompt_data, args.eval_data or (), row_format, text, args.seed, room, args.max_response_length
-    )
+    held_out = _held_out(args, row_format) if args.eval_data else []
+    data = PromptData(args.prompt_data, held_out, row_format, text, args.seed, room, args.max_response_length)
     args.label_key, args.rows_digest, args.order_digest = row_format.label_key, data.digest, data.order_digest
     return data
+
+
+def _held_out(args: argparse.Namespace, trained: RowFormat) -> list[HeldOut]:
+    """Files of held-out prompts with the keys of their rows; other requirements on rows are as in training."""
+    files = eval_files(args.eval_data)
+    names = [file.name for file in files]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(
+            f"--eval-data {' '.join(args.eval_data)} has two files with the name {twice}, which their metrics would "
+            f"have: name them, as in first={files[names.index(twice)].path}"
+        )
+    keys = {}
+    for flag_name, default in (("eval_input_key", trained.input_key), ("eval_label_key", trained.label_key)):
+        words = getattr(args, flag_name) or ()
+        try:
+            keys[flag_name] = keys_of_files(words, names, default)
+        except ValueError as problem:
+            raise ConfigurationError(f"{flag(flag_name)} {' '.join(words)} {problem}") from problem
+    row_format = dataclasses.replace(
+        trained,
+        input_flag="--eval-input-key",
+        label_flag="--eval-label-key",
+        needs_label=trained.needs_label or args.eval_label_key is not None,
+    )
+    return [
+        HeldOut(file.name, file.path, dataclasses.replace(row_format, input_key=input_key, label_key=label_key))
+        for file, input_key, label_key in zip(files, keys["eval_input_key"], keys["eval_label_key"], strict=True)
+    ]
 
 
 def resolve_task(args: argparse.Namespace) -> Task:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -73,15 +72,14 @@ def machines_of(mine: argparse.Namespace) -> Machines:
 
     memory, theirs = mine.device_memory_gib, _read_by_torchrun(mine)
     machines = Machines(_processes(mine.nproc_per_node), *parse_min_max_nnodes(mine.nnodes))
-    wrong = {
-        "--json does nothing without --dry-run: give both, or neither": mine.json and not mine.dry_run,
-        f"--device-memory-gib {memory} does nothing without --dry-run: give both, or neither": (
-            memory is not None and not mine.dry_run
-        ),
-        "--dry-run and --print-config both start nothing: give one of them": mine.dry_run and mine.print_config,
-        f"--device-memory-gib {memory} must be positive": memory is not None and not 0 < memory < float("inf"),
-    }
-    _refuse(wrong)
+    if mine.json and not mine.dry_run:
+        raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")
+    if memory is not None and not mine.dry_run:
+        raise ConfigurationError(f"--device-memory-gib {memory} does nothing without --dry-run: give both, or neither")
+    if mine.dry_run and mine.print_config:
+        raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
     _check_meeting(mine, machines, theirs)
     return machines
 
@@ -107,24 +105,18 @@ class _HandOn(argparse.Action):
         namespace.handed_on = [*namespace.handed_on, name if self.nargs == 0 else f"{name}={values}"]
 
 
-def _refuse(wrong: Mapping[str, object]) -> None:
-    """Raise a ConfigurationError with the first sentence that is true; ``{found}`` stands for what makes it true."""
-    for sentence, found in wrong.items():
-        if found:
-            raise ConfigurationError(sentence.format(found=found))
-
-
 def _processes(text: str) -> int:
     from torch.distributed.run import determine_local_world_size
 
     try:
-        found = int(determine_local_world_size(text))
+        processes = int(determine_local_world_size(text))
     except ValueError as error:
         raise ConfigurationError(
             f"--nproc-per-node {text} must be a number, auto, cpu or gpu, and this machine must have it ({error})"
         ) from error
-    _refuse({f"--nproc-per-node {text} must be positive": found < 1})
-    return found
+    if processes < 1:
+        raise ConfigurationError(f"--nproc-per-node {text} must be positive")
+    return processes
 
 
 def _read_by_torchrun(mine: argparse.Namespace) -> argparse.Namespace:
@@ -145,28 +137,38 @@ def _read_by_torchrun(mine: argparse.Namespace) -> argparse.Namespace:
         config_from_args(checked)
     except (ValueError, AssertionError, RuntimeError) as error:
         refuse(f"arguments {' '.join(words)}: {error}")
-    needs = f"--redirects {theirs.redirects} needs --log-dir DIR for the ranks' output"
-    _refuse({needs: theirs.redirects != "0" and not theirs.log_dir})
+    if theirs.redirects != "0" and not theirs.log_dir:
+        raise ConfigurationError(f"--redirects {theirs.redirects} needs --log-dir DIR for the ranks' output")
     return theirs
 
 
 def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argparse.Namespace) -> None:
     """Raise ConfigurationError unless the flags say in exactly one way how the machines find each other."""
     typed = [word.replace("=", " ", 1) for word in mine.handed_on if word.startswith(_OF_MEETINGS)]
-    # With another backend a store numbers the machines, instead of --node-rank.
-    elastic, endpoint, most = theirs.rdzv_backend != "static", theirs.rdzv_endpoint, machines.most
-    unused = ("--master-",) * bool(endpoint) + ("--master-", "--node-rank") * elastic
     meeting = " and ".join(word for word in typed if word.startswith(("--rdzv-backend", "--rdzv-endpoint")))
-    wrong = {
-        "--standalone is for one machine: drop it or --nnodes": theirs.standalone and most > 1,
-        "{found[0]} does nothing without --nnodes above 1: drop it": most == 1 and typed,
-        f"{meeting} needs --rdzv-endpoint HOST:PORT, the same on all machines": elastic and not endpoint,
-        f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet": (
-            machines.fewest < most and not elastic
-        ),
-        f"{{found[0]}} does nothing with {meeting}: drop it": [word for word in typed if word.startswith(unused)],
-        f"--node-rank {theirs.node_rank} must be one of 0 to {most - 1}, with --nnodes {mine.nnodes}": (
-            not 0 <= theirs.node_rank < most
-        ),
-    }
-    _refuse(wrong)
+    # With another backend a store numbers the machines, instead of --node-rank.
+    is_elastic = theirs.rdzv_backend != "static"
+
+    if theirs.standalone and machines.most > 1:
+        raise ConfigurationError("--standalone is for one machine: drop it or --nnodes")
+    if typed and machines.most == 1:
+        raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: drop it")
+    if is_elastic and not theirs.rdzv_endpoint:
+        raise ConfigurationError(f"{meeting} needs --rdzv-endpoint HOST:PORT, the same on all machines")
+    if machines.fewest < machines.most and not is_elastic:
+        raise ConfigurationError(
+            f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
+        )
+
+    unused_prefixes: tuple[str, ...] = ()
+    if is_elastic:
+        unused_prefixes = ("--master-", "--node-rank")
+    elif theirs.rdzv_endpoint:
+        unused_prefixes = ("--master-",)
+    unused = [word for word in typed if word.startswith(unused_prefixes)]
+    if unused:
+        raise ConfigurationError(f"{unused[0]} does nothing with {meeting}: drop it")
+    if not 0 <= theirs.node_rank < machines.most:
+        raise ConfigurationError(
+            f"--node-rank {theirs.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"
+        )

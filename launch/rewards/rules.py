@@ -13,10 +13,10 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.python_specs import is_python_spec, load_python
 from megatron_rc.launch.rewards.outcome import Outcome, read_reply, read_score
 from megatron_rc.launch.tasks import Rule, make_task
+from megatron_rc.launch.tasks.labels import BUILT_IN, EXACT, MATH_VERIFY, answers_of, label_flaw, texts_of
 from megatron_rc.launch.tasks.python_task import own_method
 
-EXACT, MATH_VERIFY = BUILT_IN = ("exact", "math-verify")
-# Like EXACT it compares short texts, and so can neither hang nor crash. All other rules run in worker processes.
+# It compares short texts, as the rule exact does, and so can neither hang nor crash. Other rules run in workers.
 _HARMLESS_TASK = "count_up"
 
 
@@ -97,22 +97,34 @@ class Setup:
 
 
 def exact(*, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-    """Return 1 if the response equals the label, apart from white space around it; else 0."""
-    if not isinstance(label, (str, int, float)) or isinstance(label, bool):
-        raise TypeError(f"--reward exact compares texts and numbers, the label is {_kind(label)}")
-    return float(response.strip() == str(label).strip())
+    """Return 1 if the response equals the label or an entry of it, apart from white space around it; else 0."""
+    _check_label(label, EXACT)
+    text = response.strip()
+    return float(any(text in texts_of(answer) for answer in answers_of(label)))
 
 
 def verify_math(library: Any, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-    """Return 1 if math-verify finds the response's last expression equal to the label's; else 0."""
-    text = str(label)
-    # The whole label is one expression; unmarked, math-verify would take its first number.
-    marked = text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
+    """Return 1 if math-verify finds the response's last expression equal to the label or an entry of it; else 0."""
+    _check_label(label, MATH_VERIFY)
     # No time limits of the library: the worker has its own.
-    expected = library.parse(marked, parsing_timeout=None)
+    parsed = [library.parse(_marked(answer), parsing_timeout=None) for answer in answers_of(label)]
+    expected = [expression for expression in parsed if expression]
     if not expected:
-        raise ValueError(f"math-verify finds no expression in the label {text!r}")
-    return float(library.verify(expected, library.parse(response, parsing_timeout=None), timeout_seconds=None))
+        raise ValueError(f"math-verify finds no expression in the label {label!r}")
+    found = library.parse(response, parsing_timeout=None)
+    return float(any(library.verify(expression, found, timeout_seconds=None) for expression in expected))
+
+
+def _check_label(label: Any, rule: str) -> None:
+    flaw = label_flaw(label, rule)
+    if flaw is not None:
+        raise TypeError(f"--reward {rule} compares texts and numbers, or a list of them; the label is {flaw}")
+
+
+def _marked(answer: str | int | float) -> str:
+    """Return an answer as one expression: of an unmarked text math-verify would take the first number."""
+    text = texts_of(answer)[-1]
+    return text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
 
 
 def _math_rule() -> Rule:

@@ -19,7 +19,7 @@ from megatron_rc.launch.engines.vllm_engine import VllmEngine
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
-from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
+from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_by_name, write_answers
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, check_split_rollouts, write_rollouts
@@ -235,9 +235,9 @@ class RolloutCollector:
                 write_answers("".join(lines or "" for lines in written), self.config, step)
 
         self.work.run(write, "the evaluation")
-        samples = self.config.evaluation.eval_samples
-        sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded, samples)), self.groups.dp)
-        return metrics_of(sums, samples)
+        samples, names = self.config.evaluation.eval_samples, self.config.data.eval_names
+        sums = all_reduce_sum(self.broadcast.tensor(sums_by_name(graded, samples, names)), self.groups.dp)
+        return metrics_of(sums, samples, names)
 
     def unscored_in_words(self) -> str:
         """Sentence about the run's responses that could not be scored, equal on all ranks; empty if there are none."""

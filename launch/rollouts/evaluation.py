@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +20,14 @@ from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.tasks import Problem
 from megatron_rc.records.rollout import SamplingParams
 
+Value = TypeVar("Value")
 # A response with at least this reward is right.
 RIGHT = 1.0
 FOLDER = "eval"
-_PASS = "eval/pass@"
+# Parts of the metrics' names: eval/exact_match of all problems, eval/<name>/exact_match of a file's.
+_ALL = "eval/"
+_RIGHT = "exact_match"
+_PASS = "pass@"
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Graded:
     responses: Sequence[str]  # texts without the end-of-text token
     rewards: Sequence[float]  # one for each response
     outcomes: Sequence[Outcome]  # the reward rule's result for each response
+    data: str | None = None  # name of the problem's file among several of --eval-data
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:
@@ -56,28 +63,56 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def sums_of(graded: Sequence[Graded], samples: int) -> Tensor:
-    """[3 + number of k] float64: problems, rewards, errors, and the sum of pass@k for each k; replicas add up."""
-    right = [sum(reward >= RIGHT for reward in one.rewards) for one in graded]
-    rewards = sum(reward for one in graded for reward in one.rewards)
-    errors = sum(outcome.failure is not None for one in graded for outcome in one.outcomes)
-    passed = [sum(pass_at_k(samples, count, k) for count in right) for k in tries(samples)]
+    """Return the sums of some problems, [3 + number of k] float64; replicas add up.
+
+    They are the number of problems, the rewards, the responses that could not be scored, and pass@k for each k.
+    """
+    right_responses = [sum(reward >= RIGHT for reward in problem.rewards) for problem in graded]
+    rewards = sum(reward for problem in graded for reward in problem.rewards)
+    errors = sum(outcome.failure is not None for problem in graded for outcome in problem.outcomes)
+    passed = [sum(pass_at_k(samples, right, k) for right in right_responses) for k in tries(samples)]
     return torch.tensor([len(graded), rewards, errors, *passed], dtype=torch.float64)
 
 
-def metrics_of(sums: Tensor, samples: int) -> dict[str, float]:
-    """Metrics of an evaluation from the sums over all replicas."""
-    problems, rewards, errors, *passed = sums.tolist()
-    shares = {f"{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
-    means = {"eval/reward": rewards / (problems * samples), "eval/exact_match": shares[f"{_PASS}1"]}
-    return {**means, **shares, "eval/reward_errors": errors}
+def sums_by_name(graded: Sequence[Graded], samples: int, names: Sequence[str]) -> Tensor:
+    """Return :func:`sums_of` all problems, and of the problems of each named file, [1 + names, sums]."""
+    problems_of_files = [[problem for problem in graded if problem.data == name] for name in names]
+    return torch.stack([sums_of(problems, samples) for problems in (graded, *problems_of_files)])
+
+
+def metrics_of(sums: Tensor, samples: int, names: Sequence[str] = ()) -> dict[str, float]:
+    """Metrics of an evaluation, of all problems and of each named file, from :func:`sums_by_name` of all replicas."""
+    prefixes = [_ALL, *(f"{_ALL}{name}/" for name in names)]
+    metrics = {}
+    for prefix, row in zip(prefixes, sums.tolist(), strict=True):
+        problems, rewards, errors, *passed = row
+        shares = {f"{prefix}{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
+        metrics[f"{prefix}reward"] = rewards / (problems * samples)
+        metrics[f"{prefix}{_RIGHT}"] = shares[f"{prefix}{_PASS}1"]
+        metrics |= shares
+        metrics[f"{prefix}reward_errors"] = errors
+    return metrics
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
-    """One line about an evaluation for the terminal."""
-    passed = {int(name.removeprefix(_PASS)): share for name, share in metrics.items() if name.startswith(_PASS)}
-    most = max(passed)
-    more = f", {passed[most]:.1%} in {most} tries" if most > 1 else ""
-    return f"held out: {metrics['eval/exact_match']:.1%} right{more}"
+    """Return one line about an evaluation for the terminal."""
+    prefix = f"{_ALL}{_PASS}"
+    passed = {int(name.removeprefix(prefix)): share for name, share in metrics.items() if name.startswith(prefix)}
+    most_tries = max(passed)
+    line = f"held out: {metrics[f'{_ALL}{_RIGHT}']:.1%} right"
+    if most_tries > 1:
+        line += f", {passed[most_tries]:.1%} in {most_tries} tries"
+    shares_of_files = [f"{name} {share:.1%}" for name, share in right_by_name(metrics).items()]
+    if shares_of_files:
+        line += f" ({', '.join(shares_of_files)})"
+    return line
+
+
+def right_by_name(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the values of the metrics ``eval/<name>/exact_match`` by the names of files."""
+    pattern = re.compile(f"{_ALL}(.+)/{_RIGHT}")
+    matches = ((pattern.fullmatch(metric), value) for metric, value in metrics.items())
+    return {match[1]: value for match, value in matches if match}
 
 
 def share_of(config: RunConfig, replica: int) -> range:
@@ -114,8 +149,11 @@ def write_answers(lines: str, config: RunConfig, step: int) -> None:
 
 
 def _line(graded: Graded) -> dict[str, object]:
-    problem, outcome = graded.problem, graded.outcomes[0]
+    problem = graded.problem
+    outcome = graded.outcomes[0]
+    of_file = {} if graded.data is None else {"data": graded.data}
     return {
+        **of_file,
         "prompt": list(problem.messages) or problem.prompt,
         "response": graded.responses[0],
         "label": as_json(problem.label),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.rollouts.turns import Conversation, converse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 # Responses of an evaluation in one request: an engine in this process holds all their tokens in memory.
@@ -165,7 +167,11 @@ class RolloutSampler:
         problems = self._problems(share.start, len(share), held_out=True)
         at_once = max(1, _MOST_AT_ONCE // self.config.evaluation.eval_samples)
         parts = [problems[begin : begin + at_once] for begin in range(0, len(problems), at_once)]
-        return [graded for number, part in enumerate(parts) for graded in self._graded(part, number)]
+        graded = [one for number, part in enumerate(parts) for one in self._graded(part, number)]
+        if not self.config.data.eval_names:
+            return graded
+        name_of = cast(PromptData, self.task).name_of_held_out
+        return [replace(one, data=name_of(number)) for one, number in zip(graded, share, strict=True)]
 
     def _graded(self, problems: Sequence[Problem], part: int) -> Iterator[Graded]:
         """Sample and grade responses to some problems."""

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from megatron_rc.launch.run_config.options import option
 
 EVAL_PROBLEMS = 96
+# A word NAME=PATH; a path that has such a beginning itself is written as ./NAME=PATH.
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)=(.+)", re.ASCII | re.DOTALL)
+
+
+class EvalFile(NamedTuple):
+    """A file of held-out prompts."""
+
+    name: str  # name of its metrics, eval/<name>/…
+    path: str
+
+
+def eval_files(words: Sequence[str]) -> list[EvalFile]:
+    """Return the files that ``--eval-data`` names, by PATH or NAME=PATH; the default name is the path's last part."""
+    files = []
+    for word in words:
+        named = _NAMED.fullmatch(word)
+        if named:
+            files.append(EvalFile(named[1], named[2]))
+        else:
+            files.append(EvalFile(re.sub(r"[^\w.-]", "_", Path(word).stem, flags=re.ASCII), word))
+    return files
+
+
+def keys_of_files(words: Sequence[str], names: Sequence[str], default: str) -> list[str]:
+    """Return the key for each of the named files, from words KEY, for all files, or NAME=KEY, for one.
+
+    Raises:
+        ValueError: a word names no such file, or two words are for the same files; says so as a verb.
+    """
+    keys = dict[str, str]()
+    for word in words:
+        name, equals, key = word.rpartition("=")
+        if equals and name not in names:
+            raise ValueError(f"names no file of --eval-data: {name!r} is none of {', '.join(names)}")
+        if name in keys:
+            raise ValueError(f"gives two keys for {name or 'all files'}")
+        keys[name] = key
+    return [keys.get(name, keys.get("", default)) for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,20 +60,35 @@ class DataSection:
     """
 
     prompt_data: tuple[str, ...] | None = option(
-        "train on prompts from JSON-lines files or folders of the datasets library, instead of a task; give a weight "
-        "before each path (0.7 a.jsonl 0.3 b.jsonl), or before none",
+        "train on prompts from files instead of a task: JSON lines, .parquet, .csv, or folders of the datasets "
+        "library; give a weight before each path (0.7 a.jsonl 0.3 b.jsonl), or before none",
         metavar="PATH",
     )
     eval_data: tuple[str, ...] | None = option(
-        "held-out prompts, from files as for --prompt-data, without weights",
+        "held-out prompts, from files as for --prompt-data, without weights; several files, and those that are given "
+        "as NAME=PATH, have metrics of their own, eval/NAME/...",
         needs="prompt_data eval_interval",
-        metavar="PATH",
+        metavar="[NAME=]PATH",
+    )
+    eval_input_key: tuple[str, ...] | None = option(
+        "--input-key of --eval-data: KEY for all its files, NAME=KEY for one; default: --input-key",
+        needs="eval_data",
+        metavar="[NAME=]KEY",
+    )
+    eval_label_key: tuple[str, ...] | None = option(
+        "--label-key of --eval-data: KEY for all its files, NAME=KEY for one; default: --label-key",
+        needs="eval_data",
+        metavar="[NAME=]KEY",
     )
     input_key: str = option(
-        "key of a row's prompt, which is a string or a list of messages", default="prompt", needs="prompt_data"
+        "key of a row's prompt, which is a string or a list of messages; extra_info.question leads into an object",
+        default="prompt",
+        needs="prompt_data",
     )
     label_key: str | None = option(
-        "key of the answer for the reward; if given, every row must have it; default: label", needs="prompt_data"
+        "key of the answer for the reward, such as reward_model.ground_truth; if given, every row must have it; "
+        "default: label",
+        needs="prompt_data",
     )
     overlong_prompts: Literal["drop", "error"] = option(
         "prompts longer than --seq-length minus --max-response-length: drop and count them, or end at the start",
@@ -41,6 +97,14 @@ class DataSection:
     )
     rows_digest: int | None
     order_digest: int | None
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """Names of the files of ``--eval-data`` that have metrics of their own; a single file needs a name for it."""
+        words = self.eval_data or ()
+        if len(words) == 1 and not _NAMED.fullmatch(words[0]):
+            return ()
+        return tuple(file.name for file in eval_files(words))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +115,9 @@ class EvaluationSection:
         "optimizer steps between evaluations; default: no evaluations", needs="!load_rollouts"
     )
     eval_problems: int = option(
-        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, or all of --eval-data", needs="eval_interval"
+        f"held-out problems of an evaluation, from several files by turns; default: {EVAL_PROBLEMS}, or all of "
+        "--eval-data",
+        needs="eval_interval",
     )
     eval_samples: int = option(
         "responses to each problem, for pass@1, pass@2, pass@4, ... up to this number", default=1, needs="eval_interval"

@@ -19,8 +19,8 @@ class TaskSection:
         needs="!prompt_data",
     )
     tokenizer_type: str = option(
-        "kind of tokenizer; default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else one token a "
-        "character"
+        "kind of tokenizer; default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else "
+        "CharacterTokenizer, one token a character (--from-scratch)"
     )
     tokenizer_model: str | None = option("directory of a Hugging Face tokenizer; default: --load-hf", metavar="DIR")
     apply_chat_template: bool = option("present problems as turns of a conversation, by the tokenizer's chat template")

@@ -179,12 +179,17 @@ class ScheduleSection:
         return self.lr_warmup_iters if share is None else share * self.lr_decay_iters
 
     def ess_factor(self, eff_sample_size: float) -> float:
-        """The factor of ``--lr-ess-scaling`` for a step whose effective sample size is this share of its responses.
+        """Return the factor of ``--lr-ess-scaling``, in [0, 1].
 
-        sqrt(min(1, ESS / base)) or min(1, ESS / base): Huang et al. 2026, "Stable Asynchrony: Variance-Controlled
-        Off-Policy RL for LLMs", arXiv 2602.17616.
+            sqrt(min(1, ESS / base)) or min(1, ESS / base)
+
+        Huang et al. 2026, "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", arXiv 2602.17616.
+
+        Args:
+            eff_sample_size: effective sample size of a step's responses, as a share of them.
         """
-        share = min(1.0, eff_sample_size / self.lr_ess_base)
+        # A share below 0 can come from rounding alone. It must not turn the step around.
+        share = min(1.0, max(0.0, eff_sample_size / self.lr_ess_base))
         return math.sqrt(share) if self.lr_ess_scaling == "sqrt" else share
 
 
@@ -215,16 +220,23 @@ class CheckpointSection:
         "also write --save-hf every N optimizer steps; default: at the end only", needs="save_hf", most="train_iters"
     )
     load: str | None = option(
-        "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
+        "go on from the newest checkpoint in this folder, or from --ckpt-step; an empty folder must be --save, and the "
+        "run starts at step 0; default: start at step 0",
+        metavar="DIR",
     )
     load_hf: str | None = option(
-        "start from this Hugging Face directory: its weights, shape and tokenizer; default: random weights",
-        metavar="DIR",
+        "start from this Hugging Face directory: its weights, shape and tokenizer", metavar="DIR"
+    )
+    from_scratch: bool = option(
+        "start from random weights and, without --tokenizer-model, with one token a character; a checkpoint of --load "
+        "is resumed all the same",
+        needs="!load_hf",
     )
     weights_bridge: Literal["mbridge", "none"] = option(
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
         "a GPU if it is installed and knows the model, else none"
     )
+    ckpt_step: int | None = option("step of the checkpoint of --load; default: the newest", needs="load")
     finetune: bool = option("take only the weights of --load, and start at step 0", needs="load")
     no_save_optim: bool = option("leave the optimizer out of checkpoints", needs="save")
     no_load_optim: bool = option("do not load the optimizer of --load", needs="load")
@@ -232,7 +244,7 @@ class CheckpointSection:
         "compare every file of --load with its checksum before it is read", default=True, needs="load"
     )
     load_last_valid: bool = option(
-        "if the newest checkpoint of --load is damaged, load the newest undamaged one", needs="load"
+        "if the newest checkpoint of --load is damaged, load the newest undamaged one", needs="load !ckpt_step"
     )
     override_opt_param_scheduler: bool = option(
         "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's",

@@ -136,7 +136,7 @@ class HuggingFaceText(Text):
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ConfigurationError(
                 f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json): give the directory of one as "
-                "--tokenizer-model, or use --tokenizer-type CharacterTokenizer"
+                "--tokenizer-model"
             )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

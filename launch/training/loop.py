@@ -19,6 +19,7 @@ from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
 from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
+from megatron_rc.launch.training.checks.equal_rewards import EqualRewards
 from megatron_rc.launch.training.checks.folder_locks import in_use
 from megatron_rc.launch.training.checks.guards import Guards
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
@@ -27,12 +28,14 @@ from megatron_rc.launch.training.reporting.machine_metrics import Machine, trim_
 from megatron_rc.launch.training.reporting.metrics_file import read_rows
 from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
+from megatron_rc.launch.training.reporting.sources import in_one_line, sources_of
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
 from megatron_rc.launch.training.when_to_save import CheckpointSaves
 from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
+from megatron_rc.records.rollout import RolloutBatch
 
 
 def train(config: RunConfig, task: Task) -> bool:
@@ -81,6 +84,7 @@ class _Run:
         self, config: RunConfig, task: Task, groups: ParallelGroups, trainer: Trainer, stack: ExitStack
     ) -> None:
         self.config, self.groups, self.trainer, self.is_stopped = config, groups, trainer, False
+        self.text = task.text
         self.distributions: dict[str, Distribution] = {}
         self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
@@ -97,8 +101,10 @@ class _Run:
         self.save_hf = HuggingFaceSaves(config, trainer, task.text)
         self.steps = BadSteps(config, trainer, self.collector)
         self.guards, self.machine = Guards(config), Machine(config)
+        self.equal_rewards = EqualRewards(config)
         if self.reporter is not None:
             self.guards.go_on(read_rows(self.reporter.metrics.path), trainer.iteration)
+            self.equal_rewards.go_on(read_rows(self.reporter.metrics.path, '"reward/max"'), trainer.iteration)
         self.log_probs = SavedLogProbs(config, groups, trainer, self.collector)
 
     @property
@@ -107,7 +113,8 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     def begin(self) -> None:
-        """Print the passes of a step; sample the rollouts again that a checkpoint left unfinished."""
+        """Print the run's sources and the passes of a step; sample again the rollouts that a checkpoint left open."""
+        self._say(in_one_line(sources_of(self.config, self.trainer.loaded_from)))
         self._say(passes_in_words(self.config))
         self._say(scoring_in_words(self.config))
         if self.trainer.iteration:
@@ -155,6 +162,7 @@ class _Run:
         prepared = self.steps.prepare(batch, collector.baselines)
         lap("plan")
         summary = summarize_rollouts(batch, self.groups, trainer.version)
+        self._look_at_rewards(summary.metrics, batch)
         common = summary.metrics | collector.reward_metrics
         common |= trainer.rewards.metrics() | self.weight_sync.metrics | data
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
@@ -177,6 +185,18 @@ class _Run:
             if update == 0:
                 common["perf/tokens_per_second"] = common["rollout/tokens"] / lap.seconds_without("eval")
             yield common | metrics | lap.times
+
+    def _look_at_rewards(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
+        """Say once if all rewards of many rollout batches are equal."""
+        if self.reporter is None:
+            return
+
+        def first_response() -> str:
+            return self.text.decode(batch.tokens[0][batch.response_mask[0]].tolist())
+
+        words = self.equal_rewards.batch(metrics, first_response)
+        if words is not None:
+            self._say(words)
 
     def _agree_on(self, row: dict[str, float]) -> None:
         """Report a step that was made or left out; all ranks agree whether the run fails or stops.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class Trainer(TrainedModel):
 
     Attributes:
         iteration: number of optimizer steps; it and ``left_out`` count those before a loaded checkpoint too.
+        loaded_from: folder of the checkpoint that the run began with; None: it began without one.
         sampling_weights: weights of the rollouts that are being sampled, kept for checkpoints.
         open_rollouts: their responses so far, kept for checkpoints; None without ``--rl-partial-rollouts``.
         routing_metrics: k3 of the newest rollout batch with and without routing replay; empty unless it was measured.
@@ -94,6 +96,7 @@ class Trainer(TrainedModel):
             self.open_rollouts = OpenRollouts(config, replica)
         self.critic = Critic(config, config.critic, groups, self.passes) if config.critic else None
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
+        self.loaded_from: Path | None = None
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         self.routing_metrics: dict[str, float] = {}
         model, optimizer = self.model, self.optimizer
@@ -107,7 +110,7 @@ class Trainer(TrainedModel):
             if self.critic is not None:
                 self.critic.start_from(chunks)
             if files.load:
-                self.iteration = load_checkpoint(files.load, self.config, self._kept)
+                self.iteration, self.loaded_from = load_checkpoint(files.load, self.config, self._kept)
                 if self.critic is not None and files.finetune:
                     self.critic.start_from(chunks)
 

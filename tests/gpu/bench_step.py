@@ -21,7 +21,7 @@ VOCABULARY, LENGTH, SEQUENCES, ROWS = 128_256, 1024, 16, 4
 BILLION = """--num-layers=16 --hidden-size=2048 --ffn-hidden-size=8192 --num-attention-heads=32 --num-query-groups=8
 --bf16 --use-distributed-optimizer""".split()
 SMALL = "--num-layers=2 --hidden-size=64 --ffn-hidden-size=96 --num-attention-heads=4 --num-query-groups=2".split()
-COMMON = """--group-query-attention --position-embedding-type=rope --normalization=RMSNorm --swiglu
+COMMON = """--from-scratch --group-query-attention --position-embedding-type=rope --normalization=RMSNorm --swiglu
 --disable-bias-linear --cpu --task=count_up --grpo-prompts-per-step=4 --grpo-group-size=4 --train-iters=100 --lr=1e-6
 --lr-decay-style=constant --grpo-kl-beta=0""".split()
 CRITERIA = ("--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2")

@@ -15,9 +15,11 @@ from tests.support.made_rollouts import made_batch
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 16, 13
 
-LLAMA = """--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4 --group-query-attention
---num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear""".split()
-GPT2 = "--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4".split()
+# Tiny models with random weights, whose tokens are characters.
+LLAMA = """--from-scratch --num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4
+--group-query-attention --num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu
+--disable-bias-linear""".split()
+GPT2 = "--from-scratch --num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4".split()
 COMMON = f"""--cpu --seq-length={LENGTH} --make-vocab-size-divisible-by=4 --init-method-std=0.08 --task=count_up
 --max-response-length=10 --micro-batch-size=4 --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=2
 --global-batch-size={SEQUENCES} --train-iters=100 --lr=0.02 --lr-decay-style=constant --weight-decay=0

@@ -17,7 +17,8 @@ MODELS = {
     "mistral": [*GATED, "--hf-model-type=mistral", "--untie-embeddings-and-output-weights"],
     "gpt2": ["--openai-gelu"],
 }
-RUN = """--num-layers=2 --hidden-size=64 --ffn-hidden-size=96 --num-attention-heads=2 --cpu --seq-length=64 --lr=1e-3
+RUN = """--cpu --from-scratch --num-layers=2 --hidden-size=64 --ffn-hidden-size=96 --num-attention-heads=2
+--seq-length=64 --lr=1e-3
 --max-position-embeddings=256 --init-method-std=0.3 --train-iters=1 --grpo-prompts-per-step=4 --grpo-group-size=4
 --grpo-iterations=1 --global-batch-size=16 --micro-batch-size=8 --tensor-model-parallel-size=2""".split()
 

@@ -141,7 +141,8 @@ HttpClient.call = keep
 """
 # One request at a time: a rollout batch takes several times as long as a step of the trainer, on any machine, so that
 # it is under way at a sync.
-WORDS = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query-attention --num-query-groups=2
+WORDS = """--from-scratch --num-layers=2 --hidden-size=64 --num-attention-heads=2
+--group-query-attention --num-query-groups=2
     --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
     --seq-length=256 --max-position-embeddings=320 --task=python:long_task:Long --reward=exact --init-method-std=0.2
     --lr=3e-3 --train-iters=6 --grpo-prompts-per-step=8 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=32

@@ -306,7 +306,8 @@ def test_the_check_after_a_sync_finds_what_vllm_keeps(tmp_path, broken):
     """Real runs: three steps where nothing is broken, and none behind the sync that left something old."""
     (tmp_path / "long_task.py").write_text(LONG_TASK)
     (tmp_path / "train.py").write_text(TRAIN.format(broken=BREAK[broken]))
-    words = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query-attention --num-query-groups=1
+    words = """--from-scratch --num-layers=2 --hidden-size=64 --num-attention-heads=2
+--group-query-attention --num-query-groups=1
         --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
         --seq-length=448 --task=python:long_task:Long --reward=exact --init-method-std=0.2 --lr=3e-3 --train-iters=3
         --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=16 --micro-batch-size=8

@@ -6,6 +6,7 @@ import resource
 import tempfile
 from pathlib import Path
 
+from megatron_rc.launch.checkpoint_folders import iterations
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
@@ -32,6 +33,10 @@ def check_checkpoints(config: RunConfig) -> None:
         "from others": not prefix.endswith("/") or len(prefix) < 2,
     }
     refuse(config, wrong, prefix=prefix)
+    if files.load and files.ckpt_step is not None:
+        there = iterations(files.load)
+        missing = "{ckpt_step}: {load} holds no such checkpoint, it has {there}"
+        refuse(config, {missing: files.ckpt_step not in there}, there=", ".join(map(str, there)) or "none")
     if config.logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")
 

@@ -10,6 +10,8 @@ from megatron_rc.launch.rewards.pool import check_loads
 from megatron_rc.launch.rewards.rewarder import reply_source, source_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.tasks.labels import BUILT_IN, label_flaw, remedy_for
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
 
 
 def check_room(length: int, response: int) -> None:
@@ -32,6 +34,9 @@ def check_prompts(config: RunConfig, task: Task) -> None:
     if evaluation.eval_interval is not None:
         few = "{eval_problems} is less than the {dp} data-parallel ranks: give more"
         refuse(config, {few: evaluation.eval_problems < dp}, dp=dp)
+        files = len(config.data.eval_names)
+        few = "{eval_problems} is less than the {files} files of --eval-data: give at least one problem for each"
+        refuse(config, {few: evaluation.eval_problems < files}, files=files)
         tried["held-out prompt"] = evaluation.eval_problems
     words = (
         "{seq_length} is too short for --task {task}: it does not hold a {kind} of {longest} tokens and a response of "
@@ -42,6 +47,17 @@ def check_prompts(config: RunConfig, task: Task) -> None:
         longest = max(len(task.text.encode(problem)) for problem in problems)
         found = {"task": config.task.task, "kind": kind, "longest": longest, "response": response}
         refuse(config, {words: longest > length - response}, **found)
+
+
+def _check_labels(config: RunConfig, task: Task, rule: str) -> None:
+    """Check that a built-in rule can compare the labels of a task's first problems; files check each of their rows."""
+    for number, problem in enumerate(task.problems(0, config.rollouts.grpo_prompts_per_step)):
+        flaw = label_flaw(problem.label, rule)
+        if flaw is not None:
+            raise ConfigurationError(
+                f"--task {config.task.task}: the label of problem {number} is {flaw}, and --reward {rule} compares "
+                f"texts and numbers, or a list of them: {remedy_for(problem.label)}"
+            )
 
 
 def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
@@ -66,6 +82,8 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
             "python:pkg.module:function"
         )
     source.check()
+    if rewards.reward in BUILT_IN and not isinstance(task, PromptData):
+        _check_labels(config, task, rewards.reward)
     if is_python_spec(rewards.reward or config.task.task):
         check_loads(source)
     if config.rollouts.max_turns > 1:

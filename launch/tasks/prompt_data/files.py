@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines, and folders of the ``datasets`` library. Rows stay on disk until they are used."""
+"""Prompt files: JSON lines, Parquet, CSV, and folders of ``datasets``. Rows stay on disk until they are used."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.prompt_data.rows import Row, parse_line
+from megatron_rc.launch.tasks.prompt_data.tables import TABLES, Table
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # First bytes of other formats, with the remedy for the error.
@@ -20,20 +20,20 @@ _OTHER_FORMATS = {
     b"BZh": "compressed by bzip2: decompress it",
     b"\xfd7zXZ": "compressed by xz: decompress it",
     b"PK\x03\x04": "a zip archive: unpack it",
-    b"PAR1": "in Parquet: write it as JSON lines (pandas.read_parquet(…).to_json(…, orient='records', lines=True))",
+    b"PAR1": "in Parquet: give it a name that ends in .parquet",
     b"\xff\xfe": "in UTF-16: save it as UTF-8",
     b"\xfe\xff": "in UTF-16: save it as UTF-8",
 }
 Visit = Callable[[int, Row], None]
 
 
-def open_rows(name: str, path: str, visit: Visit) -> JsonLines | SavedDataset:
+def open_rows(name: str, path: str, visit: Visit) -> JsonLines | Table:
     """Open a prompt file of the flag ``name``, and check each of its rows with ``visit``, which raises ValueError."""
     # Path.exists() raises OSError for a name that is too long; open() below reports it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ConfigurationError(f"{name} {path} is no regular file, and every rank must read it: write it to one")
-    kind = SavedDataset if os.path.isdir(path) else JsonLines
-    rows: JsonLines | SavedDataset = kind(name, path, visit)
+    is_table = os.path.isdir(path) or Path(path).suffix.lower() in TABLES
+    rows: JsonLines | Table = Table(name, path, visit) if is_table else JsonLines(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
     return rows
@@ -98,7 +98,10 @@ class JsonLines:
     def _refuse_other_formats(self, line: bytes) -> None:
         """Raise ConfigurationError if a first line that is no JSON object shows another file format."""
         found = next((words for begin, words in _OTHER_FORMATS.items() if line.startswith(begin)), None)
-        if line.strip() in (b"[", b"{"):
+        text = line.strip()
+        if text == b"[" or text.startswith(b"[{"):
+            found = "a JSON array: write each of its objects on a line of its own (jq -c '.[]' FILE)"
+        if text == b"{":
             found = "one JSON value over several lines: write each prompt as an object on a line of its own"
         if found is not None:
             raise ConfigurationError(f"{self.name} {self.path} is {found}")
@@ -107,53 +110,3 @@ class JsonLines:
     def _state_of(descriptor: int) -> tuple[int, int, int]:
         state = os.fstat(descriptor)
         return state.st_ino, state.st_size, state.st_mtime_ns
-
-
-class SavedDataset:
-    """Rows of a folder that ``Dataset.save_to_disk`` of the ``datasets`` library wrote; memory-mapped."""
-
-    def __init__(self, name: str, path: str, visit: Visit) -> None:
-        self.name, self.path = name, path
-        require("datasets", f"{name} {path}, a folder,", "data")
-        self._dataset = self._load(path)
-        for index, row in enumerate(self._dataset):
-            try:
-                visit(index, row)
-            except ValueError as error:
-                raise ConfigurationError(f"{self.where(index)} {error}") from error
-        # The stored rows, because decoded objects such as images would differ between processes.
-        digest = hashlib.blake2b(digest_size=8)
-        for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
-            for row in rows.to_pylist():
-                digest.update(repr(row).encode("utf-8", "surrogatepass"))
-        self.digest = digest.digest()
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._dataset)
-
-    def row(self, index: int) -> Row:
-        """Read one row."""
-        row: Row = self._dataset[index]
-        return row
-
-    def where(self, index: int) -> str:
-        """Name of a row for errors: flag, file and place in it."""
-        return f"{self.name} {self.path}, row {index}"
-
-    def _load(self, path: str) -> Any:
-        from datasets import DatasetDict, load_from_disk
-
-        try:
-            found = load_from_disk(path)
-        except Exception as error:  # broken folders raise many kinds
-            raise ConfigurationError(
-                f"{self.name} {path} is a folder that datasets cannot load ({error}): write it with save_to_disk, or "
-                "give a file of JSON lines"
-            ) from error
-        if isinstance(found, DatasetDict):
-            first = Path(path) / next(iter(found))
-            raise ConfigurationError(
-                f"{self.name} {path} holds the splits {', '.join(found)}: name one, such as {first}"
-            )
-        return found

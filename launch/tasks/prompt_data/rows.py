@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc.launch.tasks.labels import kind_of, label_flaw, remedy_for
 from megatron_rc.launch.tasks.text import Problem
 
 Row = dict[str, Any]
+# Stands for a value that a row does not have; null is a value.
+MISSING = object()
 
 
 def parse_line(line: bytes) -> Row:
@@ -29,7 +32,7 @@ def parse_line(line: bytes) -> Row:
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
     if not isinstance(row, dict):
-        raise ValueError(f'is {_kind(row)}, not a JSON object such as {{"prompt": …, "label": …}}')
+        raise ValueError(f'is {kind_of(row)}, not a JSON object such as {{"prompt": …, "label": …}}')
     return row
 
 
@@ -37,28 +40,22 @@ def parse_line(line: bytes) -> Row:
 class RowFormat:
     """Keys of a row, and the requirements on its values."""
 
+    # Keys may lead into objects: ``reward_model.ground_truth``. A key of the row that has dots itself counts first.
     input_key: str  # key of the prompt: a string, or a list of messages with ``role`` and ``content``
     label_key: str  # key of the label that the reward compares a response with
     needs_label: bool  # whether every row must have a label
     chat: bool  # whether the tokenizer writes prompts as turns of a conversation
     alphabet: frozenset[str] | None = None  # characters that the tokenizer knows; None: all
-    plain_label: bool = False  # whether labels must be texts or numbers, as ``--reward exact`` needs them
+    input_flag: str = "--input-key"  # flag that names the prompt's key, for errors
+    label_flag: str = "--label-key"  # flag that names the label's key, for errors
+    rule: str | None = None  # built-in rule of ``--reward`` that compares labels; None: they may be anything
 
     def problem(self, row: Row) -> Problem:
         """Make a problem from a row, or raise ValueError with the row's fault."""
-        if self.input_key not in row:
-            raise ValueError(f"has no {self.input_key!r}{_among(row)}: name the prompt's key with --input-key")
-        label = row.get(self.label_key)
-        if self.needs_label and label is None:
-            if self.label_key in row:
-                raise ValueError(f"is null under {self.label_key!r}: give the row a label, or leave it out")
-            raise ValueError(f"has no {self.label_key!r}{_among(row)}: name the label's key with --label-key")
-        if self.plain_label and (isinstance(label, bool) or not isinstance(label, str | int | float)):
-            raise ValueError(
-                f"has {_kind(label)} under {self.label_key!r}, and --reward exact compares texts and numbers: write it "
-                "as a response would, or score with python:pkg.module:function"
-            )
-        prompt = row[self.input_key]
+        prompt = value_of(row, self.input_key)
+        if prompt is MISSING:
+            raise ValueError(f"{_lacks(row, self.input_key)}: name the prompt's key with {self.input_flag}")
+        label = self._label(row)
         messages = self._messages(prompt)
         texts = [message["content"] for message in messages] or [prompt]
         if not texts[-1].strip():
@@ -67,20 +64,35 @@ class RowFormat:
             self._check_text(text)
         return Problem(texts[-1], label, messages=messages, record=row)
 
+    def _label(self, row: Row) -> Any:
+        """Label of a row; None if it has none and needs none."""
+        label = value_of(row, self.label_key)
+        if self.needs_label and label is MISSING:
+            raise ValueError(f"{_lacks(row, self.label_key)}: name the label's key with {self.label_flag}")
+        if self.needs_label and label is None:
+            raise ValueError(f"is null under {self.label_key!r}: give the row a label, or leave it out")
+        flaw = None if self.rule is None else label_flaw(label, self.rule)
+        if flaw is not None:
+            raise ValueError(
+                f"has {flaw} under {self.label_key!r}, and --reward {self.rule} compares texts and numbers, or a list "
+                f"of them: {remedy_for(label, f'{self.label_flag} {self.label_key}')}"
+            )
+        return None if label is MISSING else label
+
     def _messages(self, prompt: Any) -> tuple[Mapping[str, Any], ...]:
         """Messages of the conversation; empty if the prompt is plain text."""
         if isinstance(prompt, str):
             return ({"role": "user", "content": prompt},) if self.chat else ()
         if not isinstance(prompt, list) or not prompt:
-            found = "no message" if prompt == [] else _kind(prompt)
+            found = "no message" if prompt == [] else kind_of(prompt)
             raise ValueError(f"has {found} under {self.input_key!r}, not a string or a list of messages")
         for number, message in enumerate(prompt):
             place = f"{self.input_key}[{number}]"
             if not isinstance(message, dict):
-                raise ValueError(f"has {_kind(message)} as {place}, not a message with 'role' and 'content'")
+                raise ValueError(f"has {kind_of(message)} as {place}, not a message with 'role' and 'content'")
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
-                    found = _kind(message[key]) if key in message else "nothing"
+                    found = kind_of(message[key]) if key in message else "nothing"
                     raise ValueError(f"has {found} as {place}[{key!r}], not a string")
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends {self.input_key!r} with a message of the assistant: remove the answer")
@@ -88,7 +100,8 @@ class RowFormat:
             raise ValueError(
                 f"has messages under {self.input_key!r}: give --apply-chat-template and a tokenizer that has one"
             )
-        return tuple(prompt)
+        # In a table, as of Parquet, all messages have all keys. A template may ask whether a message has one.
+        return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
     def _check_text(self, text: str) -> None:
         try:
@@ -120,12 +133,31 @@ def _finite(word: str) -> float:
     return value
 
 
-def _among(row: Row) -> str:
-    """The row's first eight keys, for an error."""
-    keys = ", ".join(map(repr, list(row)[:8]))
-    return f" (it has {keys}{', …' if len(row) > 8 else ''})" if row else " (it has no key at all)"
+def value_of(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key, which may lead into objects by dots; :data:`MISSING` if there is none."""
+    if key in row:
+        return row[key]
+    first, _, rest = key.partition(".")
+    entries = row.get(first)
+    if not rest or not isinstance(entries, Mapping):
+        return MISSING
+    return value_of(entries, rest)
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+def _lacks(row: Mapping[str, Any], key: str) -> str:
+    """Return the beginning of an error: the row has no such key; the last object that the key leads to has others."""
+    owner = "it"
+    entries = row
+    rest = key
+    while True:
+        first, dot, behind = rest.partition(".")
+        if not dot or first not in entries:
+            break
+        if not isinstance(entries[first], Mapping):
+            return f"has no {key!r} ({first!r} is {kind_of(entries[first])})"
+        owner = repr(first)
+        entries = entries[first]
+        rest = behind
+    keys = ", ".join(map(repr, list(entries)[:8])) if entries else "no key at all"
+    more = ", …" if len(entries) > 8 else ""
+    return f"has no {key!r} ({owner} has {keys}{more})"

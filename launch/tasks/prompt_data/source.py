@@ -6,6 +6,7 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -20,6 +21,15 @@ PROMPT_DATA, EVAL_DATA = "--prompt-data", "--eval-data"
 _log = logging.getLogger("megatron_rc")
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A file of prompts that are never trained on."""
+
+    name: str  # name of its metrics
+    path: str
+    row_format: RowFormat
+
+
 class PromptData:
     """Task whose problems come from files; its reward is ``--reward``."""
 
@@ -28,7 +38,7 @@ class PromptData:
     def __init__(
         self,
         train: Sequence[str],
-        held_out: Sequence[str],
+        held_out: Sequence[HeldOut],
         row_format: RowFormat,
         text: Text,
         seed: int,
@@ -43,12 +53,15 @@ class PromptData:
         ]
         # Without weights each file has its number of prompts as weight, so each prompt comes once per epoch.
         self._weights = [weight or Fraction(len(file)) for (_, weight), file in zip(parts, self._train, strict=True)]
-        kept = parse_mixture(EVAL_DATA, held_out) if held_out else []
-        if any(weight is not None for _, weight in kept):
-            raise ConfigurationError(f"{EVAL_DATA} {' '.join(held_out)} takes no weights: give paths only")
-        self._held_out = [PromptFile(EVAL_DATA, path, row_format, room, "") for path, _ in kept]
+        _check_paths([file.path for file in held_out])
+        self._names = [file.name for file in held_out]
+        self._held_out = [PromptFile(EVAL_DATA, file.path, file.row_format, room, "") for file in held_out]
+        # Index of the file and of the prompt in it, of every held-out problem; the files take turns.
+        self._turns = sorted(
+            ((index, number) for number, file in enumerate(self._held_out) for index in range(len(file)))
+        )
         self.dropped = sum(file.dropped for file in self._train)  # training prompts that are too long
-        self.num_held_out = sum(map(len, self._held_out))
+        self.num_held_out = len(self._turns)
         self._warn_of_same_rows()
         # Hashes of all rows, and of the order of training prompts.
         self.digest = _number_of(file.rows.digest for file in [*self._train, *self._held_out])
@@ -56,7 +69,7 @@ class PromptData:
         self.order_digest = _number_of([str(seed).encode(), *shares, *(file.digest for file in self._train)])
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """See :class:`Task`. Held-out problems come in the order of their files."""
+        """See :class:`Task`. Held-out problems come from each file in turn, in the order of its rows."""
         if not held_out:
             places = [place(number, self._weights) for number in range(start, start + count)]
             return [self._train[index].shuffled_problem(position) for index, position in places]
@@ -64,8 +77,11 @@ class PromptData:
             raise ConfigurationError(
                 f"{EVAL_DATA} holds {self.num_held_out} prompts, {start + count} were asked for: lower --eval-problems"
             )
-        every = [(file, index) for file in self._held_out for index in range(len(file))]
-        return [file.problem(index) for file, index in every[start : start + count]]
+        return [self._held_out[number].problem(index) for index, number in self._turns[start : start + count]]
+
+    def name_of_held_out(self, number: int) -> str:
+        """Name of the file that has a held-out problem."""
+        return self._names[self._turns[number][1]]
 
     def metrics(self, drawn: int) -> dict[str, float]:
         """Epochs of the most used file after ``drawn`` prompts, and the number of prompts that were left out."""
@@ -84,6 +100,12 @@ class PromptData:
                     "%s %s has the rows of %s %s: evaluations use the prompts that are trained on",
                     *(EVAL_DATA, file.path, PROMPT_DATA, trained[file.rows.digest]),
                 )
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    """Refuse weights among the paths of held-out files, and a file that is given twice."""
+    if paths and any(weight is not None for _, weight in parse_mixture(EVAL_DATA, paths)):
+        raise ConfigurationError(f"{EVAL_DATA} {' '.join(paths)} takes no weights: give paths only")
 
 
 def _number_of(parts: Iterable[bytes]) -> int:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree, failing_together
-from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints import manifest
-from megatron_rc.launch.training.checkpoints.folders import (
+from megatron_rc.launch.checkpoint_folders import (
     TRACKER,
     iteration_folder,
     iterations,
     latest_iteration,
     restore,
 )
+from megatron_rc.launch.distributed import AgreedError, agree, failing_together
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.pieces import reason_of
 
 _log = logging.getLogger("megatron_rc")
@@ -64,15 +64,22 @@ def _newest_whole(load: str | Path, numbers: Iterable[int], *, checksums: bool) 
 def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int | None:
     """Return the newest checkpoint, or with ``--load-last-valid`` the newest whole one; None: the folder is empty.
 
-    ``name`` is the flag that names the folder.
+    ``name`` is the flag that names the folder. ``--ckpt-step`` is the number of another one, of ``--load`` alone.
 
     Raises:
-        AgreedError: on every rank: the newest is damaged; the message names the last whole one.
+        AgreedError: on every rank: the newest is damaged, and the message names the last whole one; or that of
+            ``--ckpt-step`` is missing or damaged.
     """
     if dist.get_rank() == 0 and config.checkpoints.is_save(load):
         with suppress(OSError):  # the missing checkpoint is named later
             restore(load)  # a killed run may have been replacing it
     agree(config)
+    wanted = config.checkpoints.ckpt_step if name == "--load" else None
+    if wanted is not None:
+        damage = _agreed_damage(load, wanted, config, name)
+        if damage is not None:
+            raise AgreedError(f"--ckpt-step {wanted}: that checkpoint of {name} {load} is damaged: {damage}")
+        return wanted
     found, damage = _agreed_latest(load, config, name)
     if found is not None:
         damage = _agreed_damage(load, found, config, name)

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from megatron_rc.launch.checkpoint_folders import iteration_folder
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.checkpoints.contents import Kept
-from megatron_rc.launch.training.checkpoints.folders import iteration_folder
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.saved_settings import settings_beside
 

@@ -60,7 +60,7 @@ class Reference(HostWeights):
         self,
         config: RunConfig,
         chunks: Sequence[ModelChunk],
-        read: Callable[[Sequence[ModelChunk]], None] | None = None,
+        read: Callable[[Sequence[ModelChunk]], object] | None = None,
     ) -> None:
         super().__init__("reference", host_copy(config, chunks), version=0)
         self.interval, self.is_of_its_own = config.reference.ref_update_interval, read is not None

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
 from megatron_rc.launch.distributed import agree, failing_together
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.contents import OPTIMIZERS, Kept
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.pieces import reason_of
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
@@ -29,8 +29,11 @@ from megatron_rc.parallel import ParallelGroups
 _UNREADABLE = (Exception, CheckpointException)
 
 
-def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> None:
+def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> Path:
     """Load the policy's weights from the newest checkpoint of a folder, which the flag ``name`` names, into chunks.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
         ValueError, AgreedError: as in :func:`load_checkpoint`.
@@ -41,6 +44,7 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     loaded = _read(where, reader, config, model_state(chunks))
     with _failing_together(where, folder, config):
         load_model(chunks, loaded)
+    return folder
 
 
 def start_from(
@@ -54,7 +58,7 @@ def start_from(
         load_from_directory(chunks, config, groups, folder)
 
 
-def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[ModelChunk]], None] | None:
+def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[ModelChunk]], object] | None:
     """Function that loads ``--ref-load`` or ``--ref-load-hf`` into chunks; None if neither is given."""
     reference = config.reference
     if reference.ref_load:
@@ -88,25 +92,26 @@ def _read(where: str, reader: CheckpointReader, config: RunConfig, state: dict[s
     return loaded
 
 
-def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
+def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> tuple[int, Path | None]:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
     Returns:
-        Its number of optimizer steps; 0 with ``--finetune``, and if ``--load`` equals ``--save`` and is empty.
+        The number of optimizer steps to go on from, 0 with ``--finetune``, and the checkpoint's folder. 0 and None if
+        ``--load`` equals ``--save`` and is empty.
 
     Raises:
         ValueError, AgreedError: on every rank: there is no checkpoint, it is damaged, or it does not fit this model.
     """
     files = config.checkpoints
     if files.finetune:
-        read_weights(load, config, "--load", kept.policy.chunks)
+        source = read_weights(load, config, "--load", kept.policy.chunks)
         kept.policy.optimizer.reload_model_params()
         if kept.reference is not None:
             kept.reference.start_from(kept.policy.chunks)
-        return 0
+        return 0, source
     found = find_checkpoint(load, config)
     if found is None and files.is_save(load):
-        return 0
+        return 0, None
     where, folder = _place(load, config, "--load", found)
     with _failing_together(where, folder, config):
         reader = CheckpointReader(folder)
@@ -126,7 +131,7 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
         kept.left_out.load(loaded)
         if kept.open_rollouts is not None:
             kept.open_rollouts.load(folder)
-    return iteration
+    return iteration, folder
 
 
 def _failing_together(where: str, folder: Path, config: RunConfig) -> AbstractContextManager[None]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rc.launch.checkpoint_folders import write_durably
 from megatron_rc.launch.rollouts.open_rollouts import FILES
-from megatron_rc.launch.training.checkpoints.folders import write_durably
 from megatron_rc.launch.training.checkpoints.pieces import reason_of
 
 MANIFEST = "manifest.json"

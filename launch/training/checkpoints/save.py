@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
+from megatron_rc.launch import checkpoint_folders as folders
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree, failing_together
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints import folders, manifest
+from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
 from megatron_rc.launch.training.checkpoints.contents import CRITIC, Kept
 from megatron_rc.launch.training.checkpoints.pieces import Pieces, reason_of, write_common, write_index

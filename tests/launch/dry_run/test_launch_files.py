@@ -32,6 +32,9 @@ RANKS = {name: ranks for name, (ranks, *_) in PUBLISHED.items()}
 
 
 def made(name, *more, ranks=None):
+    """Settings of a launch file; without ``--load-hf`` of a model that is not on this disk."""
+    if "--load-hf" not in more:
+        more = ("--from-scratch", *more)
     with missing_packages_noted():
         return configure([f"--config={name}", *more], ranks or RANKS[name], folders=False, elsewhere=True)[0]
 
@@ -71,6 +74,7 @@ def test_a_launch_file_fits(name, capsys):
     assert code_of(main, *words.split(), "--device-memory-gib", "72") == 0
     output, errors = capsys.readouterr()
     assert errors == ""
+    assert output.startswith("weights: random (--from-scratch) · tokenizer: one token a character (--from-scratch) · ")
     assert f"{RANKS[name]} ranks = " in output
 
 

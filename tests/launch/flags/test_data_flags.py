@@ -102,14 +102,61 @@ REFUSED = """
 --max-response-length=57 --overlong-prompts=error :: line 1 | 8 tokens | --seq-len
 --apply-chat-template :: --apply-chat-template | --tokenizer-model
 --task=count_up :: --task count_up and --prompt-data | a.jsonl
+--eval-interval=2 --eval-data B x=B :: --eval-data names | b.jsonl twice
+--eval-interval=2 --eval-data 0.5 B :: --eval-data 0.5 | b.jsonl | no weights
+--eval-interval=2 --eval-data B C :: --eval-data | two files with the name b | first=
+--eval-interval=2 --eval-data a=B a=C :: --eval-data | two files with the name a | first=
+--eval-interval=2 --eval-data a=B C --eval-problems=1 :: --eval-problems 1 | 2 files
+--eval-interval=2 --eval-data a=B C --eval-input-key c=q :: --eval-input-key c=q | 'c' | a, b
+--eval-interval=2 --eval-data B --eval-label-key q r :: --eval-label-key q r | two keys for all files
+--eval-interval=2 --eval-data a=B --eval-label-key a=q a=r :: --eval-label-key a=q a=r | two keys for a
+--eval-interval=2 --eval-data B --eval-input-key question :: b.jsonl, line 1 | 'question' | --eval-input-key
+--eval-interval=2 --eval-data a=B C --eval-label-key b=answer :: b.jsonl, line 1 | 'answer' | --eval-label-key
+--eval-input-key=question :: --eval-input-key question | --eval-data
 """
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_what_cannot_work_is_one_sentence(tmp_path, file, other, row):
     words, _, parts = row.partition(" :: ")
+    (tmp_path / "more").mkdir()
+    third = write(tmp_path / "more" / "b.jsonl", [{"prompt": "2 + 2 = ", "label": 4}])
+    files = {"B": other, "C": third, "x=B": f"x={other}", "a=B": f"a={other}", "a=C": f"a={third}"}
     with refused(parts):
-        check(tmp_path, *DATA, "--prompt-data", file, *(other if word == "B" else word for word in words.split()))
+        check(tmp_path, *DATA, "--prompt-data", file, *(files.get(word, word) for word in words.split()))
+
+
+def test_held_out_files_have_names_and_keys_of_their_own(tmp_path, file):
+    rows = {
+        "aime 24": [{"problem": "a", "answer": {"value": 1}}],
+        "math": [{"question": "b", "label": "2"}],
+        "plain": [{"prompt": "c", "label": 3}],
+    }
+    paths = {name: write(tmp_path / f"{name}.jsonl", table) for name, table in rows.items()}
+    (tmp_path / "run.yaml").write_text(
+        f"eval-data: ['{paths['aime 24']}', 'math-500={paths['math']}', '{paths['plain']}']\n"
+        "eval-input-key: [problem, math-500=question, plain=prompt]\neval-label-key: aime_24=answer.value\n"
+        "eval-interval: 2\n"
+    )
+    words = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
+    config, task = check(tmp_path, *words)
+    assert config.data.eval_names == ("aime_24", "math-500", "plain")
+    assert [(problem.prompt, problem.label) for problem in task.problems(0, 3, held_out=True)] == [
+        *(("a", 1), ("b", "2"), ("c", 3))
+    ]
+    (tmp_path / "again.yaml").write_text(as_launch_file(config.flags))
+    assert configure([f"--config={tmp_path}/again.yaml"], 1)[0].data == config.data
+    # A typed task takes the place of all that belongs to files.
+    config, _ = check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml", f"--task={DOUBLES}", "--seq-length=256")
+    assert (config.data.eval_data, config.data.eval_names) == (None, ())
+
+
+def test_one_file_has_metrics_of_its_own_if_it_has_a_name(tmp_path, file, other):
+    words = [*DATA, "--prompt-data", file, "--eval-interval=2", "--eval-data"]
+    assert check(tmp_path, *words, other)[0].data.eval_names == ()
+    assert check(tmp_path, *words, f"held={other}")[0].data.eval_names == ("held",)
+    (tmp_path / "x=y.jsonl").write_text('{"prompt": "a", "label": 1}\n')
+    assert check(tmp_path, *words, f"{tmp_path}/x=y.jsonl")[0].data.eval_names == (), "a path with a slash before ="
 
 
 def test_the_length_of_a_response_is_given_and_may_leave_just_enough_room(tmp_path, file):
@@ -132,9 +179,30 @@ def test_labels_are_required_if_a_rule_compares_them(tmp_path):
     for words in (DATA, [*recorded, "--label-key=label"]):
         with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
             check(tmp_path, *words, *rows)
-    lists = write(tmp_path / "lists.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": ["b"]}])
-    with pytest.raises(ConfigurationError, match=r"lists.jsonl, line 2 .*'label'.*--reward exact"):
-        check(tmp_path, *DATA, "--prompt-data", lists)
+
+
+@pytest.mark.parametrize("rule", ["exact", "math-verify"])
+def test_labels_that_a_rule_cannot_compare_are_refused_with_row_key_value_and_remedy(tmp_path, rule):
+    """verl's own rows, whose label lies in an object; the words of the object would never be answered."""
+    pytest.importorskip("math_verify")
+    rows = [{"prompt": "a", "reward_model": ["b", 2]}]
+    rows.append({"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "34"}})
+    words = ["--prompt-data", write(tmp_path / "a.jsonl", rows), *DATA, f"--reward={rule}"]
+    with refused(f"a.jsonl, line 2 | 'reward_model' | '34' | --reward {rule} | --label-key reward_model.ground_truth"):
+        check(tmp_path, *words, "--label-key=reward_model")
+    write(tmp_path / "a.jsonl", rows[1:])
+    _, task = check(tmp_path, *words, "--label-key=reward_model.ground_truth")
+    assert task.problems(0, 1)[0].label == "34"
+    check(tmp_path, *words, "--label-key=reward_model", "--reward=python:tests.support.user_rewards:length")
+
+
+def test_labels_of_a_task_are_looked_at_too(tmp_path):
+    """The toy's label behind a nine is empty, which is no expression."""
+    pytest.importorskip("math_verify")
+    words = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--grpo-prompts-per-step=32", "--global-batch-size=128"]
+    with refused("--task count_up | problem | an empty text | --reward math-verify"):
+        configure([*words, "--reward=math-verify"], 1)
+    configure([*words, "--reward=exact"], 1)
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "characters"])

@@ -29,6 +29,13 @@ HINTS = {
     "--n-samples-per-promt": "--grpo-group-size?",
     "--nproc_per_nod": "if --nproc-per-node is meant, give it to `python -m megatron_rc.launch`",
     "--mock-dat": "--mock-data",
+    "--n-samples-per-eval-prompt": "--eval-samples?",
+    "--num-layer": "--num-layers?",
+    "--tensor-model-parallel": "--tensor-model-parallel-size?",
+    "--max-response-len": "--max-response-length?",
+    "--from-scrach": "--from-scratch?",
+    "--use-flash-attention-2": "--attention-backend?",
+    "--metadata-key": "record",
     "--zzz": "--help-all",
 }
 
@@ -38,6 +45,17 @@ def test_an_unknown_flag_gets_a_hint(parser, name):
     sentence = unknown("flag", name, parser)
     assert sentence.startswith(f"unknown flag {name!r}: ")
     assert HINTS[name] in sentence
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Flags of other programs and of none, which only begin like flags here, or share some letters with them.
+    """--rollout-halt --enable-reasoning --rollout-seed --rollout-shuffle --rollout
+    --rollout-x --rollout-max-context-len --lr-decay-step --apply-chat-template-arguments --rollout-function-path
+    --eval-top-p --balance-data --use-kl-loss --offload --reward-key --wandb-team --deepspeed""".split(),
+)
+def test_a_shared_beginning_is_no_hint(parser, name):
+    assert unknown("flag", name, parser) == f"unknown flag {name!r}: --help-all lists them"
 
 
 WRONG = {

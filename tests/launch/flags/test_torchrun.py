@@ -93,6 +93,11 @@ REFUSED = f"""
 --nnodes=1:4 :: --nnodes 1:4 | --rdzv-backend c10d | --rdzv-endpoint
 --nnodes=1:4 {MEETING} :: --nnodes 1:4 | {SAFE}
 --nnodes=2 --rdzv-backend=c10d :: --rdzv-backend c10d | --rdzv-endpoint HOST:PORT
+--nnodes=2 --rdzv-backend={{x}} :: --rdzv-backend {{x}} | --rdzv-endpoint HOST:PORT
+--nnodes=2 --rdzv-endpoint={{0}}%s --node-rank=9 :: --node-rank 9 | 0 to 1
+--nnodes=2 --rdzv-endpoint={{found.x}} --master-port=2 :: --master-port 2 | --rdzv-endpoint {{found.x}}
+--redirects={{x}} :: --redirects={{x}}
+--rdzv-id={{found}}%d :: --rdzv-id {{found}}%d | --nnodes above 1
 --redirects=3 :: --redirects 3 | --log-dir
 --nnodes=2 --node-rank=1 {MEETING} :: --node-rank 1 | --rdzv-backend c10d
 --nnodes=2 --rdzv-endpoint=a:1 --master-port=2 :: --master-port 2 | --rdzv-endpoint a:1
@@ -112,3 +117,12 @@ def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, monkeypatch
     words, _, parts = row.partition(" :: ")
     with refused(parts or words.replace("=", " ")):
         torchrun_arguments([*words.split(), *flags(tmp_path)])
+
+
+def test_ranks_that_are_started_again_do_not_go_back_to_an_older_checkpoint(tmp_path):
+    (tmp_path / "s" / "iter_0000002").mkdir(parents=True)
+    words = flags(tmp_path, f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2", "--ckpt-step=2")
+    torchrun_arguments(words)
+    for asked in ("--max-restarts 2", f"--nnodes 1:2 {MEETING}"):
+        with refused(f"--ckpt-step 2 | {' '.join(asked.split()[:2])}"):
+            torchrun_arguments([*asked.split(), *words])

@@ -28,14 +28,14 @@ def test_an_error_has_its_reward_and_its_line(tmp_path, caplog):
         assert (rewards.values, rewards.errors, rewards.sums()) == ([1.0, -0.5, 0.0], 1, {})
     rewarder.close()
     first, second = lines(tmp_path)
-    words = "--reward exact compares texts and numbers, the label is of type dict"
-    assert first["traceback"] == f"TypeError: {words}"
+    assert first["traceback"].startswith("TypeError: --reward exact compares texts and numbers, or a list of them; ")
+    assert "\n" not in first["traceback"]
     known = {"replica": 3, "sample": 1, "prompt": "1 + 2 = ", "response": "3", "record": {"level": 3}}
     assert first.items() >= known.items()
     assert first["label"] == "{('a', 1): <class 'float'>}", "words where it is no JSON"
     assert (second["step"], second["held_out"]) == (6, True)
     (said,) = caplog.messages
-    assert said.startswith(f"--reward exact raised TypeError: {words}, on response '3': it gets -0.5")
+    assert said.startswith(f"--reward exact raised {first['traceback']}, on response '3': it gets -0.5")
 
 
 def test_the_first_error_ends_it_where_that_is_asked_for(tmp_path):

@@ -1,5 +1,7 @@
 """Rules that the launcher brings."""
 
+import re
+
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -18,6 +20,16 @@ def score(reward, label, response):
         ("42", " 42\n", 1),
         (" a b ", "a b", 1),
         (1.5, "1.5", 1),
+        (34, "34", 1),
+        (34.0, "34", 1),
+        (34.0, "34.0", 1),
+        (34, "34.0", 0),
+        (1e-05, "0.00001", 1),
+        ("34.0", "34", 0),
+        ("", " ", 1),
+        (["seven", 7], "7", 1),
+        (["seven", 7], "seven", 1),
+        (["seven", 7], "8", 0),
         ("42", "42.", 0),
     ],
 )
@@ -34,6 +46,20 @@ def test_exact_compares_all_but_white_space_around(label, response, reward):
         (r"\frac{1}{2}", "The answer is $0.5$", 1),
         (r"\boxed{3}", "3", 1),
         ("1,000", "1000", 1),
+        ("34", r"so \boxed{34}", 1),
+        (34, r"so \boxed{34}", 1),
+        (34.0, r"so \boxed{34}", 1),
+        (34.0, r"so \boxed{34.0}", 1),
+        ("34", "34.0", 1),
+        (34, "35", 0),
+        (-0.5, r"$-\frac{1}{2}$", 1),
+        # Python writes these numbers with an e, which is a constant or a name in mathematics.
+        (1e-05, "0.00001", 1),
+        (1e-05, "4", 0),
+        (1e22, "1" + 22 * "0", 1),
+        (["34", r"\frac{1}{2}", 7], "0.5", 1),
+        (["34", r"\frac{1}{2}", 7], "7", 1),
+        (["34", r"\frac{1}{2}", 7], "8", 0),
     ],
 )
 def test_math_verify_compares_expressions(label, response, reward):
@@ -41,9 +67,22 @@ def test_math_verify_compares_expressions(label, response, reward):
     assert score("math-verify", label, response).reward == reward
 
 
-def test_math_verify_wants_an_expression_for_a_label(caplog):
+@pytest.mark.parametrize(
+    ("label", "failure"),
+    [
+        ("", "raised TypeError: --reward math-verify .* an empty text"),
+        ("$$", "raised ValueError: math-verify "),
+        (None, "raised TypeError: --reward math-verify .* null"),
+        (True, "raised TypeError: --reward math-verify .* true or false"),
+        ({"ground_truth": "42"}, "raised TypeError: --reward math-verify .* an object"),
+        ([["42"]], "raised TypeError: --reward math-verify .* a list"),
+        (float("nan"), "raised TypeError: --reward math-verify .* nan"),
+    ],
+)
+def test_math_verify_wants_an_expression_for_a_label(label, failure, caplog):
+    """A task's label may be anything; that of a file is refused at the start."""
     pytest.importorskip("math_verify")
-    assert score("math-verify", "", "42").failure.startswith("raised ValueError: math-verify ")
+    assert re.match(failure, score("math-verify", label, "42").failure)
     assert not caplog.records, "that its own time limit is off goes without saying"
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,9 @@ from megatron_rc.launch.rollouts.evaluation import (
     in_words,
     metrics_of,
     pass_at_k,
+    right_by_name,
     sampling_of,
-    sums_of,
+    sums_by_name,
     tries,
     write_answers,
 )
@@ -54,8 +56,8 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one():
 def test_an_evaluation_is_the_mean_over_problems_of_all_replicas():
     """A reward of 1 or more is right; what is partly right counts in the mean alone."""
     problems = [graded(1, 0, 0, 0.5), graded(0, 0, 0, 0), graded(1, 1.5, 1, -1)]
-    whole = metrics_of(sums_of(problems, 4), 4)
-    shares = metrics_of(sums_of(problems[:1], 4) + sums_of(problems[1:], 4) + sums_of([], 4), 4)
+    whole = metrics_of(sums_by_name(problems, 4, []), 4)
+    shares = metrics_of(sum(sums_by_name(part, 4, []) for part in (problems[:1], problems[1:], [])), 4)
     assert whole == pytest.approx(shares)
     assert whole == pytest.approx(
         {
@@ -69,9 +71,27 @@ def test_an_evaluation_is_the_mean_over_problems_of_all_replicas():
     )
 
 
+def test_each_named_file_has_metrics_of_its_own():
+    """The pooled ones are over all problems, not over files."""
+    of_files = {"aime": [graded(1, 0), graded(0, 0)], "math.500": [graded(1, 1)], "unscored": [graded(0.5, 0.5)]}
+    problems = [replace(one, data=name) for name, found in of_files.items() for one in found]
+    names = list(of_files)
+    shares = [sums_by_name(part, 2, names) for part in (problems[:1], problems[1:], [])]
+    found = metrics_of(sum(shares), 2, names)
+    for name, own in {"": problems, **of_files}.items():
+        alone = metrics_of(sums_by_name(own, 2, []), 2)
+        begin = f"eval/{name}/" if name else "eval/"
+        for metric, value in alone.items():
+            assert found.pop(begin + metric.removeprefix("eval/")) == pytest.approx(value), (name, metric)
+    assert not found
+    assert right_by_name(
+        {"eval/aime/exact_match": 1, "eval/exact_match": 2, "eval/a/pass@1": 3, "x/exact_match": 4}
+    ) == {"aime": 1}
+
+
 def test_responses_that_could_not_be_scored_are_counted(tmp_path):
     broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], [Outcome(failure="raised ValueError: no"), Outcome(1.0)])
-    sums = sums_of([broken, graded(1, 1)], 2)
+    sums = sums_by_name([broken, graded(1, 1)], 2, [])
     assert metrics_of(sums, 2)["eval/reward_errors"] == 1
     write([broken], config_of(tmp_path), 6)
     (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
@@ -82,6 +102,8 @@ def test_the_terminal_says_both():
     assert in_words({"eval/exact_match": 0.25, "eval/pass@1": 0.25}) == "held out: 25.0% right"
     several = {"eval/exact_match": 0.25, "eval/pass@1": 0.25, "eval/pass@2": 0.5, "eval/pass@16": 0.75}
     assert in_words(several) == "held out: 25.0% right, 75.0% in 16 tries"
+    of_files = {"eval/aime/exact_match": 0.1, "eval/aime/pass@1": 0.1, "eval/gsm8k/exact_match": 1.0}
+    assert in_words(several | of_files) == "held out: 25.0% right, 75.0% in 16 tries (aime 10.0%, gsm8k 100.0%)"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +129,7 @@ def test_a_few_answers_are_written_down(tmp_path):
     config = config_of(tmp_path, "--eval-answers=3")
     said = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
     problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said))]
-    problems += [graded(1.0, problem=Problem("a", {(1, 2): "b"})), graded(1.0, 1.0)]
+    problems += [replace(graded(1.0, problem=Problem("a", {(1, 2): "b"})), data="aime"), graded(1.0, 1.0)]
     write(problems, config, 6)
     first, second, third = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     scored = {"components": {"format": 0.5}, "error": None}
@@ -115,6 +137,7 @@ def test_a_few_answers_are_written_down(tmp_path):
     assert second["prompt"] == list(said)
     assert (second["label"], second["reward"]) == ({"value": 3}, 0.0)
     assert third["label"] == "{(1, 2): 'b'}", "in words where it is no JSON"
+    assert third["data"] == "aime", "of several files"
 
 
 def test_a_new_run_begins_a_folder_of_its_own(tmp_path):

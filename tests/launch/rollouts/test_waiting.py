@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.launch.checkpoint_folders import iterations
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.stopping import StopRequest
-from megatron_rc.launch.training.checkpoints.folders import iterations
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
 from tests.support.training_runs import LIVE, rows, run_training, without_times

@@ -96,9 +96,10 @@ def test_the_effective_sample_size_is_its_formula():
 
 
 @pytest.mark.parametrize(("rule", "power"), [("sqrt", 0.5), ("linear", 1.0)])
-def test_the_factor_is_never_above_one(tmp_path, rule, power):
+def test_the_factor_lies_between_zero_and_one(tmp_path, rule, power):
+    """Also for a size that rounding has made negative."""
     schedule = run_config(flags(tmp_path, f"--lr-ess-scaling={rule}", "--lr-ess-base=0.5"), engine=False).schedule
-    for share_of_base, want in ((0.0, 0.0), (0.125, 0.25**power), (0.5, 1.0), (1.0, 1.0)):
+    for share_of_base, want in ((-0.7446, 0.0), (0.0, 0.0), (0.125, 0.25**power), (0.5, 1.0), (1.1, 1.0)):
         assert schedule.ess_factor(share_of_base) == pytest.approx(want, rel=1e-15)
 
 

@@ -9,6 +9,7 @@ from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.parallel import ParallelGroups
+from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
 from tests.support.training_runs import HELD_OUT, agreed, rows, run_training, run_until_signal
@@ -139,6 +140,33 @@ def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_pat
     answers = [json.loads(line) for line in lines]
     # Of two replicas the first has the first two problems.
     assert [(answer["label"], answer["reward"]) for answer in answers] == [(p.label, 1.0) for p in problems[:written]]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2)], ids=str)
+def test_files_are_counted_by_name_over_all_replicas(ranks, tmp_path, layout):
+    """Rows with keys of their own, in files of other sizes; the pooled share is over problems."""
+    rows_of_files = {
+        "train": [{"prompt": "1 + 1 = ", "label": "2"}],
+        "small": [{"question": f"{number} - 1 = ", "solution": {"value": number - 1}} for number in range(2)],
+        "large": [{"prompt": f"{number} * 2 = ", "label": f"{2 * number}"} for number in range(5)],
+    }
+    for name, table in rows_of_files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    data = ["--prompt-data", f"{tmp_path}/train.jsonl", "--eval-data", f"{tmp_path}/small.jsonl"]
+    data += [f"twice={tmp_path}/large.jsonl", "--eval-input-key", "small=question"]
+    data += ["--eval-label-key", "small=solution.value", "--eval-interval=1", "--seq-length=32"]
+    own = [word for word in HELD_OUT if not word.startswith("--task")]
+    base = [word for word in flags(tmp_path, *own, *layout.flags()) if not word.startswith("--task")]
+    known = {"0 - 1 = ": "-1", "0 * 2 = ": "0", "3 * 2 = ": "6", "4 * 2 = ": "8"}
+    found = ranks.run(evaluate_pupil, layout, [*base, *data], known)
+    shares = {"": 4 / 7, "small/": 1 / 2, "twice/": 3 / 5}
+    expected = {
+        f"eval/{begin}{name}": share for begin, share in shares.items() for name in ("reward", "exact_match", "pass@1")
+    } | {f"eval/{begin}reward_errors": 0 for begin in shares}
+    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
+    lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
+    assert [json.loads(line)["data"] for line in lines] == ["small", "twice"] * 2 + ["twice"] * 3
+    assert undocumented(expected) == []
 
 
 def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_path):

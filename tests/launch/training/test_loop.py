@@ -246,9 +246,12 @@ def test_a_resumed_run_says_where_it_goes_on_and_leaves_nothing_where_it_is_refu
     (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=1"])
     assert error is None
     assert "goes on from" not in said
+    rest = "tokenizer: one token a character (--from-scratch) · task: count_up · reward: rule of the task · engine: tr"
+    assert said.startswith(f"weights: random (--from-scratch) · {rest}ansformers\n")
     (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=2"])
     assert error is None
     assert f"goes on from checkpoint 1 of {tmp_path}/save\n" in said
+    assert said.startswith(f"weights: checkpoint {tmp_path}/save/iter_0000001 (--load) · {rest}")
     assert f"finished at step 2, saved to {tmp_path}/save, model in {tmp_path}/hf/step-2 after" in said
     before, left = config.read_text(), sorted(path.name for path in (tmp_path / "run").glob("config*"))
     past = agreed(ranks.run(run_training, layout, [*words, "--train-iters=1"]))

@@ -6,10 +6,12 @@ import re
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rewards.rules import Source
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
 from megatron_rc.records.rollout import load_rollouts
+from tests.launch.tasks.test_text import tokenizer_folder
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, LLAMA, flags, run_config
 from tests.support.training_runs import LIVE, logged, rows, run_training
@@ -117,3 +119,55 @@ def test_ranks_with_other_files_end_together(ranks, tmp_path):
     ended = ranks.run(run_with_own_file, LAYOUT, [str(path) for path in paths], tmp_path)
     assert ended[0] == ended[1]
     assert re.match("AgreedError: .*--prompt-data and --eval-data differ between machines", ended[0])
+
+
+def run_with_cache(words, cache):
+    """Train, with converted copies of tables in this folder."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = cache
+    return run_training(words)
+
+
+def test_a_run_of_verls_own_file(ranks, tmp_path, monkeypatch):
+    """Parquet, prompts of messages, labels in an object, scored by the real library; two ranks convert it at once."""
+    library = pytest.importorskip("datasets")
+    pytest.importorskip("math_verify")
+    import pandas
+
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", f"{tmp_path}/cache")
+
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer")
+    for name, first in (("train", 0), ("test", 8)):
+        table = [
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "user", "content": f"{number} + 1 = ?"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": f"{number + 1}"},
+                "extra_info": {"index": number},
+            }
+            for number in range(first, first + 8)
+        ]
+        pandas.DataFrame(table).to_parquet(tmp_path / f"{name}.parquet")
+    base = [word for word in COMMON if not word.startswith("--task")]
+    keys = ["--input-key=prompt", "--label-key=reward_model.ground_truth", "--apply-chat-template"]
+    data = [f"--prompt-data={tmp_path}/train.parquet", f"--eval-data={tmp_path}/test.parquet", "--eval-interval=1"]
+    more = ["--reward=math-verify", "--reward-workers=1", "--seq-length=64", "--max-response-length=6"]
+    more += [f"--tokenizer-model={tokenizer}", f"--runs-dir={tmp_path}", "--train-iters=1", "--num-layers=1"]
+    flags_of_run = [*LLAMA, *base, *LIVE, *LAYOUT.flags(), *keys, *data, *more]
+    assert ranks.run(run_with_cache, LAYOUT, flags_of_run, f"{tmp_path}/cache") == [None, None]
+    trained = [row for row in rows(tmp_path) if "loss/total" in row]
+    assert [(row["reward/errors"], row["data/overlong_prompts"]) for row in trained] == [(0, 0)]
+    answers = [json.loads(line) for line in (tmp_path / "run/eval/step-0000001.jsonl").read_text().splitlines()]
+    assert [answer["label"] for answer in answers] == [str(number) for number in range(9, 17)]
+    assert answers[0]["prompt"] == [{"role": "user", "content": "8 + 1 = ?"}]
+    # What an answer of the model would get: the label is the number alone.
+    _, task = configure(flags_of_run, 2)
+    rule = Source(None, 1, "math-verify").load()
+    problem = task.problems(0, 1, held_out=True)[0]
+    scores = [
+        rule(prompt=problem.prompt, response=text, label=problem.label, record=problem.record)
+        for text in (r"So it is \boxed{9}.", r"So it is \boxed{8}.")
+    ]
+    assert scores == [1, 0]

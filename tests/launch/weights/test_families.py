@@ -14,7 +14,8 @@ from megatron_rc.launch.weights.family import Family
 from tests.support.paths import ROOT
 from tests.support.recorded_training import COMMON, flags, run_config
 
-SIZES = "--num-layers=2 --hidden-size=32 --num-attention-heads=4 --num-query-groups=2 --moe-ffn-hidden-size=8".split()
+SIZES = """--from-scratch --num-layers=2 --hidden-size=32 --num-attention-heads=4 --num-query-groups=2
+--moe-ffn-hidden-size=8""".split()
 TABLE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \| `(\w+)` \|[^|]*\| ([^|]*--[^|]+) \|$", TABLE, re.MULTILINE)
 

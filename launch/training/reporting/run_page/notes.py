@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.doctor.tables import object_of
+from megatron_rc.launch.checkpoint_folders import iterations
 from megatron_rc.launch.rollouts.evaluation import FOLDER
-from megatron_rc.launch.training.checkpoints.folders import iterations
 from megatron_rc.launch.training.reporting.config_yaml import Settings
 
 ANSWERS, LONGEST = 40, 2000

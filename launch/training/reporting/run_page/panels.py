@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc.launch.rollouts.evaluation import right_by_name
 from megatron_rc.launch.training.reporting.series import Series, aligned, drawn
 
 _RC, _PASS, _HELD_OUT = "rollout_corr/", "eval/pass@", "eval/reward"
+# Stands for the metric of each file of --eval-data.
+_BY_NAME = "eval/<name>/exact_match"
 _PERCENTS = ("01", "05", "25", "50", "75", "95", "99")
 _PHASES = ("sync", "eval", "rollout", "plan", "update", "save")
 
@@ -58,6 +61,9 @@ PANELS = (
         "log of π_trainer / π_rollout: half of the tokens lie between the quartiles, 98 % within the outer lines.",
         {f"{_RC}log_ratio_p{percent}": f"{int(percent)} %" for percent in ("01", "25", "50", "75", "99")},
     ),
+    Panel(
+        "Right answers by file, shares", "To the held-out problems of each file of --eval-data.", {_BY_NAME: "{name}"}
+    ),
     Panel("Gradient norm", "Before clipping.", {"grad_norm": "policy", "critic/grad_norm": "critic"}, wide=True),
     Panel("Loss", "Of each optimizer step, with penalties.", {"loss/total": "policy", "loss/critic": "critic"}),
     Panel(
@@ -85,7 +91,7 @@ PANELS = (
     Panel("Memory, GiB", "Peak over all ranks so far.", {"perf/peak_memory_gib": "peak"}),
 )
 WANTED = (
-    *(name for panel in PANELS for name in panel.curves if name != _PASS),
+    *(name for panel in PANELS for name in panel.curves if name not in (_PASS, _BY_NAME)),
     *("eval/", "skipped_steps", "bad_steps", "reward/nonzero_advantages"),
 )
 
@@ -109,6 +115,8 @@ def labels_of(panel: Panel, series: Mapping[str, Series]) -> dict[str, str]:
     """Labels of a panel's curves by metric; of pass@k only the largest k, and no second curve of equal values."""
     labels = {name: label for name, label in panel.curves.items() if name in series}
     tries = [int(name.removeprefix(_PASS)) for name in series if name.startswith(_PASS)]
+    if _BY_NAME in panel.curves:
+        labels |= {f"eval/{name}/exact_match": name for name in right_by_name(series)}
     if _PASS in panel.curves and max(tries, default=1) > 1:
         labels[f"{_PASS}{max(tries)}"] = panel.curves[_PASS].format(k=max(tries))
     if _HELD_OUT not in labels:

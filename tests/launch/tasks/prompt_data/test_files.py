@@ -1,4 +1,4 @@
-"""Files of JSON lines, and folders of the datasets library."""
+"""Files of JSON lines."""
 
 import gzip
 import importlib.util
@@ -60,7 +60,11 @@ def test_what_editors_leave_is_no_row(tmp_path):
         (b"\n\n", "a.jsonl is empty"),
         (b'{"a": 1}\n\n{"a": 2}\n', "a.jsonl, line 2 is empty"),
         (b'{"a": 1}\n\xff\n', "a.jsonl, line 2 is not UTF-8"),
-        (b'[\n{"a": 1}\n]', "a.jsonl is one JSON value over several lines"),
+        (b'{\n"a": 1\n}', "a.jsonl is one JSON value over several lines"),
+        (b'[\n{"a": 1}\n]', "a.jsonl is a JSON array: .*jq -c"),
+        (b'[{"a": 1}, {"a": 2}]', "a.jsonl is a JSON array: .*jq -c"),
+        (b'["a"]', "a.jsonl, line 1 is a list"),
+        (b"PAR1", "a.jsonl is in Parquet: .*[.]parquet"),
         (gzip.compress(b'{"a": 1}\n', mtime=0), "a.jsonl is .* gzip"),
         (b'{"a": 1}\nPAR1\n', "a.jsonl, line 2 is not JSON"),
     ],
@@ -89,8 +93,9 @@ def test_what_cannot_be_read_or_can_be_read_once_is_refused(tmp_path, monkeypatc
     with pytest.raises(ConfigurationError, match=r"^--prompt-data .*a.jsonl, line 4 is odd$"):
         open_rows("--prompt-data", write(tmp_path / "a.jsonl"), look)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"a folder, needs datasets.*pip install .*\[data\]'"):
-        open_rows("--prompt-data", str(tmp_path), ignore)
+    for path, what in ((tmp_path, "a folder, "), (tmp_path / "a.parquet", ""), (tmp_path / "a.csv", "")):
+        with pytest.raises(ConfigurationError, match=rf"{path}[ ,]*{what}needs datasets.*pip install .*\[data\]'"):
+            open_rows("--prompt-data", str(path), ignore)
 
 
 def test_a_file_that_is_replaced_or_gone_during_the_run_is_noticed(tmp_path):
@@ -103,32 +108,3 @@ def test_a_file_that_is_replaced_or_gone_during_the_run_is_noticed(tmp_path):
     path.unlink()
     with pytest.raises(ConfigurationError, match=r"a\.jsonl cannot be read any more"):
         rows.row(1)
-
-
-@pytest.fixture
-def datasets():
-    return pytest.importorskip("datasets", reason="the extra [data] is not installed")
-
-
-def test_a_folder_of_the_datasets_library(tmp_path, datasets):
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    datasets.Dataset.from_list(ROWS[::-1]).save_to_disk(str(tmp_path / "other"))
-    seen = []
-    path = str(tmp_path / "saved")
-    rows = open_rows("--prompt-data", path, lambda index, row: seen.append(row))
-    assert seen == ROWS
-    assert rows.row(3) == ROWS[3]
-    assert len(rows) == 5
-    assert rows.where(3) == f"--prompt-data {path}, row 3"
-    same, other = (open_rows("--prompt-data", str(tmp_path / name), ignore).digest for name in ("saved", "other"))
-    assert rows.digest == same != other
-
-
-def test_folders_that_are_no_data_set(tmp_path, datasets):
-    data = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict(train=data, test=data).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ConfigurationError, match=r"holds the splits train, test: name one, such as .*splits/train"):
-        open_rows("--prompt-data", str(tmp_path / "splits"), ignore)
-    assert len(open_rows("--prompt-data", str(tmp_path / "splits" / "train"), ignore)) == 5
-    with pytest.raises(ConfigurationError, match=r"is a folder that datasets cannot load .*save_to_disk"):
-        open_rows("--prompt-data", str(tmp_path), ignore)

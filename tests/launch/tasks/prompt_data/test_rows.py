@@ -49,13 +49,70 @@ def test_text_is_shown_as_it_is_and_messages_are_kept_whole():
         digits.problem({"prompt": "14"})
 
 
-@pytest.mark.parametrize("label", [[1, 2], {"is": 1}, True])
-def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(label):
-    exact = replace(PLAIN, plain_label=True)
-    with pytest.raises(ValueError, match=r" under 'label', .*--reward exact "):
-        exact.problem({"prompt": "a", "label": label})
+NO_ANSWERS = {
+    "object": ({"is": True}, "an object"),
+    "switch": (True, "true or false .True."),
+    "empty list": ([], "an empty list"),
+    "in a list": (["1", {"is": 1}], "an object"),
+    "null in a list": (["1", None], "null"),
+    "list in a list": ([["1"]], "a list"),
+    "infinite": (float("inf"), "inf, which is no finite number"),
+}
+
+
+@pytest.mark.parametrize("rule", ["exact", "math-verify"])
+@pytest.mark.parametrize(("label", "words"), NO_ANSWERS.values(), ids=NO_ANSWERS)
+def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(rule, label, words):
+    compared = replace(PLAIN, rule=rule)
+    with pytest.raises(ValueError, match=rf"^has {words}.* under 'label', .*--reward {rule} .*python:"):
+        compared.problem({"prompt": "a", "label": label})
     assert PLAIN.problem({"prompt": "a", "label": label}).label == label
-    assert [exact.problem({"prompt": "a", "label": plain}).label for plain in ("", 8, 1.5)] == ["", 8, 1.5]
+    for plain in ("34", 8, 1.5, ["34", 8, 1.5]):
+        assert compared.problem({"prompt": "a", "label": plain}).label == plain
+
+
+def test_an_empty_label_is_an_answer_but_no_expression():
+    """The toy task has such labels: nothing follows a nine."""
+    assert replace(PLAIN, rule="exact").problem({"prompt": "a", "label": ""}).label == ""
+    for label in ("", " \n", ["1", ""]):
+        with pytest.raises(ValueError, match=r"^has an empty text under 'label', .*--reward math-verify"):
+            replace(PLAIN, rule="math-verify").problem({"prompt": "a", "label": label})
+
+
+# A row as verl's data sets have it.
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many?", "name": None}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "34"},
+    "extra_info": {"index": 0, "question": "How many are there?"},
+}
+
+
+def test_keys_lead_into_objects():
+    found = replace(CHAT, label_key="reward_model.ground_truth", needs_label=True, rule="math-verify").problem(VERL)
+    assert (found.prompt, found.label, found.record) == ("How many?", "34", VERL)
+    assert found.messages == ({"role": "user", "content": "How many?"},), "a table's null is no key of a message"
+    text = replace(PLAIN, input_key="extra_info.question", label_key="extra_info.index").problem(VERL)
+    assert (text.prompt, text.label) == ("How many are there?", 0)
+    # A key with a dot of its own counts first, at each level.
+    row = {"a.b": "1", "a": {"b": "2", "c.d": "3"}, "prompt": "?"}
+    assert [replace(PLAIN, label_key=key).problem(row).label for key in ("a.b", "a.c.d")] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("label", "inside"),
+    [
+        (VERL["reward_model"], "ground_truth"),
+        ({"source": "web", "answer": ["34", 34]}, "answer"),
+        ({"none": None, "value": 34}, "value"),
+    ],
+)
+@pytest.mark.parametrize("rule", ["exact", "math-verify"])
+def test_the_answer_inside_of_an_object_is_named(rule, label, inside):
+    row_format = replace(PLAIN, label_key="reward_model", rule=rule)
+    with pytest.raises(ValueError, match=rf"an object .* under 'reward_model'.*--label-key reward_model\.{inside}$"):
+        row_format.problem({"prompt": "a", "reward_model": label})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +121,7 @@ def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(labe
         ({"question": "a", "label": 1}, "has no 'prompt' .it has 'question', 'label'.: .*--input-key"),
         ({"prompt": "a", "answer": 1}, "has no 'label' .it has 'prompt', 'answer'.: .*--label-key"),
         ({"prompt": "a", "label": None}, "null under 'label'"),
+        ({"prompt": "a", "reward_model": {"style": "rule"}}, "has no 'label' .it has 'prompt', 'reward_model'"),
         ({"prompt": 3, "label": 1}, "a number under 'prompt'"),
         ({"prompt": " \n", "label": 1}, "empty text as prompt"),
         ({"prompt": json.loads('"a\\ud800"'), "label": 1}, "surrogate .* prompt, at character 2"),
@@ -78,3 +136,20 @@ def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(labe
 def test_a_row_that_is_wrong(row, message):
     with pytest.raises(ValueError, match=message):
         PLAIN.problem(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "has no 'a.b.c' .it has 'prompt'.: .*--label-key"),
+        ({"a": {"d": 1}}, "has no 'a.b.c' .'a' has 'd'.: "),
+        ({"a": {"b": {"d": 1, "e": 2}}}, "has no 'a.b.c' .'b' has 'd', 'e'.: "),
+        ({"a": {"b": {}}}, "has no 'a.b.c' .'b' has no key at all.: "),
+        ({"a": '{"b": {"c": 1}}'}, "has no 'a.b.c' .'a' is a string.: "),
+        ({"a": {"b": None}}, "has no 'a.b.c' .'b' is null.: "),
+        ({"a": {"b": {"c": None}}}, "is null under 'a.b.c'"),
+    ],
+)
+def test_a_key_that_leads_nowhere(row, message):
+    with pytest.raises(ValueError, match=message):
+        replace(PLAIN, label_key="a.b.c").problem({"prompt": "?", **row})

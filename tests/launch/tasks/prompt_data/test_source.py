@@ -9,7 +9,7 @@ import pytest
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
-from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from megatron_rc.launch.tasks.prompt_data.source import HeldOut, PromptData
 from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText
 from tests.launch.tasks.test_text import TEMPLATE, tokenizer_folder
 
@@ -24,7 +24,8 @@ def write(path, prompts):
 
 def source(*train, held_out=(), seed=1, room=10, drops=True, row_format=PLAIN, text=None):
     text = text or CharacterText(LETTERS)
-    return PromptData(train, held_out, row_format, text, seed, Room(text, room + 5, 5, drops), 5)
+    files = [HeldOut(f"file-{number}", path, row_format) for number, path in enumerate(held_out)]
+    return PromptData(train, files, row_format, text, seed, Room(text, room + 5, 5, drops), 5)
 
 
 def prompts(data, start, count, held_out=False):
@@ -63,8 +64,21 @@ def test_files_have_their_weights(letters, digits):
     assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
 
 
-def test_held_out_prompts_come_in_the_order_of_their_files_which_have_no_weights(letters, digits):
+def test_held_out_prompts_come_from_each_file_in_turn_in_its_order(tmp_path, letters, digits):
+    """So the first problems have some of every file, and of a small file all."""
     assert prompts(source(letters, held_out=[digits]), 2, 3, held_out=True) == ["2", "3", "4"]
+    data = source(letters, held_out=[digits, write(tmp_path / "small.jsonl", "xyz"), letters])
+    assert "".join(prompts(data, 0, 14, held_out=True)) == "0xa1yb2zc3d4e5"
+    assert [data.name_of_held_out(number) for number in (0, 1, 2, 8, 9)] == [
+        *("file-0", "file-1", "file-2", "file-2", "file-0")
+    ]
+    assert data.num_held_out == 39
+    assert prompts(data, 9, 30, held_out=True) == prompts(data, 0, 39, held_out=True)[9:]
+    with pytest.raises(ConfigurationError, match="holds 39 prompts, 40 were asked for"):
+        data.problems(10, 30, held_out=True)
+
+
+def test_held_out_files_have_no_weights(letters, digits):
     with pytest.raises(ConfigurationError, match=f"--eval-data 1 {digits} takes no weights"):
         source(letters, held_out=["1", digits])
 

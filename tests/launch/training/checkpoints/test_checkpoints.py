@@ -20,16 +20,18 @@ from megatron.core.dist_checkpointing import dict_utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.contents import POLICY, trained_state
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint, find_checkpoint
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
 from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index
+from megatron_rc.launch.training.reporting.sources import newest_checkpoint
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, refusal, run_config, save_initial
+from tests.support.refusals import refused
 from tests.support.training_runs import agreed, logged
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0"]
@@ -115,6 +117,30 @@ def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
         assert "checkpoint 2 is damaged: __0_0.distcp is not what was written: its checksum differs" in said
         for more, step in ("--no-verify-integrity", 2), ("--load-last-valid", 1):
             assert ranks.run(reached, TWO, [*words, more]) == [step] * 2
+
+
+def go_back(words):
+    """Make the second step once more, from the first one's checkpoint, and save it; return both steps' numbers."""
+    trainer = make_trainer(words)
+    begun = trainer.iteration
+    trainer.update(trainer.prepare(recorded_batch(1)), 0)
+    trainer.save()
+    return begun, trainer.iteration
+
+
+def test_an_older_checkpoint_can_be_gone_on_from(ranks, copy, saved):
+    """Its next save takes the place of the newer one, which the tracker names until then."""
+    words = [*saved[1], f"--load={copy}"]
+    with refused(f"--ckpt-step 3 | --load {copy} | it has 1, 2"):
+        run_config([*words, "--ckpt-step=3"], 2)
+    with refused("--load-last-valid | --ckpt-step 1"):
+        run_config([*words, "--ckpt-step=1", "--load-last-valid"], 2)
+    back = [*words, "--ckpt-step=1"]
+    assert newest_checkpoint(run_config(back, 2)) == iteration_folder(copy, 1)
+    assert ranks.run(go_back, TWO, [*back, f"--save={copy}"]) == [(1, 2)] * 2
+    assert ranks.run(reached, TWO, words) == [2] * 2
+    flip(iteration_folder(copy, 1) / "__0_0.distcp")
+    assert "--ckpt-step 1: that checkpoint of --load " in agreed(ranks.run(refusal, TWO, back))
 
 
 def load_with_a_failure(words, module, name, error, where):

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.launch.checkpoint_folders import TRACKER, iterations
 from megatron_rc.launch.training.checkpoints import background
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
 from megatron_rc.launch.training.checkpoints.pieces import Pieces
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, share

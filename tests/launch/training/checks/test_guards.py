@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from megatron_rc.launch.checkpoint_folders import iterations
 from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.ending import FOLDER, GUARD, read_endings, tell_start
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config.guards import Condition
 from megatron_rc.launch.train_ppo import end_together
-from megatron_rc.launch.training.checkpoints.folders import iterations
 from megatron_rc.launch.training.checks.guards import Guards
 from megatron_rc.launch.training.loop import train
 from tests.support.ranks import Layout

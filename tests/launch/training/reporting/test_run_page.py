@@ -83,6 +83,7 @@ def test_curves_and_tiles_are_the_metrics(tmp_path):
         "values": [0.9] * 6,
     }
     assert curve(data, "rejected tokens")["values"] == [0.05] * 60
+    assert "Right answers by file, shares" not in [panel["title"] for panel in data["panels"]]
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
     assert tiles["optimizer steps"] == ("60 of 60", "")
     assert tiles["mean reward"] == ("0.0167 → 0.925", "first step → mean of the last 10 steps; best 1 at step 60")
@@ -93,6 +94,15 @@ def test_curves_and_tiles_are_the_metrics(tmp_path):
     assert ratios["edges"] == pytest.approx([-0.49, -0.45, -0.25, 0, 0.25, 0.45, 0.49])
     assert ratios["shares"] == pytest.approx([0.04, 0.2, 0.25, 0.25, 0.2, 0.04])
     assert spread["edges"] == pytest.approx([math.log(weight) for weight in weights.values()])
+
+
+def test_files_of_evaluations_have_curves_by_their_names(tmp_path):
+    rows = run(evaluations=10)
+    for row in rows:
+        if "eval/reward" in row:
+            row |= {"eval/aime/exact_match": 0.1, "eval/aime/pass@16": 0.3, "eval/math.500/exact_match": 0.7}
+    (panel,) = [panel for panel in shown(made(tmp_path, rows))["panels"] if panel["title"].startswith("Right answers")]
+    assert {one["label"]: one["values"] for one in panel["curves"]} == {"aime": [0.1] * 6, "math.500": [0.7] * 6}
 
 
 def test_settings_and_what_else_is_there_are_those_of_the_folder(tmp_path):

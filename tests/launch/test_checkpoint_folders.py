@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from megatron_rc.launch import checkpoint_folders as folders
 from megatron_rc.launch.distributed import AgreedError
-from megatron_rc.launch.training.checkpoints import folders
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
 

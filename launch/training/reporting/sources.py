@@ -1,0 +1,72 @@
+"""Where a run's weights, tokenizer, task, rewards and responses come from, for its first line and for the dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rc.launch.checkpoint_folders import iteration_folder, latest_iteration
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks.text import CHARACTERS
+
+
+def sources_of(config: RunConfig, checkpoint: Path | None) -> dict[str, str]:
+    """Return the sources by name; ``checkpoint`` is the folder that the weights are loaded from, if there is one."""
+    recorded = config.rollouts.load_rollouts
+    if recorded:
+        task, reward, engine = f"{recorded} (--load-rollouts)", "as recorded", "none"
+    else:
+        task = config.task.task or " ".join(["--prompt-data", *(config.data.prompt_data or ())])
+        reward = config.rewards.reward or "rule of the task"
+        engine = _engine(config)
+    return {
+        "weights": _weights(config, checkpoint),
+        "tokenizer": _tokenizer(config),
+        "task": task,
+        "reward": reward,
+        "engine": engine,
+    }
+
+
+def in_one_line(sources: dict[str, str]) -> str:
+    """Return the sources as one line of text."""
+    return " · ".join(f"{name}: {source}" for name, source in sources.items())
+
+
+def newest_checkpoint(config: RunConfig) -> Path | None:
+    """Return the folder of the checkpoint that a run would begin with; None if it would begin without one."""
+    load, step = config.checkpoints.load, config.checkpoints.ckpt_step
+    if load is None:
+        return None
+    if step is not None:
+        return iteration_folder(load, step)
+    try:
+        iteration = latest_iteration(load)
+    except (OSError, ValueError):  # the run may find another one (--load-last-valid), or ends with this error
+        return Path(load)
+    return None if iteration is None else iteration_folder(load, iteration)
+
+
+def _engine(config: RunConfig) -> str:
+    name, url = config.engine.rollout_engine, config.engine.rollout_url
+    if not url:
+        return name
+    first, *others = url.split(",")
+    more = f" and {len(others)} more" if others else ""
+    return f"{name} at {first}{more}"
+
+
+def _weights(config: RunConfig, checkpoint: Path | None) -> str:
+    files = config.checkpoints
+    if checkpoint is not None:
+        return f"checkpoint {checkpoint} (--load)"
+    if files.load_hf:
+        return f"{files.load_hf} (--load-hf)"
+    return "random (--from-scratch)" if files.from_scratch else "random (default of the toy task)"
+
+
+def _tokenizer(config: RunConfig) -> str:
+    if config.task.tokenizer_type == CHARACTERS:
+        return "one token a character" + " (--from-scratch)" * config.checkpoints.from_scratch
+    if config.task.tokenizer_model:
+        return f"{config.task.tokenizer_model} (--tokenizer-model)"
+    return f"{config.checkpoints.load_hf} (--load-hf)"
