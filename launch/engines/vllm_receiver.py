@@ -25,6 +25,8 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
     transport: str  # ``gloo`` or ``nccl``
     size: int  # members of the group: the sender and the server's processes
     timeout: float  # seconds
+    word: str = ""  # the sender's random word; absent from senders of older releases, as the protocol
+    protocol: str = ""  # ``PROTOCOL`` of :mod:`weight_stream`
 
 
 @dataclass
@@ -35,13 +37,17 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    checksum: int
+    checksum: str
+    protocol: str = ""  # as in :class:`Meeting`
     process: int | None = None  # of the memory; None: the bucket is broadcast
     memory: int | None = None  # number of the memory among the process's files
 
 
 class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
-    """Receives buckets in one process of a server, and loads their tensors."""
+    """Receives buckets in one process of a server, and loads their tensors.
+
+    Its messages are JSON from whoever reaches the server's port; :mod:`weight_stream` checks their types and values.
+    """
 
     init_info_cls, update_info_cls = Meeting, Bucket
 
@@ -73,6 +79,8 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
         try:
             if memory is None:
                 size = sum(bytes_of(update_info.dtype_names, update_info.shapes))
+                if sender not in self.groups:
+                    raise RuntimeError(f"sender {sender} has not met this server: start the run again")
                 bucket = self.groups[sender].receive(size, self.device)
             else:
                 bucket = read_shared(process, memory, self.device)
