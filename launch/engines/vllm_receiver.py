@@ -12,7 +12,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rc.launch.engines.weight_stream import StreamGroup, bytes_of, join, opened, read_shared
+from megatron_rc.launch.engines.weight_stream import (
+    StreamGroup,
+    bytes_of,
+    check_integer,
+    join,
+    opened,
+    read_shared,
+)
 
 
 @dataclass
@@ -60,6 +67,7 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
         """Join a sender's group, in the place of an earlier one, as of a trainer that was started again."""
         meeting = asdict(init_info)
         sender = meeting.pop("sender")
+        check_integer("sender", sender, least=0)
         self.groups.pop(sender, None)
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
@@ -76,6 +84,7 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
         """Receive one bucket and load its tensors."""
         entries = asdict(update_info)
         sender, process, memory = (entries.pop(name) for name in ("sender", "process", "memory"))
+        check_integer("sender", sender, least=0)
         try:
             if memory is None:
                 size = sum(bytes_of(update_info.dtype_names, update_info.shapes))

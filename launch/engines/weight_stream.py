@@ -163,10 +163,10 @@ def _check_place(address: object, port: object, transport: object, size: object,
     """Check the place of a meeting, which came as JSON from whoever can reach the server."""
     if not isinstance(address, str) or not _is_address(address):
         raise _unexpected("address", address, "an IP address")
-    _check_integer("port", port, least=1, most=65535)
+    check_integer("port", port, least=1, most=65535)
     if transport not in ("gloo", "nccl"):
         raise _unexpected("transport", transport, "gloo or nccl")
-    _check_integer("size", size, least=2)
+    check_integer("size", size, least=2)
     if type(timeout) not in (int, float) or not 0 < float(timeout) < math.inf:  # type: ignore[arg-type]
         raise _unexpected("timeout", timeout, "a positive number of seconds")
     if not isinstance(word, str) or not word:
@@ -181,7 +181,8 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless a field of a sender's request is an integer within these limits."""
     # JSON's true is a bool, which Python counts as an integer.
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if is_integer and value >= least and (most is None or value <= most):  # type: ignore[operator]
@@ -227,8 +228,8 @@ def read_shared(process: int, memory: int, device: torch.device) -> Tensor:
     :func:`shared`: whoever reaches the server's port could name any file that the server's user may read.
     """
     try:
-        _check_integer("process", process, least=1)
-        _check_integer("memory", memory, least=0)
+        check_integer("process", process, least=1)
+        check_integer("memory", memory, least=0)
         path = f"/proc/{process}/fd/{memory}"
         # The system names a memory file so; a file of this name can stand in / alone, where root alone writes.
         if os.readlink(path) != f"/memfd:{_MEMORY} (deleted)":
@@ -334,7 +335,7 @@ def bytes_of(dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> lis
         if not isinstance(shape, (list, tuple)):
             raise _unexpected("shapes", shape, "a list of integers")
         for length in shape:
-            _check_integer("shapes", length, least=0)
+            check_integer("shapes", length, least=0)
         sizes.append(math.prod(shape) * dtype.itemsize)
     return sizes
 
