@@ -27,49 +27,58 @@ _CHOICES_AT_ONCE = 32768
 
 
 def check_routed_experts(batch: RolloutBatch, config: RunConfig) -> None:
-    """Check that a batch's experts fit the model; ValueError names the sample, the token, the layer and the value.
+    """Check that a batch's experts fit the model; ValueError names the sample, the token, the layer and the number.
 
     Tokens from a row's last sampled one on are not looked at: no sampled token depends on their experts. A few
     megabytes of memory are used beside the table.
     """
-    settings, given = experts_of(config), batch.routed_experts
-    if given is None:
+    if batch.routed_experts is None:
         raise ValueError(
             "the rollouts have no routed_experts, which --moe-enable-routing-replay needs: sample them with an engine "
             "that reports them, or use --moe-routing-replay-source old"
         )
-    layers, top_k = given.shape[2:]
-    all_layers, number = config.transformer.num_layers, settings.num_moe_experts
-    layers_with_experts = [layer for layer, has_experts in enumerate(config.layers_with_experts) if has_experts]
-    if layers not in (all_layers, len(layers_with_experts)) or top_k != settings.moe_router_topk:
-        raise ValueError(
-            f"routed_experts has {layers} layers of {top_k} experts, the model {all_layers} layers, "
-            f"{len(layers_with_experts)} of them with {settings.moe_router_topk} experts for each token: record the "
-            "rollouts with this model"
-        )
+    table = batch.routed_experts
+    _check_shape(table, config)
 
-    columns = columns_with_experts(given, config)
-    tokens_at_once = max(1, _CHOICES_AT_ONCE // len(layers_with_experts))
+    num_experts = experts_of(config).num_moe_experts
+    layers_with_experts = [layer for layer, has_experts in enumerate(config.layers_with_experts) if has_experts]
+    columns = columns_with_experts(table, config)
+    tokens_at_once = max(1, _CHOICES_AT_ONCE // len(columns))
     for row, length in enumerate(needed_lengths(batch.response_mask).tolist()):
         for begin in range(0, length, tokens_at_once):
-            part = given[row, begin : min(begin + tokens_at_once, length)]
-            if len(columns) < layers:
+            part = table[row, begin : min(begin + tokens_at_once, length)]
+            if len(columns) < table.shape[2]:
                 part = part[:, columns]
-            fault = _first_fault(part.numpy(), number)
+            fault = _first_fault(part.numpy(), num_experts)
             if fault is not None:
-                place = f"sample {int(batch.sample_ids[row])}, token {begin + fault.token}"
+                sample = int(batch.sample_ids[row])
+                layer = layers_with_experts[fault.layer]
                 raise ValueError(
-                    f"routed_experts of {place}, layer {layers_with_experts[fault.layer]} has {fault.words}: replay "
-                    "rollouts of this model, and write -1 where the experts are not known"
+                    f"routed_experts of sample {sample}, token {begin + fault.token}, layer {layer} has "
+                    f"{fault.description}: replay rollouts of this model, and write -1 where the experts are not known"
                 )
 
 
-class _Fault(NamedTuple):
-    """The first wrong choice of a part of a table: its place there, and what is wrong."""
+def _check_shape(table: Tensor, config: RunConfig) -> None:
+    """Check that a table [n, s, layers, top_k] has the model's layers and number of experts for each token."""
+    layers, top_k = table.shape[2:]
+    model_layers = config.transformer.num_layers
+    model_layers_with_experts = sum(config.layers_with_experts)
+    model_top_k = experts_of(config).moe_router_topk
+    if layers not in (model_layers, model_layers_with_experts) or top_k != model_top_k:
+        raise ValueError(
+            f"routed_experts has {layers} layers of {top_k} experts, the model {model_layers} layers, "
+            f"{model_layers_with_experts} of them with {model_top_k} experts for each token: record the rollouts with "
+            "this model"
+        )
 
-    token: int
-    layer: int
-    words: str
+
+class _Fault(NamedTuple):
+    """The first wrong choice of a part of a table."""
+
+    token: int  # place in the part
+    layer: int  # the same, among the layers with experts
+    description: str
 
 
 def _first_fault(choices: NDArray[np.integer[Any]], num_experts: int) -> _Fault | None:
@@ -80,23 +89,24 @@ def _first_fault(choices: NDArray[np.integer[Any]], num_experts: int) -> _Fault 
     lowest = choices.min()
     if lowest < NO_EXPERT or choices.max() >= num_experts:
         token, layer, slot = np.argwhere((choices < NO_EXPERT) | (choices >= num_experts))[0]
-        words = f"expert {choices[token, layer, slot]}, expected 0 to {num_experts - 1}, or -1 if unknown"
-        return _Fault(int(token), int(layer), words)
+        wrong = choices[token, layer, slot]
+        return _Fault(int(token), int(layer), f"expert {wrong}, expected 0 to {num_experts - 1}, or -1 if unknown")
 
     top_k = choices.shape[2]
     slots = np.ascontiguousarray(choices.reshape(-1, top_k).T, dtype=np.int16)
     if lowest < 0:
-        # Unknown ones get a number for each slot, so that no two of them are equal.
-        for slot, column in enumerate(slots):
-            np.copyto(column, NO_EXPERT - slot, where=column < 0)
+        # Unknown experts get another number in each slot, so that no two of them are equal.
+        for slot, experts in enumerate(slots):
+            np.copyto(experts, NO_EXPERT - slot, where=experts < 0)
     is_twice = np.zeros(slots.shape[1], dtype=bool)
-    for one_slot, other_slot in combinations(slots, 2):
-        is_twice |= one_slot == other_slot
+    for first_slot, second_slot in combinations(slots, 2):
+        is_twice |= first_slot == second_slot
     if not is_twice.any():
         return None
+
     token, layer = divmod(int(is_twice.argmax()), choices.shape[1])
-    experts = choices[token, layer].tolist()
-    repeated = next(expert for expert in experts if expert >= 0 and experts.count(expert) > 1)
+    experts_of_token = choices[token, layer].tolist()
+    repeated = next(expert for expert in experts_of_token if expert >= 0 and experts_of_token.count(expert) > 1)
     return _Fault(token, layer, f"expert {repeated} twice")
 
 
@@ -109,7 +119,7 @@ def columns_with_experts(experts: Tensor, config: RunConfig) -> list[int]:
 
 
 def needed_lengths(response_mask: Tensor) -> Tensor:
-    """[n] int64, the number of tokens of each row before its last sampled one, whose experts the training needs.
+    """Return how many tokens stand before each row's last sampled one, [n] int64: the training needs their experts.
 
     The experts that read the last sampled token would predict the token behind it. A row without a sampled token needs
     none.

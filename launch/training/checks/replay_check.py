@@ -120,8 +120,8 @@ class ReplayCheck:
         if share > _MOST_UNKNOWN and not self._has_said_unknown:
             self._has_said_unknown = True
             self.lines.append(
-                f"routing replay: the rollouts do not have the experts of {share:.1%} of the tokens, for which the "
-                "routers choose (routing/unknown)"
+                f"routing replay: {share:.1%} of the tokens have no known experts in the rollouts, so that the routers "
+                "choose for them (routing/unknown)"
             )
 
     def _over_all_ranks(
@@ -167,7 +167,7 @@ class ReplayCheck:
 
 
 def _sums(with_replay: Tensor, without_replay: Tensor) -> Tensor:
-    """[4] float64, the fields of :class:`Distances`, of the k3 of some tokens, [k] each."""
+    """Return the fields of :class:`Distances`, [4] float64, from k3 of each token with and without replay, [tokens]."""
     squared_differences = (with_replay - without_replay).square()
     return torch.stack(
         [
@@ -187,6 +187,7 @@ def _in_words(plain: Distances, bounded: Distances) -> str:
         f"{_LARGEST_K3:g} nats)"
     )
     return (
-        f"k3 between engine and trainer is {with_replay:.3g} nats a token with them, {without_replay:.3g} with the "
-        f"routers' own choice{'' if bounded == plain else of_bounded}, over {plain.tokens:,.0f} tokens"
+        f"k3 between engine and trainer is {with_replay:.3g} nats a token with the replayed experts, "
+        f"{without_replay:.3g} with the routers' own choice{'' if bounded == plain else of_bounded}, over "
+        f"{plain.tokens:,.0f} tokens"
     )

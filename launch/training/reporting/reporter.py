@@ -136,8 +136,8 @@ class Reporter:
             is_same = self.metrics.write({"step": step, **metrics})
             if not is_same:
                 self.say(
-                    f"{self.metrics.path} was removed or replaced under way: its rows go on from step {step} in the file "
-                    "that is there now"
+                    f"{self.metrics.path} was removed or replaced under way: its rows go on from step {step} in the "
+                    "file that is there now"
                 )
             if is_logged:
                 self.board.log(step, metrics, distributions)

@@ -159,7 +159,10 @@ def test_every_rank_of_every_layout_comes_to_the_same_verdict(ranks, tmp_path, c
     assert row["routing/k3_without"] > 0.05
     lines = [line for line in everywhere[0][1].splitlines() if "routing replay:" in line]
     assert len(lines) == 1
-    assert f"{row['routing/k3']:.3g} nats a token with them, {row['routing/k3_without']:.3g} with the" in lines[0]
+    assert (
+        f"{row['routing/k3']:.3g} nats a token with the replayed experts, {row['routing/k3_without']:.3g} with"
+        in lines[0]
+    )
     assert not [said for _, said in everywhere[1:] if "routing replay:" in said], "other ranks repeat it"
 
 
