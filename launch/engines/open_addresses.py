@@ -30,9 +30,9 @@ def warning_of_open_addresses(url: str) -> str | None:
     if not open_addresses:
         return None
     return (
-        f"the rollout server at {url} answers on {', '.join(open_addresses)} of this machine, so that other machines "
-        "may reach it, and could change its weights without any key: start it with --host 127.0.0.1; if the trainer "
-        "runs on several machines, with a private address that a firewall protects"
+        f"warning: the rollout server at {url} answers on {', '.join(open_addresses)} of this machine, so that other "
+        "machines may reach it and change its weights, vLLM's in spite of a key: start it with --host 127.0.0.1; if "
+        "the trainer runs on several machines, with a private address that a firewall protects"
     )
 
 

@@ -1,6 +1,7 @@
 """A server of this machine that other machines may reach is named in one line; nothing is said of others."""
 
 import ipaddress
+import re
 import socket
 import time
 from contextlib import closing
@@ -15,9 +16,11 @@ from megatron_rc.launch.engines import open_addresses
 from megatron_rc.launch.engines.open_addresses import addresses_of_machine, warning_of_open_addresses
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from tests.support.paths import ROOT
 from tests.support.rollout_servers import Server, given, running, weights
 from tests.support.training_runs import logged
 
+SUFFIXES = (".md", ".py", ".sh", ".yaml")
 # Linux answers on all of 127.0.0.0/8: it stands for the address of a network here, which a machine may not have.
 OF_NETWORK = ipaddress.ip_address("127.0.0.2")
 
@@ -100,6 +103,20 @@ def entry(family, address):
 
 def family_of(address):
     return socket.AF_INET6 if address.version == 6 else socket.AF_INET
+
+
+STARTED = re.compile(r"(?:vllm serve|launch_server --model-path) (?![-`])\S+\s+(\S+ \S+)")
+
+
+def test_every_command_that_starts_a_server_names_the_loopback():
+    """In pages, errors, docstrings and scripts; an option after ``vllm serve`` alone is no command."""
+    folders = ("docs", "launch", "examples", "configs", "benchmarks", "megatron_rc", "tests/vllm")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    files += [ROOT / "README.md", ROOT / "Makefile", ROOT / "CONTRIBUTING.md"]
+    found = {path: STARTED.findall(path.read_text(encoding="utf-8")) for path in files}
+    commands = [(path.name, command) for path, several in found.items() for command in several]
+    assert {name for name, _ in commands} >= {"rollouts.md", "launching.md", "vllm_server.py", "sglang_server.py"}
+    assert [(name, command) for name, command in commands if command != "--host 127.0.0.1"] == []
 
 
 @pytest.mark.parametrize("kind", [VllmServerEngine, SglangServerEngine])
