@@ -23,10 +23,10 @@ def sum_of(bucket: Tensor) -> int:
     multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", arXiv 1202.4961) with fixed
     factors. Words have half as many bits as the sum, so that no bit of a word is lost at the sum's upper end.
 
-    Every change of a single word is found, and every exchange of two words of one row, or of one column in a bucket of up
-    to 256 MB. Other changes, such as an exchange of blocks, are missed with a probability of about 2⁻³². The factors are
-    no secret: the sum finds accidents, and keeps nobody from choosing bytes that have the same sum. It does not see how
-    many zeros the bucket ends with.
+    Every change of a single word is found, and every exchange of two words of one row, or of one column in a bucket of
+    up to 256 MB. Other changes, such as an exchange of blocks, are missed with a probability of about 2⁻³². The factors
+    are no secret: the sum finds accidents, and keeps nobody from choosing bytes that have the same sum. It does not see
+    how many zeros the bucket ends with.
 
     Args:
         bucket: [bytes] uint8, contiguous, on any device. A few megabytes of memory are used beside it, 70 MB on a GPU.
