@@ -16,6 +16,7 @@ from megatron_rc.launch.engines import EngineError, Progress, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
 from megatron_rc.launch.engines.http_client import HttpClient, Slot
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.open_addresses import warning_of_open_addresses
 from megatron_rc.launch.engines.requests import Request, RequestLimit
 from megatron_rc.launch.engines.weight_versions import RestartedError, VersionRange
 from megatron_rc.records.rollout import SamplingParams
@@ -113,10 +114,13 @@ class ServerEngine(ABC):
             self.version = version
 
     def _wait_for_server(self) -> None:
-        """The first time, wait for the server and check it."""
+        """The first time, wait for the server and check it; warn if other machines may reach it."""
         if not self._is_checked:
             self.client.wait_until_ready("/health", self.start_timeout)
             self._check_server()
+            warning = warning_of_open_addresses(self.client.url)
+            if warning is not None:
+                _log.warning(warning)
             self._is_checked = True
 
     def sample(

@@ -1,7 +1,7 @@
 """SGLang's server as the rollout engine: ``/generate`` with token ids; weights from disk, in place.
 
-Start it with ``python -m sglang.launch_server --model-path <directory> --enable-deterministic-inference``; without
-that flag the server ignores seeds.
+Start it with ``python -m sglang.launch_server --model-path <directory> --host 127.0.0.1
+--enable-deterministic-inference``; without the last flag the server ignores seeds.
 """
 
 from __future__ import annotations

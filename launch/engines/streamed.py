@@ -106,7 +106,8 @@ class SglangStreamedEngine(StreamedEngine, SglangServerEngine):
     """Samples as :class:`SglangServerEngine`; gets weights as :class:`StreamedEngine`.
 
     SGLang takes weights at any time, so an update begins and ends with the name of their version. Start it with
-    ``python -m sglang.launch_server --model-path <directory> --load-format dummy --enable-deterministic-inference``.
+    ``python -m sglang.launch_server --model-path <directory> --host 127.0.0.1 --load-format dummy
+    --enable-deterministic-inference``.
     """
 
     def _begin(self) -> None:

@@ -12,7 +12,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rc.launch.engines.weight_stream import StreamGroup, bytes_of, join, opened, read_shared
+from megatron_rc.launch.engines.weight_stream import (
+    StreamGroup,
+    bytes_of,
+    check_integer,
+    join,
+    opened,
+    read_shared,
+)
 
 
 @dataclass
@@ -25,6 +32,8 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
     transport: str  # ``gloo`` or ``nccl``
     size: int  # members of the group: the sender and the server's processes
     timeout: float  # seconds
+    word: str = ""  # the sender's random word; absent from senders of older releases, as the protocol
+    protocol: str = ""  # ``PROTOCOL`` of :mod:`weight_stream`
 
 
 @dataclass
@@ -35,13 +44,17 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    checksum: int
+    checksum: str
+    protocol: str = ""  # as in :class:`Meeting`
     process: int | None = None  # of the memory; None: the bucket is broadcast
     memory: int | None = None  # number of the memory among the process's files
 
 
 class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
-    """Receives buckets in one process of a server, and loads their tensors."""
+    """Receives buckets in one process of a server, and loads their tensors.
+
+    Its messages are JSON from whoever reaches the server's port; :mod:`weight_stream` checks their types and values.
+    """
 
     init_info_cls, update_info_cls = Meeting, Bucket
 
@@ -54,6 +67,7 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
         """Join a sender's group, in the place of an earlier one, as of a trainer that was started again."""
         meeting = asdict(init_info)
         sender = meeting.pop("sender")
+        check_integer("sender", sender, least=0)
         self.groups.pop(sender, None)
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
@@ -70,9 +84,12 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
         """Receive one bucket and load its tensors."""
         entries = asdict(update_info)
         sender, process, memory = (entries.pop(name) for name in ("sender", "process", "memory"))
+        check_integer("sender", sender, least=0)
         try:
             if memory is None:
                 size = sum(bytes_of(update_info.dtype_names, update_info.shapes))
+                if sender not in self.groups:
+                    raise RuntimeError(f"sender {sender} has not met this server: start the run again")
                 bucket = self.groups[sender].receive(size, self.device)
             else:
                 bucket = read_shared(process, memory, self.device)

@@ -1,7 +1,8 @@
 """vLLM's server as the rollout engine: token ids in and out over HTTP, with their log-probs; weights in place.
 
-Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve <directory> --enable-scale-out --logprobs-mode processed_logprobs``;
-for routing replay add ``--enable-return-routed-experts``, for truncated rollouts ``--return-sampling-mask``.
+Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve <directory> --host 127.0.0.1 --enable-scale-out --logprobs-mode
+processed_logprobs``; for routing replay add ``--enable-return-routed-experts``, for truncated rollouts
+``--return-sampling-mask``. Without ``--host`` it listens on all addresses, and whoever reaches it changes its weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from megatron_rc.launch.engines.server import ServerEngine
 
 PROCESSED = "processed_logprobs"
 ROUTE = "/inference/v1/generate"
-START = "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --enable-scale-out --logprobs-mode processed_logprobs"
+START = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --host 127.0.0.1 --enable-scale-out --logprobs-mode processed_logprobs"
+)
 
 
 class VllmServerEngine(ServerEngine):

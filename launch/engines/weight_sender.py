@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,9 +20,11 @@ from megatron_rc.launch.engines.weight_stream import (
     ARRIVED,
     BACKEND,
     BUCKET_BYTES,
+    PROTOCOL,
     StreamGroup,
     address_towards,
     buckets,
+    members_of,
     open_store,
     shared,
 )
@@ -125,11 +127,22 @@ class VllmSender(GroupSender):
 
     def _meet(self, address: str, store: Any) -> StreamGroup:
         size = 1 + int(self.client.json("GET", "/get_world_size")["world_size"])
-        place = {"address": address, "port": store.port, "transport": self.transport}
-        meeting = place | {"sender": self.number, "size": size, "timeout": self.client.timeout}
+        # Only the server is told the word: a stranger who connects to the store first is not counted, nor joins.
+        word = secrets.token_hex(16)
+        meeting = {
+            "sender": self.number,
+            "address": address,
+            "port": store.port,
+            "transport": self.transport,
+            "size": size,
+            "timeout": self.client.timeout,
+            "word": word,
+            "protocol": PROTOCOL,
+        }
         answer = _in_background(self.client.call, "POST", "/init_weight_transfer_engine", {"init_info": meeting})
-        self._wait(lambda: store.add(ARRIVED, 0) >= size - 1, answer)
-        group = StreamGroup(store, 0, size, self.transport, address, self.client.timeout)
+        members = members_of(store, word)
+        self._wait(lambda: members.add(ARRIVED, 0) >= size - 1, answer)
+        group = StreamGroup(members, 0, size, self.transport, address, self.client.timeout)
         answer.result()
         return group
 
@@ -148,8 +161,9 @@ class SglangSender(GroupSender):
 
     def _meet(self, address: str, store: Any) -> StreamGroup:
         size = 1 + int(self.client.json("GET", "/get_server_info")["tp_size"])
-        # A server keeps the groups of earlier trainers, so each has a name of its own.
-        self._name = f"{BACKEND}-{uuid.uuid4().hex}"
+        # A server keeps the groups of earlier trainers, so each has a name of its own. It is random, so that a stranger
+        # who connects to the store does not find the group.
+        self._name = f"{BACKEND}-{secrets.token_hex(16)}"
         prefix = f"{self._name}/{self._name}//{'cpu' if self.transport == 'gloo' else 'cuda'}/"
         place = {"master_address": address, "master_port": store.port, "group_name": self._name}
         meeting = place | {"rank_offset": 1, "world_size": size, "backend": self.transport}

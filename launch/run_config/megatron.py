@@ -196,7 +196,7 @@ class RoutingSection:
     )
     moe_routing_replay_check_interval: int | None = option(
         "score every N-th rollout batch once more with the routers' own choices, and report k3 with and without "
-        "replay; default: never",
+        "replay; default: the first batch, and each batch of --load-rollouts",
         needs="moe_routing_replay_source=rollout",
     )
 

@@ -161,6 +161,7 @@ class _Run:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
         prepared = self.steps.prepare(batch, collector.baselines)
         lap("plan")
+        self._say_of_replay()
         summary = summarize_rollouts(batch, self.groups, trainer.version)
         self._look_at_rewards(summary.metrics, batch)
         common = summary.metrics | collector.reward_metrics
@@ -173,6 +174,7 @@ class _Run:
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
+            self._say_of_replay()
             self.distributions = summary.distributions
             # A correction in the loss has no metrics if its step was left out before the schedule.
             if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
@@ -217,6 +219,12 @@ class _Run:
         *shared, stopping = agree(self.config, complaint, [*check.numbers, wants_stop])
         self.is_stopped = stopping > 0
         check.hear(shared)
+
+    def _say_of_replay(self) -> None:
+        """Say what the check of replayed experts found."""
+        check = self.trainer.replay_check
+        while check is not None and check.lines:
+            self._say(check.lines.pop(0))
 
     def _say(self, words: str) -> None:
         if self.reporter is not None:

@@ -28,6 +28,7 @@ from megatron_rc.launch.training.checkpoints.host_weights import Reference, Samp
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint, reference_reader, start_from
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.checks.batch_check import BatchCheck
+from megatron_rc.launch.training.checks.replay_check import ReplayCheck
 from megatron_rc.launch.training.checks.step_checks import LeftOut, StepChecks, telling_bad_steps
 from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.models.build import build_chunks
@@ -37,10 +38,8 @@ from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 from megatron_rc.loss.objectives import objective_of
 from megatron_rc.measures.histogram import Distribution
-from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
-from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.parallel.groups import group_rank
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.training.plan import LossScale, Plan
 from megatron_rc.training.rollout_correction import RolloutCorrection
@@ -68,6 +67,7 @@ class Trainer(TrainedModel):
         sampling_weights: weights of the rollouts that are being sampled, kept for checkpoints.
         open_rollouts: their responses so far, kept for checkpoints; None without ``--rl-partial-rollouts``.
         routing_metrics: k3 of the newest rollout batch with and without routing replay; empty unless it was measured.
+        replay_check: check of the replayed experts; None unless the rollouts' experts are replayed.
         kept_log_probs: log π_θ of each micro-batch of the last step if ``keeps_log_probs`` is set; empty on stages
             before the last.
     """
@@ -82,6 +82,7 @@ class Trainer(TrainedModel):
         self.device = next(chunks[0].parameters()).device
         self.correction = _correction(config, groups)
         self.replay = RoutingReplay(config, groups, chunks) if config.routing else None
+        self.replay_check = ReplayCheck(config, groups) if config.replays_rollouts else None
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.checks, self.batch_check = StepChecks(config), BatchCheck(config, groups)
         # Megatron's optimizer calls get_grad_norm before it changes a weight.
@@ -174,7 +175,7 @@ class Trainer(TrainedModel):
         A forward-only pass gives log π_old, unless the loss finds it (``RolloutCorrection.corrects_in_loss``). A KL
         penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
         of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
-        has an unusable log-prob at a trained position.
+        has an unusable log-prob at a trained position, and AgreedError if the replayed experts are not the rollouts'.
         """
         phases.enter(f"the scoring of step {self.iteration + 1}", waits=True)
         if self.config.rewards.overlong == "mask":
@@ -187,7 +188,7 @@ class Trainer(TrainedModel):
             scored = self.passes.score(self.model, cut, squares=wanted.needs_squares, replay=self.replay)
             old, squares = scored or (None, None)
         self.batch_check.begin(self.iteration, old, cut.local)
-        self.routing_metrics = self._routing_metrics(cut, old)
+        self.routing_metrics = self._check_replay(cut, old)
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
@@ -209,28 +210,18 @@ class Trainer(TrainedModel):
         to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
         return PreparedBatch(cut, plan, scores, estimated, to_learn)
 
-    def _routing_metrics(self, cut: LocalBatch, old: Tensor | None) -> dict[str, float]:
-        """k3 between engine and trainer with replayed experts, and with the routers' own; equal on all ranks.
+    def _check_replay(self, cut: LocalBatch, old: Tensor | None) -> dict[str, float]:
+        """Metrics of :meth:`ReplayCheck.measure` if the batch is due; empty if not.
 
-        Empty unless ``--moe-routing-replay-check-interval`` is due. Collectives, if it is: one or two forward-only
-        passes, one SUM over DP×CP, one broadcast over PP.
+        Collectives, if it is: one or two forward-only passes, and those of :meth:`ReplayCheck.measure`.
         """
-        settings, batches = self.config.routing, self.iteration // self.config.updates_per_rollout
-        every = None if settings is None else settings.moe_routing_replay_check_interval
-        if every is None or batches % every:
+        if self.replay_check is None or not self.replay_check.is_due(self.iteration):
             return {}
         # ``old`` is None on stages before the last as well, so it cannot say whether a pass was made.
         replayed = self.score(cut) if self.correction.corrects_in_loss else old
-        own = self.passes.score(self.model, cut)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        if replayed is not None and own is not None:
-            rollout = cut.local.rollout_log_probs
-            mask = cut.local.response_mask & rollout.isfinite()  # the correction may reject bad log-probs
-            divergences = [k3((train - rollout)[mask].double()).sum() for train in (replayed, own.log_probs)]
-            sums = torch.stack([*divergences, mask.sum().double()])
-        sums = all_reduce_sum(sums, self.groups.dp_cp)
-        with_replay, without, tokens = broadcast(sums, group_size(self.groups.pp) - 1, self.groups.pp).tolist()
-        return {"routing/k3": with_replay / max(tokens, 1.0), "routing/k3_without": without / max(tokens, 1.0)}
+        scored = self.passes.score(self.model, cut)
+        unreplayed = None if scored is None else scored.log_probs
+        return self.replay_check.measure(self.iteration, cut.local, replayed, unreplayed)
 
     def _score_reference(self, batch: LocalBatch) -> Tensor | None:
         """Log-probs of the labels under the reference policy, after a refresh of its weights if one is due."""
@@ -361,6 +352,8 @@ class Trainer(TrainedModel):
         function = partial(self._loss, scale)
         self.passes.run(self.model, prepared.batch, cuts, function, scoring=Scoring(), replay=self.replay)
         routing = {} if self.replay is None else self.replay.metrics()
+        if self.replay_check is not None:
+            self.replay_check.hear_unknown(routing["routing/unknown"])
         if self.correction.step is not None:
             with telling_bad_steps():
                 self.correction.step.check()

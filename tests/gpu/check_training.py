@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rc.launch.engines.weight_sums import sum_of
 from tests.gpu.packages import require
 from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
@@ -202,3 +203,9 @@ def test_grouped_experts(words, figures, tmp_path):
     difference = float((one - other).abs().max())
     figures(largest_difference=difference)
     assert difference < 0.1
+
+
+def test_sum_of_weights(device, on_gpu):
+    """A bucket's checksum is the same on both sides of a transfer, whichever of them has a GPU."""
+    bucket = torch.randint(0, 256, (40_000_003 if on_gpu else 400_003,), dtype=torch.uint8)
+    assert sum_of(bucket.to(device)) == sum_of(bucket)

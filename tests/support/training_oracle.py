@@ -142,16 +142,23 @@ def balance(router: torch.Tensor) -> torch.Tensor:
 
 
 def auxiliary_gradients(
-    weights: Weights, tokens: torch.Tensor, micro_batches: list[list[int]], balancing: float, z: float
+    weights: Weights,
+    tokens: torch.Tensor,
+    micro_batches: list[list[int]],
+    balancing: float,
+    z: float,
+    routes: torch.Tensor | None = None,
 ) -> Weights:
     """Gradients of the router losses, summed over layers and averaged over micro-batches (lists of rows of ``tokens``).
 
-    z multiplies the mean of (log Σ exp)² of a token's logits (Zoph et al. 2022, "ST-MoE", Eq. 5).
+    ``routes``: forced experts, see :func:`score`; the losses count the routers' own choice all the same. z multiplies
+    the mean of (log Σ exp)² of a token's logits (Zoph et al. 2022, "ST-MoE", Eq. 5).
     """
     parameters = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     total = torch.zeros((), dtype=torch.float64)
     for rows in micro_batches:
-        for router in routers_of(parameters, tokens[rows]):
+        forced = None if routes is None else routes[rows]
+        for router in routers_of(parameters, tokens[rows], forced):
             total = total + balancing * balance(router) + z * router.logsumexp(-1).square().mean()
     gradients = torch.autograd.grad(
         total / len(micro_batches), list(parameters.values()), allow_unused=True, materialize_grads=True

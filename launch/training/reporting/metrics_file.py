@@ -33,15 +33,33 @@ class MetricsFile:
         elif path.exists():
             set_aside(path)
 
-    def write(self, row: dict[str, float]) -> None:
-        """Append a row, and wait until it is on disk."""
-        if self._file is None:
+    def write(self, row: dict[str, float]) -> bool:
+        """Append a row, and wait until it is on disk.
+
+        Returns False if the file had been removed or replaced since the last row: rows go on in the file that stands at
+        the path now, a new one if there is none, and not into one that nobody finds any more.
+        """
+        is_same = self._file is None or self._is_open(self._file)
+        if not is_same:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new_file = self.path.open("a", encoding="utf-8")
+            self.close()
+            self._file = new_file
+        elif self._file is None:
             if self.path.is_file():
                 os.truncate(self.path, self._kept())
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+        return is_same
+
+    def _is_open(self, file: TextIO) -> bool:
+        """Whether a file that is open is the one at the path."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Close the file."""

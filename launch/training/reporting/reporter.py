@@ -133,7 +133,12 @@ class Reporter:
         self, step: int, metrics: dict[str, float], distributions: Distributions, *, is_logged: bool = True
     ) -> None:
         try:
-            self.metrics.write({"step": step, **metrics})
+            is_same = self.metrics.write({"step": step, **metrics})
+            if not is_same:
+                self.say(
+                    f"{self.metrics.path} was removed or replaced under way: its rows go on from step {step} in the "
+                    "file that is there now"
+                )
             if is_logged:
                 self.board.log(step, metrics, distributions)
         except OSError as error:

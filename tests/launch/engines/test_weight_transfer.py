@@ -3,8 +3,9 @@
 ``tests/vllm/check_weight_transfer.py`` has the same with vLLM's server.
 """
 
-import struct
+import os
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import DeepseekV3Config, LlamaConfig
 
@@ -20,8 +22,19 @@ from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.streamed import INCOMPLETE, STREAMED_START, SglangStreamedEngine, VllmStreamedEngine
 from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender, send_weights
+from megatron_rc.launch.engines.weight_stream import (
+    ARRIVED,
+    PROTOCOL,
+    StreamGroup,
+    buckets,
+    bytes_of,
+    join,
+    opened,
+    read_shared,
+    register,
+    shared,
+)
 from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
-from megatron_rc.launch.engines.weight_stream import buckets, bytes_of, opened, read_shared, register, shared, sum_of
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from tests.support.paths import ROOT
 from tests.support.rollout_servers import make_engine, running, sample, weights
@@ -46,11 +59,6 @@ def test_buckets_hold_all_tensors_in_their_order_and_no_more_bytes_than_the_boun
     for entries, bucket in packed:
         size = sum(bytes_of(entries["dtype_names"], entries["shapes"]))
         assert (bucket.dtype, bucket.numel()) == (torch.uint8, size)
-        numbers, end = bytes(bucket.tolist()), bucket.numel() // 8 * 8
-        total = sum(struct.unpack(f"{end // 8}q", numbers[:end]))
-        wrapped = (total + 2**63) % 2**64 - 2**63
-        shifted = torch.cat([bucket.new_zeros(3), bucket])[3:]  # at a place where no integer of eight bytes may begin
-        assert entries["checksum"] == sum_of(bucket) == sum_of(shifted) == wrapped + sum(numbers[end:])
         found += [one for _, one in opened(bucket, **entries)]
     assert [one.data_ptr() for one in found if one.numel() == 0] == [0]
     for one, other in zip(found, tensors, strict=True):
@@ -65,13 +73,149 @@ def test_memory_of_this_machine_is_read_until_it_is_given_back():
         for _ in range(2):
             found = dict(opened(read_shared(**place, device=cpu), **entries))
             assert all(torch.equal(found[name], one) for name, one in tensors.items())
-        with pytest.raises(RuntimeError, match="one to other have the sum"):
-            opened(read_shared(**place, device=cpu), **entries | {"checksum": 0})
+        with pytest.raises(RuntimeError, match=r"one to other .* checksums differ"):
+            opened(read_shared(**place, device=cpu), **entries | {"checksum": "0"})
         with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
             read_shared(2**22 + 1, place["memory"], cpu)  # no process has this number
     with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
         read_shared(**place, device=cpu)
     assert torch.equal(found["one"], tensors["one"])
+
+
+def sent(seed=0):
+    """A bucket of four tensors of equal size, as of four experts, and what describes it."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"experts.{number}": torch.randn(8, 8, generator=generator) for number in range(4)}
+    ((entries, bucket),) = buckets(tensors.items())
+    return entries, bucket
+
+
+def halves_exchanged(bucket):
+    return torch.cat(bucket.chunk(2)[::-1])
+
+
+def words_shuffled(bucket):
+    order = torch.randperm(bucket.numel() // 8, generator=torch.Generator().manual_seed(1))
+    return bucket.view(-1, 8)[order].flatten()
+
+
+def two_words_exchanged(bucket):
+    changed = bucket.clone()
+    changed[0:4], changed[400:404] = bucket[400:404], bucket[0:4]
+    return changed
+
+
+def a_bit_flipped(bucket):
+    changed = bucket.clone()
+    changed[7] ^= 128
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change", [halves_exchanged, words_shuffled, two_words_exchanged, a_bit_flipped, lambda bucket: bucket.flip(0)]
+)
+def test_other_bytes_than_the_senders_are_refused(change):
+    entries, bucket = sent()
+    with pytest.raises(RuntimeError, match=r"experts\.0 to experts\.3 .* checksums differ"):
+        opened(change(bucket), **entries)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": ["experts.1", "experts.0", "experts.2", "experts.3"]},
+        {"shapes": [[64], [8, 8], [8, 8], [8, 8]]},
+        {"dtype_names": ["int32", "float32", "float32", "float32"]},
+        {"shapes": [[8, 8], [8, 8], [8, 8], [8, 9]]},
+        {"shapes": [[8, 4], [8, 12], [8, 8], [8, 8]]},
+    ],
+    ids=["names", "shape", "dtype", "longer", "other cut"],
+)
+def test_another_description_than_the_senders_is_refused(change):
+    entries, bucket = sent()
+    with pytest.raises(RuntimeError, match="checksums differ"):
+        opened(bucket, **entries | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"protocol": ""}, "the same release of megatron_rc"),
+        ({"protocol": "megatron_rc weights 1"}, "megatron_rc weights 1"),
+        ({"names": "experts.0"}, "names"),
+        ({"names": ["experts.0"]}, "names"),
+        ({"dtype_names": ["save", "float32", "float32", "float32"]}, "dtype_names"),
+        ({"dtype_names": [["float32"]] * 4}, "dtype_names"),
+        ({"shapes": [[8, -8], [8, 8], [8, 8], [8, 8]]}, "shapes"),
+        ({"shapes": [[8, True], [8, 8], [8, 8], [8, 8]]}, "shapes"),
+        ({"shapes": [8, 8, 8, 8]}, "shapes"),
+    ],
+)
+def test_a_description_that_no_sender_gives_is_named(change, words):
+    entries, bucket = sent()
+    with pytest.raises(ValueError, match=words):
+        opened(bucket, **entries | change)
+
+
+PLACE = {
+    "address": "127.0.0.1",
+    "port": 29500,
+    "transport": "gloo",
+    "size": 2,
+    "timeout": 5.0,
+    "word": "ab",
+    "protocol": PROTOCOL,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"address": "some.host"},
+        {"address": 2130706433},
+        {"port": "29500"},
+        {"port": 0},
+        {"transport": "mpi"},
+        {"size": 1},
+        {"timeout": float("inf")},
+        {"timeout": True},
+        {"word": ""},
+        {"protocol": ""},
+    ],
+    ids=str,
+)
+def test_a_meeting_that_no_sender_names_is_refused_before_any_connection(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=name if name != "protocol" else "the same release"):
+        join(1, **PLACE | change)
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file of eight bytes, and its number among this process's open files."""
+    path = tmp_path / "secret"
+    path.write_bytes(b"s3cr3t!!")
+    with path.open("rb") as file:
+        yield path, file.fileno()
+
+
+@pytest.mark.parametrize("name_place", ["by path", "by number", "by memory of another name", "by text"])
+def test_no_other_file_is_read_than_a_senders_memory(secret, name_place):
+    path, number = secret
+    memory = os.memfd_create("other")
+    os.write(memory, b"s3cr3t!!")
+    process, file = {
+        "by path": ("self", f"../../../{path}"),
+        "by number": (os.getpid(), number),
+        "by memory of another name": (os.getpid(), memory),
+        "by text": (str(os.getpid()), str(number)),
+    }[name_place]
+    with pytest.raises(RuntimeError) as refused:
+        read_shared(process, file, torch.device("cpu"))
+    os.close(memory)
+    said = str(refused.value)
+    assert "s3cr3t" not in said
+    assert str(int.from_bytes(b"s3cr3t!!", "little")) not in said
 
 
 PUBLISHED = {
@@ -229,6 +373,44 @@ def test_torchs_own_groups_find_the_sender():
         distributed_c10d._world.pg_group_ranks[server.groups[0]] = {}  # torch forgets the group
         distributed_c10d.destroy_process_group(server.groups[0])
     assert torch.equal(found[0], tensor)
+
+
+@pytest.mark.parametrize("guess", [None, "0" * 32], ids=["no word", "another word"])
+def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp_path, guess):
+    """The stranger does all that a process of the server does, but does not know the word of the HTTP request."""
+    counted, ends = [], []
+
+    def intrude(address, port):
+        store = dist.TCPStore(address, port, is_master=False)
+        keys = store if guess is None else dist.PrefixStore(guess, store)
+        keys.add(ARRIVED, server.processes)
+        counted.append(port)
+        try:
+            ends.append(StreamGroup(keys, 1, 1 + server.processes, "gloo", address, 2))
+        except RuntimeError:
+            ends.append(None)
+
+    class Watched(VllmSender):
+        def _meet(self, address, store):
+            threads.append(threading.Thread(target=intrude, args=(address, store.port)))
+            threads[-1].start()
+            while store.port not in counted:
+                time.sleep(0.01)
+            return super()._meet(address, store)
+
+    threads = []
+    engine, _ = made(server, tmp_path, seconds=20)
+    senders = [Watched(engine.once, stage, "gloo") for stage in range(2)]
+    give(engine, senders, 1)
+    for thread in threads:
+        thread.join()
+    assert ends == [None, None], "a stranger is in a group"
+    want = {name: one.detach() for name, one in weights(0).items()}
+    for received in server.received:
+        assert all(torch.equal(received[name], one) for name, one in want.items())
+    words = {body["init_info"]["word"] for path, body in server.seen if path == server.joins}
+    assert len(words) == 2
+    assert min(map(len, words)) >= 32
 
 
 def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):

@@ -8,12 +8,12 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_rc.launch.training.models.routing_replay import ReplayedRouter
-from tests.launch.training.models.test_moe import EXPERTS, MoeCase, compared
-from tests.launch.training.test_matrix import whole_gradients
+from tests.launch.training.models.test_moe import BALANCING, EXPERTS, MoeCase, Z, compared
+from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients, whole_gradients
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, train_recorded
-from tests.support.training_cases import MINI_BATCHES
+from tests.support.training_cases import MINI_BATCHES, PER_MINI_BATCH
 
 NARROW = 1e-3
 FULL = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
@@ -68,6 +68,21 @@ def test_every_layout_is_the_reference(ranks, tmp_path, case):
         wanted = wanted_shares(case, index)
         for rank in everywhere:
             assert {name: rank.metrics[index][name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_auxiliary_losses_count_the_routers_own_choice(ranks, tmp_path):
+    """Not the replayed experts: as the page says, and as Megatron computes them."""
+    case = Replayed(Layout(), "decoupled", replayed="all", auxiliary=True, size=16)
+    data, (old, new) = training_cases.make_data(EXPERTS, "all"), training_cases.weights(EXPERTS)
+    everywhere = ranks.run(training_cases.run_case, case.layout, case.words(tmp_path), data, old, new)
+    objective = training_cases.expected(case.objective, EXPERTS, "all")
+    is_needed = data.mask.flip(1).cumsum(1).flip(1) > 0  # no experts are replayed behind the last trained label
+    routes = torch.where(is_needed[..., None, None], data.routes, -1)
+    for index in range(MINI_BATCHES):
+        rows = [*range(index * PER_MINI_BATCH, (index + 1) * PER_MINI_BATCH)]
+        auxiliary = training_oracle.auxiliary_gradients(new, data.tokens, [rows], BALANCING, Z, routes)
+        wanted = {name: gradient + auxiliary[name] for name, gradient in objective.gradients[index].items()}
+        assert_gradients(whole_gradients(everywhere, index), wanted, TO_REFERENCE)
 
 
 @pytest.mark.parametrize("pattern", ["[0,0,1,1]", "[1,0,1,0]"])

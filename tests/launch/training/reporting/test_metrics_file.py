@@ -50,6 +50,54 @@ def test_steps_that_are_made_again_take_their_place_with_the_first_row(written):
     assert os.listdir(written.parent) == ["metrics.jsonl"]
 
 
+def removed(path):
+    path.unlink()
+
+
+def removed_with_its_folder(path):
+    path.unlink()
+    path.parent.rmdir()
+
+
+def replaced(path):
+    """As by an editor, which writes a new file and renames it."""
+    path.with_suffix(".new").write_text(path.read_text())
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("lose", "kept"), [(removed, []), (removed_with_its_folder, []), (replaced, [1, 2])], ids=lambda one: str(one)
+)
+def test_rows_go_on_in_a_file_that_is_there(tmp_path, lose, kept):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path, 0)
+    assert [file.write({"step": step}) for step in (1, 2)] == [True, True]
+    lose(path)
+    assert [file.write({"step": step}) for step in (3, 4)] == [False, True]
+    assert steps_in(path) == [*kept, 3, 4]
+    lose(path)
+    assert [file.write({"step": step}) for step in (5, 6)] == [False, True]
+    file.close()
+    assert steps_in(path) == [*([1, 2, 3, 4] if kept else []), 5, 6]
+
+
+def test_a_loss_of_rows_is_one_line(tmp_path, capsys):
+    config, _ = configure(flags(tmp_path, "--run-name=run", "--log-interval=1000000", "--train-iters=9"), 1)
+    reporter = Reporter(config, 0)
+    for step in range(1, 7):
+        reporter.step(step, {"reward/mean": step / 10})
+        if step == 3:
+            reporter.metrics.path.unlink()
+    with mock.patch.object(picture, "draw_run"):
+        reporter.close("finished")
+    assert steps_in(tmp_path / "run" / "metrics.jsonl") == [4, 5, 6]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "removed or replaced" in line]
+    assert len(lines) == 1
+    assert str(tmp_path / "run" / "metrics.jsonl") in lines[0]
+    assert "step 4" in lines[0]
+
+
 def test_the_last_evaluation_is_found(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_evaluation(path, 98) == -1
