@@ -80,7 +80,8 @@ class _Run:
     def __init__(
         self, config: RunConfig, task: Task, groups: ParallelGroups, trainer: Trainer, stack: ExitStack
     ) -> None:
-        self.config, self.groups, self.trainer, self.is_stopped = config, groups, trainer, False
+        self.config, self.task, self.groups, self.trainer = config, task, groups, trainer
+        self.is_stopped = False
         self.distributions: dict[str, Distribution] = {}
         self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
@@ -107,7 +108,9 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     def begin(self) -> None:
-        """Print the passes of a step; sample the rollouts again that a checkpoint left unfinished."""
+        """Print what the run does; sample the rollouts again that a checkpoint left unfinished."""
+        if self.config.rollouts.load_rollouts is None:
+            self._say(self.task.text.ends.words)
         self._say(passes_in_words(self.config))
         self._say(scoring_in_words(self.config))
         if self.trainer.iteration:

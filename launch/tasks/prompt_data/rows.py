@@ -43,6 +43,7 @@ class RowFormat:
     chat: bool  # whether the tokenizer writes prompts as turns of a conversation
     alphabet: frozenset[str] | None = None  # characters that the tokenizer knows; None: all
     plain_label: bool = False  # whether labels must be texts or numbers, as ``--reward exact`` needs them
+    tools_key: str | None = None  # key of the tools that the chat template shows; None: it shows none
 
     def problem(self, row: Row) -> Problem:
         """Make a problem from a row, or raise ValueError with the row's fault."""
@@ -65,7 +66,30 @@ class RowFormat:
             raise ValueError(f"has an empty text as {self.input_key}")
         for text in texts:
             self._check_text(text)
-        return Problem(texts[-1], label, messages=messages, record=row)
+        return Problem(texts[-1], label, messages=messages, tools=self._tools(row), record=row)
+
+    def _tools(self, row: Row) -> tuple[Mapping[str, Any], ...]:
+        """Schemas of the row's tools, from a list or its text in JSON."""
+        if self.tools_key is None:
+            if self.chat and row.get("tools"):
+                raise ValueError(
+                    "has 'tools', which the chat template is not shown: give --tools-key tools, or leave them out"
+                )
+            return ()
+        if self.tools_key not in row:
+            raise ValueError(f"has no {self.tools_key!r}{_among(row)}: name the tools' key with --tools-key")
+        tools = row[self.tools_key]
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise ValueError(f"has a text under {self.tools_key!r} that is not JSON ({error})") from error
+        if tools is None:
+            return ()
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            kind = "a list with other entries than objects" if isinstance(tools, list) else _kind(tools)
+            raise ValueError(f"has {kind} under {self.tools_key!r}, not a list of the tools' schemas, or null")
+        return tuple(tools)
 
     def _messages(self, prompt: Any) -> tuple[Mapping[str, Any], ...]:
         """Messages of the conversation; empty if the prompt is plain text."""
