@@ -88,11 +88,11 @@ def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, ma
     """Check the flags of a run, and print the findings of its dry run."""
     ignore_megatron_warnings()
     with missing_packages_noted() as missing:
-        config, _ = configure(flags, world_size, folders=False, elsewhere=True)
+        config, task = configure(flags, world_size, folders=False, elsewhere=True)
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
 
-    found = examine(config, missing, machines, mine.device_memory_gib)
+    found = examine(config, task, missing, machines, mine.device_memory_gib)
     text = json.dumps(found.as_mapping(), indent=2) if mine.json else "\n".join(found.in_words())
     sys.stdout.write(f"{text}\n")
 

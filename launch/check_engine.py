@@ -26,6 +26,7 @@ from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch
 
 if TYPE_CHECKING:
     from megatron_rc.launch.tasks import Task, Text
+    from megatron_rc.launch.tasks.ends import ResponseEnds
     from megatron_rc.launch.training.trainer import Trainer
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0)
@@ -82,7 +83,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     temperatures = sorted({configured, *TEMPERATURES})
     sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
     # Whole sequences are counted on the first CP rank alone.
-    whole = torch.cat([_tokens(batch, task.text), _endings(batch, task.text.eos)]) * (group_rank(groups.cp) == 0)
+    whole = torch.cat([_tokens(batch, task.text), _endings(batch, task.text.ends)]) * (group_rank(groups.cp) == 0)
     local = torch.cat([torch.stack(sums).flatten(), whole])
     total = broadcast(all_reduce_sum(local, groups.dp_cp), group_size(groups.pp) - 1, groups.pp).tolist()
     width = len(LAGS) + 1
@@ -93,7 +94,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     return [
         *found,
         judge_tokens(task.text.size, *total[-6:-3]),
-        *judge_endings(*total[-3:]),
+        *judge_endings(task.text.ends, *total[-3:]),
         *judge_rewards(rewards, config.rollouts.sequences),
     ]
 
@@ -114,7 +115,8 @@ def _tokens(batch: RolloutBatch, text: Text) -> Tensor:
     """Return [3] float64: sampled tokens that the tokenizer lacks, responses, and responses that their text gives."""
     rows = [tokens[mask].tolist() for tokens, mask in zip(batch.tokens, batch.response_mask, strict=True)]
     foreign = sum(token >= text.size for row in rows for token in row)
-    known = [[token for token in row if token not in (text.eos, text.pad)] for row in rows]
+    left_out = {*text.ends.token_ids, text.pad}
+    known = [[token for token in row if token not in left_out] for row in rows]
     again = sum(not foreign and text.tokens_of(text.decode(row)) == row for row in known)
     return torch.tensor([foreign, len(rows), again], dtype=torch.float64, device=batch.tokens.device)
 
@@ -129,22 +131,35 @@ def judge_tokens(size: int, foreign: float, responses: float, again: float) -> F
     return Finding("tokenizer", True, f"{words} tokens again{why}")
 
 
-def _endings(batch: RolloutBatch, eos: int) -> Tensor:
-    """Return [3] float64: stopped responses, stopped ones with the end token last, and end tokens inside of turns."""
-    position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    last = (batch.response_mask * position).amax(dim=1)
-    ends = (batch.tokens == eos) & batch.response_mask
-    is_last = position == last.unsqueeze(1)
-    inside = ends[:, :-1] & batch.response_mask[:, 1:]
-    stopped = batch.finish_reasons == FINISH_REASONS.index("stop")
-    return torch.stack([stopped.sum(), (stopped & (ends & is_last).any(1)).sum(), inside.sum()]).double()
+def _endings(batch: RolloutBatch, ends: ResponseEnds) -> Tensor:
+    """Return [3] float64: stopped responses, stopped ones whose last turn has its end, and ends inside of turns."""
+    stopped = ended = inside = 0
+    for row, reason in enumerate(batch.finish_reasons.tolist()):
+        turns = _turns_of(batch.tokens[row].tolist(), batch.response_mask[row].tolist())
+        lengths = [ends.length_of(turn) for turn in turns]
+        if reason == FINISH_REASONS.index("stop"):
+            stopped += 1
+            ended += bool(turns) and lengths[-1] == len(turns[-1])
+        inside += sum(length is not None and length < len(turn) for turn, length in zip(turns, lengths, strict=True))
+    return torch.tensor([stopped, ended, inside], dtype=torch.float64, device=batch.tokens.device)
 
 
-def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:
-    """Judge whether the end-of-text token is sampled, scored and last."""
-    words = f"{stopped:.0f} responses stopped, {ended:.0f} of them with a sampled end-of-text token"
+def _turns_of(tokens: Sequence[int], is_sampled: Sequence[bool]) -> list[list[int]]:
+    """Return the runs of sampled tokens of a row."""
+    turns: list[list[int]] = []
+    for position, token in enumerate(tokens):
+        if is_sampled[position]:
+            if position == 0 or not is_sampled[position - 1]:
+                turns.append([])
+            turns[-1].append(token)
+    return turns
+
+
+def judge_endings(ends: ResponseEnds, stopped: float, ended: float, inside: float) -> list[Finding]:
+    """Judge whether the end tokens and stop strings are sampled, scored and last."""
+    words = f"{stopped:.0f} responses stopped, {ended:.0f} of them with a sampled end ({ends.words})"
     if inside:
-        words += f"; {inside:.0f} stand inside a response: sampling went on after it"
+        words += f"; {inside:.0f} turns have an end inside: sampling went on after it"
     elif ended < stopped:
         words += ": the token that ends a response must be in it, with its log-prob"
     return [Finding("end of text", not inside and ended >= stopped, words)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text, make_task
+from megatron_rc.launch.tasks.ends import ResponseEnds, choose_ends
 from megatron_rc.launch.tasks.text import HUGGING_FACE, CharacterText, HuggingFaceText
 from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
 from megatron_rc.launch.weights import find_family
@@ -54,6 +56,7 @@ def export(request: argparse.Namespace) -> int:
             f"--load {request.load}: no Hugging Face architecture here has the settings of this model"
         )
     text = tokenizer_of(config, request.tokenizer_model, request.task)
+    text.ends = _ends_of(config, text)
     with alone(config):
         return write_directory(request.save_hf, config, text, export_parameters(_parameters(config, folder), config))
 
@@ -88,6 +91,14 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
             "the run had as --tokenizer-model DIR"
         )
     return text
+
+
+def _ends_of(config: RunConfig, text: Text) -> ResponseEnds:
+    """Return what ended a response in the run, by the checkpoint; an older one does not say, and the files do."""
+    if config.rollouts.end_token_ids is not None:
+        return replace(text.ends, token_ids=config.rollouts.end_token_ids)
+    named = text.end_tokens_by_source(config.checkpoints.load_hf)
+    return choose_ends(named, decode=text.decode, vocab_size=config.model.vocab_size)
 
 
 def _parameters(config: RunConfig, folder: Path) -> Mapping[str, Tensor]:

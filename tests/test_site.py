@@ -206,7 +206,7 @@ def test_commands_and_flags_that_do_not_exist_are_found():
 # Pages that name other programs' flags, or those of tests/gpu and benchmarks; and such flags on other pages.
 OF_OTHERS = ("benchmarks/RESULTS.md", "docs/adaptors.md", "docs/gpu.md", "docs/migrating.md")
 OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill"}
-OTHERS |= {"enable-return-routed-experts", "return-sampling-mask"}
+OTHERS |= {"enable-return-routed-experts", "return-sampling-mask", "skip-tokenizer-init"}
 
 
 def unknown_flags(text):

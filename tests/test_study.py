@@ -69,10 +69,10 @@ def made(tmp_path):
 
     def make(task_name="", **mismatch):
         config = SimpleNamespace(launch=launch, replays_rollouts=False, task=SimpleNamespace(task=task_name))
-        inputs = EngineInputs(config, model, task.text.eos, task.text.pad, 0)
+        inputs = EngineInputs(config, model, task.text, 0)
         found = engine.StudyEngine(inputs, **mismatch)
         torch.manual_seed(0)
-        exact = TransformersEngine(model, "fp32", task.text.eos, task.text.pad, launch.device)
+        exact = TransformersEngine(model, "fp32", task.text.ends, task.text.pad, launch.device)
         for parameter in exact.model.parameters():
             parameter.mul_(20)
         return found, exact

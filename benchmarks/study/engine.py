@@ -41,7 +41,7 @@ class StudyEngine:
 
     def __init__(self, inputs: EngineInputs, levels: int = 0, warming: float = 0.0, dtype: str = "fp32") -> None:
         launch = inputs.config.launch
-        rest = (inputs.eos_token_id, inputs.pad_token_id, launch.device)
+        rest = (inputs.text.ends, inputs.text.pad, launch.device)
         self.exact = TransformersEngine(inputs.model, "fp32", *rest)
         self.sampler = TransformersEngine(inputs.model, dtype, *rest, reports_experts=inputs.config.replays_rollouts)
         self.levels, self.warming = levels, warming
@@ -110,7 +110,7 @@ def sampled_reward(exact: TransformersEngine) -> float:
     task = CountOn(seed=0)
     problems = task.problems(0, 100, held_out=True)
     samples = exact.sample([task.text.encode(one) for one in problems], SamplingParams(), LONG, seed=exact.version)
-    answers = [task.text.decode(sample.token_ids) for sample in samples]
+    answers = [task.text.response_text(sample.token_ids) for sample in samples]
     pairs = zip(problems, answers, strict=True)
     return fmean(task.reward(prompt=one.prompt, response=text, label=None, record={}) for one, text in pairs)
 

@@ -17,6 +17,7 @@ from megatron_rc.launch.dry_run.theoretical import Theory, theoretical_memory
 from megatron_rc.launch.dry_run.tracing import Call
 from megatron_rc.launch.errors import ConfigurationError, flag, one_line
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.reporting.sources import in_one_line, newest_checkpoint, sources_of
 
 _OPEN = (
@@ -30,6 +31,7 @@ class DryRun:
     """Findings about a run whose settings work."""
 
     config: RunConfig  # the run's settings
+    ends: str  # the line about what ends a response; empty if none is sampled
     missing: Sequence[str]  # a sentence for each package that the run needs and this machine lacks
     machines: int  # number of machines
     memories: Sequence[StageMemory]  # memory of each pipeline stage
@@ -45,6 +47,7 @@ class DryRun:
             "layout": asdict(layout_of(self.config)) | {"ep": self.config.parallel.expert_model_parallel_size},
             "batch": batch_numbers(self.config),
             "vocabulary": vocabulary_numbers(self.config),
+            "ends": self.ends,
             "memory": memory_as_mapping(self.memories, self.engine, self.theory),
             "collectives": collectives.as_mapping(self.config, self.calls),
             "notes": self.notes,
@@ -54,7 +57,7 @@ class DryRun:
     def in_words(self) -> list[str]:
         """The findings as lines of text."""
         parts = [
-            [in_one_line(self.sources), *numbers_in_words(self.config)],
+            [in_one_line(self.sources), *numbers_in_words(self.config), *[self.ends] * bool(self.ends)],
             memory_in_words(self.memories, self.engine, self.theory, vllm_share(self.config)),
             collectives.in_words(self.config, self.calls),
             places_in_words(places(self.config)),
@@ -78,7 +81,9 @@ class DryRun:
         return [*notes, *[f"{self.machines} machines: {_OPEN}"] * (self.machines > 1)]
 
 
-def examine(config: RunConfig, missing: Sequence[str], machines: int, device_memory_gib: float | None) -> DryRun:
+def examine(
+    config: RunConfig, task: Task, missing: Sequence[str], machines: int, device_memory_gib: float | None
+) -> DryRun:
     """Measure the memory of each stage, and trace the collectives."""
     if config.has_mamba:
         raise ConfigurationError(
@@ -93,4 +98,5 @@ def examine(config: RunConfig, missing: Sequence[str], machines: int, device_mem
     if device_memory_gib is not None:
         check_fit(config, memories, engine, device_memory_gib)
     theory, calls = theoretical_memory(config), collectives.correction_calls(config)
-    return DryRun(config, missing, machines, memories, engine, theory, calls)
+    ends = task.text.ends.words if config.rollouts.load_rollouts is None else ""
+    return DryRun(config, ends, missing, machines, memories, engine, theory, calls)

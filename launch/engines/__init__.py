@@ -20,9 +20,10 @@ class Sample:
     """One response.
 
     Attributes:
-        token_ids: sampled tokens, with the end-of-text token if it was sampled.
+        token_ids: sampled tokens, with the end token or the tokens of the stop string that ended the response.
         log_probs: log-prob of each token in nats, under the distribution that it was sampled from.
-        finish_reason: ``stop`` (end of text), ``length``, or ``abort`` for a dropped response without tokens.
+        finish_reason: ``stop`` (an end token or a stop string), ``length``, or ``abort`` for a dropped response without
+            tokens.
         fault: description of an unusable log-prob; None if all are usable.
         routed_experts: [tokens of prompt and response − 1, layers, top_k] integers, the experts that read each token
             but the last; -1 if they are not known. None: the engine was not asked for them.

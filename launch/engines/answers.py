@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.requests import MOST_BYTES
+from megatron_rc.launch.tasks.ends import STOP_TOKENS, ResponseEnds
 from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.records.rollout import SamplingParams
 from megatron_rc.records.support import support_of
@@ -27,7 +28,7 @@ class Ask:
     prompt: list[int]  # token ids
     params: SamplingParams
     max_new_tokens: int
-    eos_token_id: int
+    ends: ResponseEnds
     seed: int  # of this request alone
     kilobytes: int = 1  # largest answer for each token: no engine writes more, without experts and kept tokens
     version: int = 0  # of the engine's weights when it was asked
@@ -47,7 +48,8 @@ class Ask:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop_token_ids": [self.eos_token_id],
+            "stop_token_ids": list(self.ends.token_ids),
+            **({"stop": list(self.ends.strings)} if self.ends.strings else {}),
             "skip_special_tokens": False,
         }
 
@@ -55,12 +57,13 @@ class Ask:
     def sampling_of_vllm(self) -> dict[str, Any]:
         """Sampling parameters as vLLM names them."""
         own = {"n": 1, "max_tokens": self.max_new_tokens, "top_k": self.params.top_k, "seed": self.seed, "logprobs": 0}
-        # Stop at the trainer's end-of-text token, not at the one of the model's files.
-        return self.sampling | own | {"detokenize": False, "ignore_eos": True}
+        # Stop at the trainer's end tokens alone, whichever the files of the server's model name. Stop strings are found
+        # in text, which vLLM makes only if it is asked for it.
+        return self.sampling | own | {"detokenize": bool(self.ends.strings), "ignore_eos": True}
 
 
 def make_asks(
-    prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int, eos_token_id: int
+    prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int, ends: ResponseEnds
 ) -> list[Ask]:
     """One request for each prompt, with a seed of its own, so that equal prompts get different responses.
 
@@ -70,7 +73,7 @@ def make_asks(
         if not prompt:
             raise ValueError(f"prompt {index} is empty: a response needs at least one token before it")
     return [
-        Ask(index, list(prompt), params, max_new_tokens, eos_token_id, derive_seed(seed, index))
+        Ask(index, list(prompt), params, max_new_tokens, ends, derive_seed(seed, index))
         for index, prompt in enumerate(prompts)
     ]
 
@@ -112,8 +115,8 @@ def make_sample(
     if len(token_ids) <= ask.max_new_tokens:
         _check_end(ask, token_ids, reason, where)
     numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
-    # Engines write "length" if end-of-text comes exactly at the length limit.
-    finish_reason = "stop" if token_ids[-1] == ask.eos_token_id else "length"
+    # Engines write "length" if an end comes exactly at the length limit.
+    finish_reason = ask.ends.finish_reason(token_ids)
     try:
         support = None if kept is None else support_of(kept)
     except ValueError as problem:
@@ -135,25 +138,36 @@ def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
 
 
 def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
-    """Check that the response ends with its only end-of-text token, or at the requested length."""
-    end, last = ask.eos_token_id, token_ids[-1]
-    problem = None
+    """Check that the response ends with the first of its ends, or at the requested length."""
     if reason not in ("stop", "length"):
-        problem = f"the response ended with {_short(reason)}, expected 'stop' or 'length': see the engine's log"
-    elif end in token_ids[:-1]:
-        problem = (
-            f"the response goes on after end-of-text token {end}: do the engine and the trainer use the same tokenizer?"
+        raise EngineError(
+            f"{where} the response ended with {_short(reason)}, expected 'stop' or 'length': see the engine's log"
         )
-    elif last != end and len(token_ids) < ask.max_new_tokens:
+    length = ask.ends.length_of(token_ids)
+    if length is not None and length < len(token_ids):
+        raise EngineError(f"{where} {_went_on(ask.ends, token_ids[:length])}")
+    if length is None and len(token_ids) < ask.max_new_tokens:
+        last, ends = token_ids[-1], ", ".join(map(str, ask.ends.token_ids))
         problem = (
             f"the response was cut after {len(token_ids)} of {ask.max_new_tokens} tokens: raise the engine's longest "
             "sequence (vLLM: --max-model-len, SGLang: --context-length)"
             if reason == "length"
-            else f"the response stopped at token {last}, which is not end-of-text token {end}: remove other stop "
-            "tokens from the engine's model directory"
+            else f"the response stopped at token {last}, which is none of the end tokens {ends}: add it with "
+            f"{STOP_TOKENS} {last}, or start the server with a directory whose config.json, generation_config.json and "
+            "tokenizer do not name it"
         )
-    if problem:
         raise EngineError(f"{where} {problem}")
+
+
+def _went_on(ends: ResponseEnds, token_ids: list[int]) -> str:
+    """Return the sentence about a response that goes on after these tokens, which have an end."""
+    last = token_ids[-1]
+    if last in ends.token_ids:
+        return f"the response goes on after end token {last}: do the engine and the trainer use the same tokenizer?"
+    return (
+        f"the response goes on after the stop string {ends.string_in(token_ids)!r}: start the server with a tokenizer, "
+        "without --skip-tokenizer-init"
+    )
 
 
 def _is_log_prob(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron_rc.launch.weights.safetensors_files import SHARD_BYTES, write_tens
 
 
 class ModelDirectory:
-    """``config.json`` and safetensors in one directory, replaced as a whole at every write.
+    """``config.json``, tokenizer and safetensors in one directory, replaced as a whole at every write.
 
     Tied embeddings are written as two tensors, and the config says that they are not tied. Otherwise an engine that
     repacks the output layer at its start, such as vLLM, would silently keep the first output layer for ever.
@@ -28,14 +28,24 @@ class ModelDirectory:
     Args:
         path: the directory, whose parent must exist; an older directory at this path is replaced.
         config: ``transformers`` config of the model.
+        eos_token_id: the end tokens, as ``config.json`` has them.
         dtype: round weights to this type, one of ``rounding.DTYPES``; default: no rounding.
         shard_bytes: size at which a file is closed and the next one begins.
+        save_tokenizer: writes the tokenizer into a folder; None: the directory has none.
     """
 
     def __init__(
-        self, path: Path, config: Any, eos_token_id: int, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+        self,
+        path: Path,
+        config: Any,
+        eos_token_id: int | list[int],
+        dtype: str | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        *,
+        save_tokenizer: Callable[[Path], None] | None = None,
     ) -> None:
         self.path = path.absolute()
+        self._save_tokenizer = save_tokenizer
         self._shard_bytes = shard_bytes
         self._tied = bool(config.tie_word_embeddings)
         self._config = copy.deepcopy(config)
@@ -62,8 +72,7 @@ class ModelDirectory:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             write_tensors(part, self.tensors(weights), self._shard_bytes)
-            self._config.save_pretrained(part)
-            add_earlier_entries(part)
+            self._describe(part)
             shutil.rmtree(old, ignore_errors=True)
             if self.path.exists():
                 self.path.rename(old)
@@ -74,13 +83,19 @@ class ModelDirectory:
         return self.path
 
     def write_config(self, dtype: torch.dtype) -> None:
-        """Write ``config.json`` alone, for a server that gets weights of this type in another way, or EngineError."""
+        """Write all but the weights, for a server that gets weights of this type in another way, or EngineError."""
         self._config.dtype = dtype
         try:
-            self._config.save_pretrained(self.path)
-            add_earlier_entries(self.path)
+            self._describe(self.path)
         except OSError as error:
             raise EngineError(f"the model's config cannot be written to {self.path}: {error}") from error
+
+    def _describe(self, folder: Path) -> None:
+        """Write ``config.json`` and the tokenizer."""
+        self._config.save_pretrained(folder)
+        add_earlier_entries(folder)
+        if self._save_tokenizer is not None:
+            self._save_tokenizer(folder)
 
     def tensors(
         self, weights: Iterable[tuple[str, Tensor]], names: Collection[str] | None = None

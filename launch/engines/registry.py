@@ -18,6 +18,7 @@ from megatron_rc.launch.engines.vllm_args import read_engine_args
 from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
+from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.weights.families import family_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ class EngineInputs:
 
     config: RunConfig
     model: Any  # ``transformers`` config of the model
-    eos_token_id: int
-    pad_token_id: int
+    text: Text  # the tokenizer, which knows what ends a response
     replica: int  # chooses the server of ``--rollout-url`` and the folder in ``--rollout-weights-dir``
 
 
@@ -61,12 +61,12 @@ class EngineKind:
             raise ValueError(f"an engine needs {', '.join(sorted(odd))}: no field of the engine section has that name")
 
 
-def make_engine(config: RunConfig, eos_token_id: int, pad_token_id: int, replica: int) -> RolloutEngine:
+def make_engine(config: RunConfig, text: Text, replica: int) -> RolloutEngine:
     """Make the engine of one data-parallel replica, on its first rank."""
     model = family_of(config).hugging_face_config(config)
     # Killed runs leave a whole model each in memory, whichever engine this run uses.
     remove_left_behind(_memory(), _PREFIX)
-    return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, eos_token_id, pad_token_id, replica))
+    return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, text, replica))
 
 
 def _transformers(inputs: EngineInputs) -> RolloutEngine:
@@ -74,7 +74,11 @@ def _transformers(inputs: EngineInputs) -> RolloutEngine:
 
     config = inputs.config
     return TransformersEngine(
-        *(inputs.model, config.engine.rollout_dtype, inputs.eos_token_id, inputs.pad_token_id, config.launch.device),
+        inputs.model,
+        config.engine.rollout_dtype,
+        inputs.text.ends,
+        inputs.text.pad,
+        config.launch.device,
         reports_experts=config.replays_rollouts,
         reports_support=config.rollouts.replays_sampling,
     )
@@ -89,7 +93,10 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
         # vLLM would round other layers, and differently at each start; so the files hold rounded weights.
         dtype, rounded = "fp32" if inputs.config.launch.on_cpu else "bf16", dtype
     return VllmEngine(
-        *(_directory(inputs, rounded), dtype, inputs.eos_token_id, inputs.config.training.seq_length),
+        _directory(inputs, rounded),
+        dtype,
+        inputs.text.ends,
+        inputs.config.training.seq_length,
         reports_experts=inputs.config.replays_rollouts,
         reports_support=inputs.config.rollouts.replays_sampling,
         # On a CPU vLLM packs the experts' weights at its start; vLLM 0.32 computes wrong log-probs after a reload.
@@ -128,11 +135,12 @@ def make_sender(config: RunConfig, replica: int, number: int) -> WeightSender:
     return kind(client, number, engine.rollout_weight_transfer)
 
 
-def served_model(config: RunConfig, eos_token_id: int, replica: int) -> ModelDirectory:
+def served_model(config: RunConfig, text: Text, replica: int) -> ModelDirectory:
     """The description of the model that a replica's engine has."""
     from megatron_rc.launch.engines.model_directory import ModelDirectory
 
-    return ModelDirectory(_place(config, replica), family_of(config).hugging_face_config(config), eos_token_id)
+    model = family_of(config).hugging_face_config(config)
+    return ModelDirectory(_place(config, replica), model, text.ends.eos_token_id)
 
 
 def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
@@ -150,7 +158,7 @@ def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
     return {
         "client": _client(inputs.config, inputs.replica, engine.rollout_attempts),
         "directory": _directory(inputs),
-        "eos_token_id": inputs.eos_token_id,
+        "ends": inputs.text.ends,
         "concurrency": engine.rollout_concurrency,
         "start_timeout": engine.rollout_timeout,
         "experts_shape": experts and (inputs.config.transformer.num_layers, experts.moe_router_topk),
@@ -189,7 +197,8 @@ def _directory(inputs: EngineInputs, dtype: str | None = None) -> ModelDirectory
 
     path = _place(inputs.config, inputs.replica)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return ModelDirectory(path, inputs.model, inputs.eos_token_id, dtype)
+    text = inputs.text
+    return ModelDirectory(path, inputs.model, text.ends.eos_token_id, dtype, save_tokenizer=text.save)
 
 
 def _place(config: RunConfig, replica: int) -> Path:

@@ -19,6 +19,7 @@ from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.open_addresses import warning_of_open_addresses
 from megatron_rc.launch.engines.requests import Request, RequestLimit
 from megatron_rc.launch.engines.weight_versions import RestartedError, VersionRange
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 
 TRIES = 3  # attempts of a batch, or of an update of weights, if a server is restarted meanwhile
@@ -62,6 +63,7 @@ class ServerEngine(ABC):
     path. The first write comes before the wait for the server, so that a user can start the server on the directory.
 
     Args:
+        ends: what ends a response.
         concurrency: largest number of requests at a time, of all rollout batches together.
         start_timeout: seconds to wait for the server's first answer.
         experts_shape: (layers, top_k) of the model, if samples must have the experts of their tokens.
@@ -79,7 +81,7 @@ class ServerEngine(ABC):
         self,
         client: HttpClient,
         directory: ModelDirectory,
-        eos_token_id: int,
+        ends: ResponseEnds,
         concurrency: int = 64,
         start_timeout: float = 600.0,
         *,
@@ -87,7 +89,7 @@ class ServerEngine(ABC):
         reports_support: bool = False,
         partial_rollouts: bool = False,
     ) -> None:
-        self.client, self.directory, self.eos = client, directory, eos_token_id
+        self.client, self.directory, self.ends = client, directory, ends
         self.concurrency, self.start_timeout = concurrency, start_timeout
         self._of_rollouts = RequestLimit(concurrency)
         self.experts_shape, self.reports_support = experts_shape, reports_support
@@ -140,7 +142,7 @@ class ServerEngine(ABC):
         version = self.version
         if version < 0:
             raise EngineError(f"{self.client.url} holds no weights of this trainer: call load_weights first")
-        asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
+        asks = make_asks(prompts, params, max_new_tokens, seed, self.ends)
         kilobytes = 16 if self.experts_shape or self.reports_support else 1
         asks = [replace(ask, kilobytes=kilobytes, version=version) for ask in asks]
         self._check_params(asks)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
 from megatron_rc.launch.engines.router_record import RouterRecord
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, is_expert
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.records.rollout import SamplingParams
@@ -33,6 +34,7 @@ class TransformersEngine:
     Args:
         config: ``transformers`` config of the model.
         dtype: one of ``rounding.DTYPES``.
+        ends: what ends a response.
         pad_token_id: token that fills batches; never part of a response.
         reports_experts: whether samples have the experts of their tokens; ValueError for a model without experts.
         reports_support: whether truncated samples have the tokens that were kept.
@@ -44,7 +46,7 @@ class TransformersEngine:
         self,
         config: Any,
         dtype: str,
-        eos_token_id: int,
+        ends: ResponseEnds,
         pad_token_id: int,
         device: torch.device,
         *,
@@ -58,7 +60,8 @@ class TransformersEngine:
         self.model = self.model.to(device).eval().requires_grad_(False)
         for buffer in kept_buffers(self.model).values():
             buffer.data = buffer.data.float()  # as in a model that is read from files
-        self.eos, self.pad, self.device = eos_token_id, pad_token_id, device
+        self.ends, self.pad, self.device = ends, pad_token_id, device
+        self._end_tokens = torch.tensor(ends.token_ids, device=device)
         self.version = -1
         self._rounded = Rounding(self.model, dtype)
         self._record = RouterRecord(self.model) if reports_experts else None
@@ -76,7 +79,7 @@ class TransformersEngine:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`."""
+        """Sample until an end or ``max_new_tokens``; see :class:`RolloutEngine`."""
         if self._record is None:
             return self._sample(prompts, params, max_new_tokens, seed)
         with self._record.open():
@@ -112,9 +115,9 @@ class TransformersEngine:
             tokens, values = self._draw(distribution, generator)
             if self._reports_support and params.is_truncated:
                 kept.append(_kept(distribution))
-            chosen.append(torch.where(running, tokens.squeeze(1), -1))  # -1 after the end of text
+            chosen.append(torch.where(running, tokens.squeeze(1), -1))  # -1 after the end
             log_probs.append(values)
-            running = running & (tokens.squeeze(1) != self.eos)
+            running = running & ~self._are_ended(chosen)
             if not running.any():
                 break
             positions = positions[:, -1:] + 1
@@ -146,15 +149,23 @@ class TransformersEngine:
         """Tokens [b, 1] drawn from log-probs [b, v], and their log-probs [b]; after NaN, which is kept, the end."""
         broken = distribution[:, :1].isnan()
         tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
-        tokens = torch.where(broken, self.eos, tokens)
+        tokens = torch.where(broken, self.ends.token_ids[0], tokens)
         return tokens, distribution.gather(1, tokens).squeeze(1)
+
+    def _are_ended(self, chosen: Sequence[Tensor]) -> Tensor:
+        """[b] bool: responses that end with their newest token; ``chosen`` has the tokens [b] of each step so far."""
+        if not self.ends.strings:
+            return torch.isin(chosen[-1], self._end_tokens)
+        tails = torch.stack(list(chosen[-self.ends.tail_length :]), dim=1).tolist()
+        ended = [tail[-1] >= 0 and self.ends.is_at_end(tail) for tail in tails]
+        return torch.tensor(ended, device=self.device)
 
     def _samples(self, tokens: Tensor, log_probs: Tensor) -> list[Sample]:
         samples = []
         for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
             length = row.index(-1) if -1 in row else len(row)
-            reason = "stop" if row[length - 1] == self.eos else "length"
-            samples.append(Sample(row[:length], values[:length], reason))
+            token_ids = row[:length]
+            samples.append(Sample(token_ids, values[:length], self.ends.finish_reason(token_ids)))
         return samples
 
 

@@ -17,6 +17,7 @@ from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks, make_sample
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.vllm_experts import RecordsExperts
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 
 _log = logging.getLogger("megatron_rc")
@@ -37,6 +38,7 @@ class VllmEngine:
     Args:
         directory: directory of weights, for this engine alone, best in memory (``/dev/shm``).
         dtype: ``fp32`` or ``bf16``.
+        ends: what ends a response; for stop strings vLLM loads the directory's tokenizer.
         max_model_len: largest number of tokens of a prompt with its response.
         reports_experts: whether samples have the experts of their tokens. On a CPU this module's extension of vLLM's
             worker records them, without vLLM's prefix cache: its tokens have no experts.
@@ -54,7 +56,7 @@ class VllmEngine:
         self,
         directory: ModelDirectory,
         dtype: str,
-        eos_token_id: int,
+        ends: ResponseEnds,
         max_model_len: int,
         *,
         reports_experts: bool = False,
@@ -66,7 +68,7 @@ class VllmEngine:
     ) -> None:
         self._devices = _devices(processes) if torch.cuda.is_available() else None
         self._sleeps, self._is_asleep, self._has_more = sleeps, False, bool(more)
-        self.directory, self.eos, self.version = directory, eos_token_id, -1
+        self.directory, self.ends, self.version = directory, ends, -1
         self._takes_weights, self._records_experts = takes_weights, reports_experts and not torch.cuda.is_available()
         self._options = {
             "dtype": DTYPES[dtype],
@@ -75,7 +77,7 @@ class VllmEngine:
             # On a CPU vLLM ends at a request with a seed whose prompt is read in chunks.
             "enable_chunked_prefill": torch.cuda.is_available(),
             "max_num_seqs": 64,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not ends.strings,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -123,7 +125,7 @@ class VllmEngine:
         """Sample one response for each prompt, in their order; see :class:`RolloutEngine`."""
         if self.version < 0:
             raise EngineError("vLLM holds no weights of this trainer: call load_weights first")
-        asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
+        asks = make_asks(prompts, params, max_new_tokens, seed, self.ends)
         inputs, vllm = [{"prompt_token_ids": ask.prompt} for ask in asks], importlib.import_module("vllm")
         sampling = [vllm.SamplingParams(**ask.sampling_of_vllm) for ask in asks]
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)

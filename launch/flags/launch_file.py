@@ -7,6 +7,7 @@ of the correction may be nested below ``rollout_correction:``, with underscores.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.hints import unknown
 from megatron_rc.launch.flags.parser import long_options
+from megatron_rc.launch.run_config.rollouts import JSON
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.settings.flags import is_correction_flag
 
@@ -51,6 +53,8 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
             raise ConfigurationError(f"{where}: {key} is given twice: keep one")
         # Programs with nested settings write null to turn a field off.
         value = "none" if is_nested and value in ("null", "~") and options[key].nargs != 0 else value
+        if isinstance(value, dict) and options[key].metavar == JSON:
+            value = _as_json(path, key)
         found[field] = found.get(field, []) + _as_flag(where, key, value, options[key])
     return [word for words in found.values() for word in words]
 
@@ -116,6 +120,13 @@ def _as_flag(where: str, key: str, value: Any, action: argparse.Action) -> list[
         more = ", or a list of them" if action.nargs == "+" else ""
         raise ConfigurationError(f"{where}: {key}: {value!r} must be one number or one string{more}")
     return [f"--{key}={value}"]
+
+
+def _as_json(path: Path, key: str) -> str:
+    """Return the nested entry of a file as JSON, read again because :func:`_read_mapping` keeps its values as texts."""
+    import yaml
+
+    return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))[key], default=str)
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

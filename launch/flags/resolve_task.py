@@ -10,7 +10,9 @@ from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.checks.task import check_room
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config.data import EVAL_PROBLEMS, eval_files, keys_of_files
+from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.tasks import Task, Text, make_task
+from megatron_rc.launch.tasks.ends import STOP_TOKENS, choose_ends
 from megatron_rc.launch.tasks.labels import BUILT_IN
 from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
@@ -60,6 +62,7 @@ def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
         chat=text.chat,
         alphabet=text.alphabet if isinstance(text, CharacterText) else None,
         rule=args.reward if args.reward in BUILT_IN and not args.load_rollouts else None,
+        tools_key=args.tools_key,
     )
     drops = args.overlong_prompts == "drop"
     room = Room(text, args.seq_length, args.max_response_length, drops)
@@ -117,6 +120,7 @@ def resolve_task(args: argparse.Namespace) -> Task:
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    _resolve_ends(args, task.text)
     return task
 
 
@@ -131,6 +135,24 @@ def _too_few_rows(args: argparse.Namespace, tokens: int) -> str:
     )
 
 
+def _resolve_ends(args: argparse.Namespace, text: Text) -> None:
+    """Fix what ends a response, for the whole run."""
+    for name in ("rollout_stop_token_ids", "rollout_no_stop_token_ids", "rollout_stop"):
+        values = getattr(args, name)
+        if values is not None:
+            setattr(args, name, tuple(values))
+    added = {STOP_TOKENS: args.rollout_stop_token_ids or ()}
+    text.ends = choose_ends(
+        text.end_tokens_by_source(args.load_hf) | added,
+        decode=text.decode,
+        vocab_size=args.vocab_size,
+        removed=args.rollout_no_stop_token_ids or (),
+        strings=args.rollout_stop or (),
+    )
+    text.skip_special_tokens = args.rollout_skip_special_tokens
+    args.end_token_ids = text.ends.token_ids
+
+
 def _text(args: argparse.Namespace) -> Text | None:
     """Tokenizer that the flags name; None: the task's own characters."""
     folder = args.tokenizer_model or args.load_hf
@@ -143,6 +165,10 @@ def _text(args: argparse.Namespace) -> Text | None:
         if args.apply_chat_template and not text.has_template:
             _drop_template(args, f"the tokenizer in {folder}")
         text.chat = args.apply_chat_template
+        if args.chat_template_kwargs is not None:
+            text.use_template_kwargs(args.chat_template_kwargs)
+        if args.tools_key is not None:
+            text.check_template_reads("tools", f"--tools-key {args.tools_key}")
         return text
     if args.tokenizer_model:
         raise ConfigurationError(
@@ -156,6 +182,16 @@ def _text(args: argparse.Namespace) -> Text | None:
 
 
 def _drop_template(args: argparse.Namespace, tokenizer: str) -> None:
-    """Drop the launch file's template with a warning: it was meant for another tokenizer."""
+    """Drop the launch file's template, and what it is given, with a warning: it was meant for another tokenizer.
+
+    Raises:
+        ConfigurationError: what it is given was typed.
+    """
     _log.warning("%s has no chat template: apply-chat-template of --config %s is dropped", tokenizer, args.config)
     args.apply_chat_template = False
+    for name in ("chat_template_kwargs", "tools_key"):
+        if name in args.typed:
+            raise ConfigurationError(
+                f"{as_typed(name, getattr(args, name))} needs a chat template, which {tokenizer} does not have: drop it"
+            )
+        setattr(args, name, None)

@@ -79,21 +79,27 @@ class Rewarder:
         problems: Sequence[Problem],
         responses: Sequence[str],
         turns: Sequence[Turns] = (),
+        token_ids: Sequence[Sequence[int]] = (),
         *,
         step: int,
         held_out: bool = False,
     ) -> Rewards:
-        """Score one response to each problem, a text without the end-of-text token.
+        """Score one response to each problem, a text without the end tokens behind it.
 
-        ``turns`` has the earlier turns of each response, each a pair of a turn and the observation after it; empty: all
-        responses have one turn. ``step``, the optimizer steps made so far, and ``held_out``, whether
-        this is an evaluation, go into the file of errors.
+        Args:
+            problems: one for each response.
+            responses: the texts; of conversations those of the last turns.
+            turns: the earlier turns of each response, each a pair of a turn and the observation after it; empty: all
+                responses have one turn.
+            token_ids: the sampled tokens of each text, with the one that ended it; empty: they are not known.
+            step: optimizer steps made so far; for the file of errors.
+            held_out: whether this is an evaluation; for the file of errors.
 
         Raises:
             RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.
             ConfigurationError: the rule cannot be loaded.
         """
-        requests = _requests(problems, responses, turns)
+        requests = _requests(problems, responses, turns, token_ids)
         outcomes = [self._known(outcome) for outcome in self._scorer.score(requests)]
         self._keep_failures(self.source, requests, outcomes, {"step": step, "held_out": held_out})
         on_error = self.settings.reward_on_error
@@ -104,6 +110,7 @@ class Rewarder:
         problems: Sequence[Problem],
         responses: Sequence[str],
         turns: Sequence[Turns],
+        token_ids: Sequence[Sequence[int]],
         text: Text,
         *,
         step: int,
@@ -115,7 +122,7 @@ class Rewarder:
         """
         if self._replies is None:
             raise RuntimeError("a run of one turn has no replies")
-        requests = _requests(problems, responses, turns)
+        requests = _requests(problems, responses, turns, token_ids)
         outcomes = [_in_tokens(outcome, text) for outcome in self._replies.score(requests)]
         source = reply_source(self.config)
         self._keep_failures(source, requests, outcomes, {"step": step, "held_out": held_out})
@@ -234,14 +241,24 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def _requests(problems: Sequence[Problem], responses: Sequence[str], turns: Sequence[Turns]) -> list[dict[str, Any]]:
+def _requests(
+    problems: Sequence[Problem],
+    responses: Sequence[str],
+    turns: Sequence[Turns],
+    token_ids: Sequence[Sequence[int]],
+) -> list[dict[str, Any]]:
     """Return the keywords of a rule for one response to each problem."""
+    none: list[Any] = [()] * len(responses)
     return [
         {
-            **{"prompt": problem.prompt, "response": text, "label": problem.label, "record": dict(problem.record)},
+            "prompt": problem.prompt,
+            "response": text,
+            "label": problem.label,
+            "record": dict(problem.record),
             "turns": list(earlier),
+            "token_ids": list(ids),
         }
-        for problem, text, earlier in zip(problems, responses, turns or [()] * len(responses), strict=True)
+        for problem, text, earlier, ids in zip(problems, responses, turns or none, token_ids or none, strict=True)
     ]
 
 

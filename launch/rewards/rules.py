@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ from megatron_rc.launch.tasks import Rule, make_task
 from megatron_rc.launch.tasks.labels import BUILT_IN, EXACT, MATH_VERIFY, answers_of, label_flaw, texts_of
 from megatron_rc.launch.tasks.python_task import own_method
 
+# Keywords that only functions with such a parameter get: earlier turns, and the tokens of the response.
+_ASKED_FOR = ("turns", "token_ids")
 # It compares short texts, as the rule exact does, and so can neither hang nor crash. Other rules run in workers.
 _HARMLESS_TASK = "count_up"
 
@@ -136,27 +138,27 @@ def _math_rule() -> Rule:
 
 
 def _called_by_keywords(function: Any, name: str) -> Rule:
-    """Return a rule that calls the function with the four keywords, and with ``turns`` if it has that parameter."""
+    """Return a rule that calls the function with the four keywords, and with those of :data:`_ASKED_FOR` it names."""
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(kind(called) for kind in kinds for called in (function, function.__call__)):
         raise ConfigurationError(f"{name} gives no result when it is called: make it neither async nor a generator")
     keywords: dict[str, Any] = {"prompt": "", "response": "", "label": None, "record": {}}
     try:
         signature = inspect.signature(function)
-        takes_turns = "turns" in signature.parameters
-        signature.bind(**keywords, **({"turns": []} if takes_turns else {}))
+        left_out = {keyword for keyword in _ASKED_FOR if keyword not in signature.parameters}
+        signature.bind(**keywords, **{keyword: [] for keyword in _ASKED_FOR if keyword not in left_out})
     except ValueError:  # some callables have no signature
-        takes_turns = False
+        left_out = set(_ASKED_FOR)
     except TypeError as error:
         raise ConfigurationError(
             f"{name} cannot be called with prompt, response, label and record ({error}): give it these four parameters"
         ) from error
-    rule: Rule = function if takes_turns else partial(_without_turns, function)
+    rule: Rule = partial(_without, left_out, function) if left_out else function
     return rule
 
 
-def _without_turns(rule: Rule, *, turns: Any = None, **given: Any) -> Any:
-    return rule(**given)
+def _without(left_out: Set[str], rule: Rule, **given: Any) -> Any:
+    return rule(**{keyword: value for keyword, value in given.items() if keyword not in left_out})
 
 
 def _kind(value: Any) -> str:

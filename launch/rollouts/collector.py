@@ -73,7 +73,7 @@ class RolloutCollector:
         self.transfer: WeightTransfer | None = None  # None: weights go through files, or there is no engine
         if config.engine.rollout_weight_transfer != "files":
             streamed = cast("StreamedEngine | None", self.engine)
-            self.transfer = WeightTransfer(config, groups, self.work, streamed, task.text.eos)
+            self.transfer = WeightTransfer(config, groups, self.work, streamed, task.text)
         self.sampling = config.rollouts.sampling
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(config, groups, self.sampling)
@@ -329,4 +329,4 @@ class RolloutCollector:
                 )
 
     def _default_engine(self) -> RolloutEngine:
-        return make_engine(self.config, self.task.text.eos, self.task.text.pad, self.replica)
+        return make_engine(self.config, self.task.text, self.replica)

@@ -35,7 +35,7 @@ class Graded:
     """A problem and its graded responses."""
 
     problem: Problem
-    responses: Sequence[str]  # texts without the end-of-text token
+    responses: Sequence[str]  # texts without the end tokens behind them
     rewards: Sequence[float]  # one for each response
     outcomes: Sequence[Outcome]  # the reward rule's result for each response
     data: str | None = None  # name of the problem's file among several of --eval-data

@@ -13,6 +13,7 @@ from megatron_rc.launch.engines import Progress, Sample
 from megatron_rc.launch.rollouts.batches import batch_of, samples_of
 from megatron_rc.launch.rollouts.turns import Conversation
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 
 FILES = "rollouts-"  # beginning of the names of a checkpoint's files with responses
@@ -32,7 +33,13 @@ class OpenRollouts:
         self._lock = threading.Lock()  # of the calls: threads sample while the trainer saves
 
     def progress(
-        self, step: int, seed: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams, longest: int
+        self,
+        step: int,
+        seed: int,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        longest: int,
+        ends: ResponseEnds,
     ) -> Progress:
         """Responses of one call for the batch that begins at ``step``, those of a checkpoint included."""
         call = self._number(step), seed
@@ -42,7 +49,7 @@ class OpenRollouts:
             loaded = self._calls.get(call, found)
             self._calls[call] = found
             for index, sample in loaded.samples.items() if loaded.sampling == sampling else ():
-                if asked.get(index) == loaded.prompts[index] and self._fits(sample, step, longest):
+                if asked.get(index) == loaded.prompts[index] and self._fits(sample, step, longest, ends):
                     found.samples[index] = sample
         return found
 
@@ -76,10 +83,12 @@ class OpenRollouts:
         """Number of the rollout batch of an optimizer step: a run that was stopped within a batch begins it again."""
         return step // self.config.updates_per_rollout
 
-    def _fits(self, sample: Sample, step: int, longest: int) -> bool:
+    def _fits(self, sample: Sample, step: int, longest: int, ends: ResponseEnds) -> bool:
         """Whether the flags would give this response now: the resumed run may have others."""
-        ends = len(sample.token_ids) == longest or (sample.finish_reason == "stop" and len(sample.token_ids) < longest)
-        return ends and min(sample.versions or ()) >= step - (self.config.rollouts.rollout_staleness or 0)
+        length, end = len(sample.token_ids), ends.length_of(sample.token_ids)
+        is_whole = end == length if end is not None else length == longest
+        is_fresh = min(sample.versions or ()) >= step - (self.config.rollouts.rollout_staleness or 0)
+        return is_whole and length <= longest and is_fresh
 
     def _batch(self, progress: Progress) -> RolloutBatch | None:
         """The good responses of a call, numbered by their prompts; None if there are none."""

@@ -72,7 +72,7 @@ class RolloutSampler:
     ) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
         self.rewarder = Rewarder(config, replica)
-        self.good_samples = GoodSamples(config, engine, replica, open_rollouts)
+        self.good_samples = GoodSamples(config, engine, task.text.ends, replica, open_rollouts)
         self.sampling = config.rollouts.sampling
         # Held by calls of the task and the rewarder: with --rl-partial-rollouts several threads sample and evaluate.
         self._task_is_busy = threading.Lock()
@@ -182,7 +182,10 @@ class RolloutSampler:
         samples = self._responses(problems, tries, sampling_of(self.config), longest, seed, reply)
         rewards = self._rewards(repeated, samples, step=self.engine.version, held_out=True)
         with self._task_is_busy:
-            texts = [self.task.text.decode(sample.token_ids) for sample in samples]
+            texts = [
+                "".join([*(part for turn in earlier for part in turn), newest])
+                for earlier, newest in zip(*self._texts(samples), strict=True)
+            ]
         for index, problem in enumerate(problems):
             own = slice(index * tries, (index + 1) * tries)
             yield Graded(problem, texts[own], rewards.values[own], rewards.outcomes[own])
@@ -203,7 +206,14 @@ class RolloutSampler:
         whole = [(problem, one) for problem, one in zip(problems, samples, strict=True) if one.failed is None]
         with self._task_is_busy:
             turns, texts = self._texts([one for _, one in whole])
-            scored = self.rewarder.score([one for one, _ in whole], texts, turns, step=step, held_out=held_out)
+            scored = self.rewarder.score(
+                [problem for problem, _ in whole],
+                texts,
+                turns,
+                [one.turns[-1].token_ids for _, one in whole],
+                step=step,
+                held_out=held_out,
+            )
         pairs = iter(zip(scored.values, scored.outcomes, strict=True))
         failed = self.config.rewards.reward_on_error
         values, outcomes = [], []
@@ -227,11 +237,13 @@ class RolloutSampler:
         asked = [problems[place // size] for place in places]
         with self._task_is_busy:
             turns, texts = self._texts(samples)
-            return self.rewarder.reply(asked, texts, turns, self.task.text, step=step, held_out=held_out)
+            token_ids = [sample.turns[-1].token_ids for sample in samples]
+            return self.rewarder.reply(asked, texts, turns, token_ids, self.task.text, step=step, held_out=held_out)
 
     def _texts(self, samples: Sequence[Conversation]) -> tuple[list[list[tuple[str, str]]], list[str]]:
         """Texts of the earlier turns and of the newest turn of each conversation."""
-        found = [sample.texts(self.task.text.decode) for sample in samples]
+        text = self.task.text
+        found = [sample.texts(text.response_text, text.text_of) for sample in samples]
         return [earlier for earlier, _ in found], [newest for _, newest in found]
 
     def _responses(

@@ -21,6 +21,7 @@ from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed, fault_in_log_probs
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
 
 BAD_FOLDER, SAMPLES_FILE = "bad", "samples.jsonl"
@@ -32,13 +33,20 @@ _TRIES_FROM = 1 << 32
 class GoodSamples:
     """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective.
 
-    ``open_rollouts`` keeps the responses of rollout batches under way; None: nothing is kept.
+    ``ends`` is what ends a response. ``open_rollouts`` keeps the responses of rollout batches under way; None: nothing
+    is kept.
     """
 
     def __init__(
-        self, config: RunConfig, engine: RolloutEngine, replica: int, open_rollouts: OpenRollouts | None = None
+        self,
+        config: RunConfig,
+        engine: RolloutEngine,
+        ends: ResponseEnds,
+        replica: int,
+        open_rollouts: OpenRollouts | None = None,
     ) -> None:
-        self.config, self.engine, self.replica, self.open_rollouts = config, engine, replica, open_rollouts
+        self.config, self.engine, self.replica = config, engine, replica
+        self.ends, self.open_rollouts = ends, open_rollouts
         self.policy = config.guards.bad_samples
         self._counts = threading.local()  # with --rl-partial-rollouts several threads sample and evaluate
         self.file = bad_folder(config) / SAMPLES_FILE
@@ -81,7 +89,7 @@ class GoodSamples:
     ) -> list[Sample]:
         if step is None or self.open_rollouts is None:
             return self.engine.sample(prompts, params, longest, seed)
-        progress = self.open_rollouts.progress(step, seed, prompts, params, longest)
+        progress = self.open_rollouts.progress(step, seed, prompts, params, longest, self.ends)
         return list(cast(Any, self.engine).sample(prompts, params, longest, seed, progress))
 
     @property

@@ -99,10 +99,15 @@ class Conversation:
         """Whether another turn follows."""
         return len(self.observations) == len(self.turns)
 
-    def texts(self, decode: Callable[[Sequence[int]], str]) -> tuple[list[tuple[str, str]], str]:
-        """Texts of the earlier turns, each with the observation after it, and of the newest turn."""
-        *earlier, newest = (decode(turn.token_ids) for turn in self.turns)
-        return list(zip(earlier, map(decode, self.observations), strict=True)), newest
+    def texts(
+        self, of_turn: Callable[[Sequence[int]], str], of_observation: Callable[[Sequence[int]], str]
+    ) -> tuple[list[tuple[str, str]], str]:
+        """Texts of the earlier turns, each with the observation after it, and of the newest turn.
+
+        ``of_turn`` and ``of_observation`` make a text of token ids.
+        """
+        *earlier, newest = (of_turn(turn.token_ids) for turn in self.turns)
+        return list(zip(earlier, map(of_observation, self.observations), strict=True)), newest
 
     def with_turn(self, sample: Sample) -> Conversation:
         """The conversation after another turn; a dropped turn, without tokens, drops the whole response."""

@@ -16,6 +16,7 @@ from megatron_rc.launch.engines.streamed import StreamedEngine
 from megatron_rc.launch.engines.weight_sender import send_weights
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.weights.export import export_own
 from megatron_rc.launch.weights.units import ExpertGroups, Unit, names_of, own_weights, units_of
 from megatron_rc.parallel.collectives import all_reduce_max
@@ -45,7 +46,7 @@ class WeightTransfer:
         groups: ParallelGroups,
         work: EngineWork,
         engine: StreamedEngine | None,
-        eos_token_id: int,
+        text: Text,
     ) -> None:
         self.config, self.groups, self.work, self.engine = config, groups, work, engine
         self.experts = ExpertGroups.of_megatron()
@@ -53,7 +54,7 @@ class WeightTransfer:
         self.shares = self._find_shares()
         served = sorted({replica for _, replicas in self.shares for replica in replicas})
         self.senders = {replica: make_sender(config, replica, dist.get_rank()) for replica in served}
-        self.model = served_model(config, eos_token_id, work.replica) if served else None
+        self.model = served_model(config, text, work.replica) if served else None
         if engine is not None and work.replica == 0:
             if not config.launch.on_cpu:
                 _log.warning("--rollout-weight-transfer has been run on CPUs alone, not yet on GPUs")

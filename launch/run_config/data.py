@@ -90,6 +90,11 @@ class DataSection:
         "default: label",
         needs="prompt_data",
     )
+    tools_key: str | None = option(
+        "key of the tools that the chat template shows, a list of their schemas; if given, every row must have it, as "
+        "null or an empty list where there are none",
+        needs="prompt_data apply_chat_template",
+    )
     overlong_prompts: Literal["drop", "error"] = option(
         "prompts longer than --seq-length minus --max-response-length: drop and count them, or end at the start",
         default="drop",

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rc.launch.run_config.options import option
 from megatron_rc.records.sampling import SamplingParams
+
+JSON = "JSON"  # metavar of a flag whose value is a JSON object; a launch file may write it as a nested entry
+
+
+def json_object(word: str) -> str:
+    """Return a JSON object as it was typed, or raise ValueError."""
+    try:
+        value = json.loads(word)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{word} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f'{word} is no JSON object such as {{"enable_thinking": false}}')
+    return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +38,49 @@ class TaskSection:
     )
     tokenizer_model: str | None = option("directory of a Hugging Face tokenizer; default: --load-hf", metavar="DIR")
     apply_chat_template: bool = option("present problems as turns of a conversation, by the tokenizer's chat template")
+    chat_template_kwargs: str | None = option(
+        'further variables of the chat template, as a JSON object: {"enable_thinking": false}',
+        needs="apply_chat_template",
+        metavar=JSON,
+        read=json_object,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    """Size and source of rollout batches; ``knows_versions``: policy versions count optimizer steps of this run."""
+    """Size, ends and source of rollouts.
+
+    ``end_token_ids``: all end tokens, of the tokenizer, the model's files and the flags; None in checkpoints of earlier
+    versions. ``knows_versions``: policy versions count optimizer steps of this run.
+    """
 
     max_response_length: int = option("most tokens of a response; default: the length that the task needs")
     max_turns: int = option(
         "most turns of a response; above 1 the task may reply to a turn with an observation, up to --seq-length tokens "
         "in all, and --max-response-length is the most tokens of a turn",
         default=1,
+        needs="!load_rollouts",
+    )
+    rollout_stop_token_ids: tuple[int, ...] | None = option(
+        "further end tokens of a response, beside those of the tokenizer and of config.json and generation_config.json",
+        needs="!load_rollouts",
+        not_negative=True,
+        metavar="ID",
+    )
+    rollout_no_stop_token_ids: tuple[int, ...] | None = option(
+        "end tokens of the tokenizer or of the model's files that end no response of this run",
+        needs="!load_rollouts",
+        not_negative=True,
+        metavar="ID",
+    )
+    rollout_stop: tuple[str, ...] | None = option(
+        "strings that end a response as soon as its text has one of them; its tokens and its text keep the string",
+        needs="!load_rollouts",
+        metavar="STRING",
+    )
+    rollout_skip_special_tokens: bool = option(
+        "leave all special tokens out of the texts that rewards and replies read; default: only end tokens and padding "
+        "at the end of a response",
         needs="!load_rollouts",
     )
     grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32)
@@ -90,6 +136,7 @@ class RolloutSection:
         "accept truncated rollouts whose kept tokens are not known, so that their log-probs are not the policy's"
     )
     knows_versions: bool
+    end_token_ids: tuple[int, ...] | None
 
     @property
     def sequences(self) -> int:

@@ -18,7 +18,8 @@ class Rule(Protocol):
     def __call__(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> Any:
         """Return a number, or a dict of numbers whose entry ``reward`` is trained on.
 
-        ``prompt``, ``label`` and ``record`` are the problem's; ``response`` is text without the end-of-text token.
+        ``prompt``, ``label`` and ``record`` are the problem's; ``response`` is text without the end tokens behind it.
+        A rule with a parameter ``turns`` gets the earlier turns too, one with ``token_ids`` the response's tokens.
         """
 
 
@@ -26,7 +27,7 @@ class Task(Protocol):
     """A source of problems with verifiable answers."""
 
     text: Text  # the tokenizer
-    max_response_length: int  # maximum tokens of a response, the end-of-text token included
+    max_response_length: int  # maximum tokens of a response, its end token included
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Problems ``start`` to ``start + count - 1``, equal on every rank and in every run.

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import in_words, load_python, own_traceback
-from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
+from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText, Problem, Text
 
 
 class PythonTask:
@@ -16,7 +16,7 @@ class PythonTask:
     The class is called with ``seed=...``. It needs the method ``problems(start, count, held_out=False)``. Optional are
     the method ``reward(prompt, response, label, record)``, the method ``reply`` with the same parameters, for several
     turns, and the attributes ``max_response_length`` and ``characters``, a text with all characters of the default
-    tokenizer.
+    tokenizer. Both methods may have the further parameters ``turns`` and ``token_ids``.
     """
 
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
@@ -60,6 +60,12 @@ class PythonTask:
         texts = [problem.prompt, *(part for pair in problem.examples for part in pair)]
         if not all(isinstance(text, str) for text in texts):
             return f"has the prompt {problem.prompt!r:.40} and examples {problem.examples!r:.40}: give texts"
+        if problem.tools:
+            if not isinstance(self.text, HuggingFaceText) or not self.text.chat:
+                return "has tools, which only a chat template shows: give --apply-chat-template, or leave them out"
+            self.text.check_template_reads("tools", f"{self._user}, whose problems have tools")
+        if not all(isinstance(tool, Mapping) for tool in problem.tools):
+            return f"has the tools {problem.tools!r:.40}: give dicts with their schemas"
         alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
         unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
         if unknown is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import shutil
 import string
 from abc import ABC, abstractmethod
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks.ends import TOKENIZER, ResponseEnds, ends_of_directory
 from megatron_rc.launch.transformers4 import add_earlier_tokenizer_class
 
 CHARACTERS, HUGGING_FACE = TOKENIZERS = ("CharacterTokenizer", "HuggingFaceTokenizer")
@@ -32,17 +36,20 @@ class Problem:
     # The whole conversation, each message with ``role`` and ``content``; empty: the prompt is plain text.
     messages: tuple[Mapping[str, str], ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)  # all keys of the row that the problem was read from
+    tools: tuple[Mapping[str, Any], ...] = ()  # schemas of the tools that a chat template shows; empty: none
 
 
 class Text(ABC):
     """A tokenizer."""
 
     tokenizer: Any
-    eos: int  # id of the token that ends a response
+    eos: int  # id of the tokenizer's own end token
+    ends: ResponseEnds  # what ends a response: the tokenizer's own end token alone, until the flags name more
     pad: int  # id of the token that fills batches
     pad_token: int | None  # id of the tokenizer's own padding token; None: it has none, and ``pad`` is ``eos``
     size: int  # number of ids
     chat = False  # whether problems are written as turns of a conversation
+    skip_special_tokens = False  # whether rewards and replies read texts without special tokens
 
     def shown(self, problem: Problem) -> str:
         """The whole text of a prompt: its examples, each ended by a newline, or its conversation."""
@@ -53,9 +60,25 @@ class Text(ABC):
         return self._ids(self.shown(problem), special=not self.chat)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, without the token that ends it."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """The text that token ids spell, with all special tokens."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids as rewards and replies read it: ``skip_special_tokens`` leaves special tokens out."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=self.skip_special_tokens)
+        return text
+
+    def response_text(self, token_ids: Sequence[int]) -> str:
+        """The text of a response or of a turn as rewards and replies read it.
+
+        End tokens and padding at its end are left out. A stop string stays, as the text that was sampled.
+        """
+        behind_text = {*self.ends.token_ids, self.pad_token}
+        length = len(token_ids)
+        while length > 0 and token_ids[length - 1] in behind_text:
+            length -= 1
+        return self.text_of(token_ids[:length])
 
     def tokens_of(self, text: str) -> list[int]:
         """Token ids of a plain text, without special tokens around it."""
@@ -74,6 +97,10 @@ class Text(ABC):
         if not ids:
             raise ValueError(f"gave the observation {observation!r:.80}, which has no token")
         return ids
+
+    def end_tokens_by_source(self, load_hf: str | None) -> dict[str, tuple[int, ...]]:
+        """End tokens by what names them; ``load_hf`` is the directory of the model that a run starts from."""
+        return {TOKENIZER: (self.eos,)}
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -106,6 +133,7 @@ class CharacterText(Text):
         self.tokenizer.add_special_tokens([PAD, EOS])
         self.pad, self.eos, self.size = vocabulary[PAD], vocabulary[EOS], len(vocabulary)
         self.pad_token = self.pad
+        self.ends = ResponseEnds((self.eos,), decode=self.decode)
 
     def observed(self, observation: str | list[int]) -> list[int]:
         """See :class:`Text`."""
@@ -128,7 +156,11 @@ class CharacterText(Text):
 
 
 class HuggingFaceText(Text):
-    """Tokenizer of a Hugging Face directory; with ``chat`` its chat template writes problems as turns."""
+    """Tokenizer of a Hugging Face directory; with ``chat`` its chat template writes problems as turns.
+
+    Attributes:
+        template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+    """
 
     def __init__(self, folder: str | Path, chat: bool) -> None:
         from transformers import AutoTokenizer
@@ -154,9 +186,42 @@ class HuggingFaceText(Text):
             )
         self.folder = Path(folder)
         self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
+        self.template_kwargs: dict[str, Any] = {}
+        self.ends = ResponseEnds((self.eos,), decode=self.decode)
         pad = self.tokenizer.pad_token_id
         self.pad_token = None if pad is None else int(pad)
         self.pad = self.eos if self.pad_token is None else self.pad_token
+        # Some tokenizers, such as Llama's with add_eos_token, append their end token to every text.
+        self._appends_end = self.tokenizer.encode("a")[-1:] == [self.eos]
+
+    def use_template_kwargs(self, json_object: str) -> None:
+        """Give the chat template the variables of a JSON object, or raise ConfigurationError."""
+        variables: dict[str, Any] = json.loads(json_object)
+        user = f"--chat-template-kwargs {json_object}"
+        # The arguments of the call that renders a template, and the name under which it gets the conversation.
+        reserved = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, "messages"}
+        for name in variables:
+            if name in reserved:
+                raise ConfigurationError(f"{user}: {name} is decided by the program or by other flags: leave it out")
+            self.check_template_reads(name, user)
+        self.template_kwargs = variables
+
+    def check_template_reads(self, variable: str, user: str) -> None:
+        """Raise ConfigurationError in the name of a flag if no chat template mentions the variable."""
+        templates = self.tokenizer.chat_template
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        if not any(re.search(rf"\b{re.escape(variable)}\b", text) for text in texts):
+            raise ConfigurationError(
+                f"{user}: the chat template of the tokenizer in {self.folder} does not read {variable}: is the name "
+                "right? Otherwise drop it"
+            )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text that token ids spell, with all special tokens, and with spaces as the tokens have them."""
+        text: str = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def shown(self, problem: Problem) -> str:
         """The whole text of a prompt; as a conversation, examples are turns too."""
@@ -167,13 +232,23 @@ class HuggingFaceText(Text):
             {"role": ("user", "assistant")[index % 2], "content": text.strip()} for index, text in enumerate(texts)
         ]
         try:
-            text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text: str = self.tokenizer.apply_chat_template(
+                turns,
+                tools=[dict(tool) for tool in problem.tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.template_kwargs,
+            )
         except Exception as error:  # templates may raise anything
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer's chat_template refuses the conversation ({error}): drop "
                 "the flag"
             ) from error
         return text
+
+    def end_tokens_by_source(self, load_hf: str | None) -> dict[str, tuple[int, ...]]:
+        """Those of the tokenizer, and of the files of ``load_hf``, or else of the tokenizer's own directory."""
+        return super().end_tokens_by_source(load_hf) | ends_of_directory(load_hf or self.folder)
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files; see :class:`Text`."""
@@ -185,4 +260,14 @@ class HuggingFaceText(Text):
 
     def _ids(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
-        return ids
+        if not (special and self._appends_end):
+            return ids
+        # The model answers within the text: only the end tokens that the text itself spells stay.
+        spelled = self.tokenizer.encode(text, add_special_tokens=False)
+        appended = _count_at_end(ids, self.eos) - _count_at_end(spelled, self.eos)
+        return ids[: len(ids) - appended]
+
+
+def _count_at_end(token_ids: Sequence[int], token: int) -> int:
+    """Number of tokens with this id at the end."""
+    return next((count for count, other in enumerate(reversed(token_ids)) if other != token), len(token_ids))

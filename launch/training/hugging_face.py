@@ -101,7 +101,8 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
     family = find_family(config)
     if family is None:
         raise ValueError("--save-hf: no Hugging Face architecture here has the settings of this model")
-    described, tokens = family.hugging_face_config(config), _special_tokens(config, text)
+    described = family.hugging_face_config(config)
+    tokens = _special_tokens(config, text)
     for name, token in tokens.items():
         setattr(described, name, token)
     described.dtype = config.dtype
@@ -110,23 +111,39 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
     add_earlier_entries(folder)
     text.save(folder)
     origin = _origin(config, text, GENERATION)
-    if origin is not None:
+    if origin is None:
+        GenerationConfig(**tokens).save_pretrained(folder)
+        return described
+    published = json.loads(origin.read_text(encoding="utf-8"))
+    if _names_ends(published.get("eos_token_id"), text):
         shutil.copyfile(origin, folder / GENERATION)
     else:
-        GenerationConfig(**tokens).save_pretrained(folder)
+        changed = published | {"eos_token_id": text.ends.eos_token_id}
+        (folder / GENERATION).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     return described
 
 
 def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
-    """Ids of the special tokens: from the model that the run started from, or else from the tokenizer."""
-    found = {"bos_token_id": None, "eos_token_id": text.eos, "pad_token_id": text.pad_token}
+    """Ids of the special tokens: end tokens as the run had them, others of the model that it started from.
+
+    Without such a model the tokenizer says the others.
+    """
+    found = {"bos_token_id": None, "eos_token_id": text.ends.eos_token_id, "pad_token_id": text.pad_token}
     origin = _origin(config, text, "config.json")
     if origin is not None:
         published = json.loads(origin.read_text(encoding="utf-8"))
-        found |= {name: published[name] for name in found if published.get(name) is not None}
+        found["bos_token_id"] = published.get("bos_token_id")
+        if _names_ends(published.get("eos_token_id"), text):
+            found["eos_token_id"] = published["eos_token_id"]  # in the file's own order
         # Add no padding token to a model without one: transformers would not train that token's embedding.
         found["pad_token_id"] = published.get("pad_token_id")
     return found
+
+
+def _names_ends(eos_token_id: Any, text: Text) -> bool:
+    """Whether an entry ``eos_token_id`` of a file names all end tokens, and no others."""
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return set(ids) == set(text.ends.token_ids)
 
 
 def _origin(config: RunConfig, text: Text, name: str) -> Path | None:

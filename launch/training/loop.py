@@ -83,8 +83,8 @@ class _Run:
     def __init__(
         self, config: RunConfig, task: Task, groups: ParallelGroups, trainer: Trainer, stack: ExitStack
     ) -> None:
-        self.config, self.groups, self.trainer, self.is_stopped = config, groups, trainer, False
-        self.text = task.text
+        self.config, self.task, self.groups, self.trainer = config, task, groups, trainer
+        self.is_stopped = False
         self.distributions: dict[str, Distribution] = {}
         self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
@@ -113,8 +113,10 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     def begin(self) -> None:
-        """Print the run's sources and the passes of a step; sample again the rollouts that a checkpoint left open."""
+        """Print the run's sources, ends and passes; sample again the rollouts that a checkpoint left open."""
         self._say(in_one_line(sources_of(self.config, self.trainer.loaded_from)))
+        if self.config.rollouts.load_rollouts is None:
+            self._say(self.task.text.ends.words)
         self._say(passes_in_words(self.config))
         self._say(scoring_in_words(self.config))
         if self.trainer.iteration:
@@ -194,7 +196,7 @@ class _Run:
             return
 
         def first_response() -> str:
-            return self.text.decode(batch.tokens[0][batch.response_mask[0]].tolist())
+            return self.task.text.decode(batch.tokens[0][batch.response_mask[0]].tolist())
 
         words = self.equal_rewards.batch(metrics, first_response)
         if words is not None:

@@ -31,6 +31,7 @@ from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.launch_file import words_of_file
 from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.tasks.prompt_data.rows import parse_line
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
@@ -202,7 +203,7 @@ def asked(server: type[Any], content: bytes) -> object:
     client = AnswerFrom(content)
     engine = server(client, None, 12, experts_shape=(1, 1), reports_support=True)
     engine.model, engine.version, engine._given, engine._keeps_version = "m", 0, 0, True
-    (ask,) = make_asks([[1, 2]], SamplingParams(top_p=0.9), 2, 0, 12)
+    (ask,) = make_asks([[1, 2]], SamplingParams(top_p=0.9), 2, 0, ResponseEnds((12,)))
     return engine._read(ask, client.json("POST", "/"))
 
 

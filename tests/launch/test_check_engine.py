@@ -8,10 +8,12 @@ import torch
 from megatron_rc.launch.check_engine import _endings, _tokens, judge_endings, judge_rewards, judge_tokens
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.made_rollouts import made_batch
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch
+from tests.support.several_ends import glm_folder, words_of
 
 WIDE = ["--init-method-std=0.5", "--grpo-prompts-per-step=8", "--global-batch-size=32", "--rollout-dtype=bf16"]
 EOS = 1
@@ -22,6 +24,9 @@ class Faulty:
 
     def __init__(self, engine, fault):
         self.engine, self.fault = engine, fault
+        if fault == "first end only":
+            engine.ends = ResponseEnds(engine.ends.token_ids[:1])
+            engine._end_tokens = torch.tensor(engine.ends.token_ids)
 
     @property
     def version(self):
@@ -85,6 +90,18 @@ def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
     assert any(message in finding.words for finding in found)
 
 
+def test_all_ends_of_a_models_files_are_checked(ranks, tmp_path):
+    """An engine that stops at the tokenizer's own end alone goes on after the others."""
+    words = words_of(glm_folder(tmp_path), "--grpo-prompts-per-step=8", "--global-batch-size=32")
+    for fault in (None, "first end only"):
+        (found,) = ranks.run(findings, Layout(), words, fault)
+        (ending,) = [finding for finding in found if finding.about == "end of text"]
+        assert "3 <|user|>, 4 <|observation|> (config.json, generation_config.json)" in ending.words
+        assert ending.agrees == (fault is None)
+        assert ("turns have an end inside: sampling went on after it" in ending.words) == (fault is not None)
+        assert int(ending.words.split()[0]) > (8 if fault is None else 0)
+
+
 def test_every_rank_finds_the_same(ranks, tmp_path):
     layout = Layout(cp=2, pp=2)
     found = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), "shift")
@@ -119,14 +136,18 @@ def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
     split, foreign = judge_tokens(13, 0, 4, 3), judge_tokens(13, 2, 4, 0)
     assert (split.agrees, "3 of 4" in split.words) == (True, True)
     assert (foreign.agrees, "2 sampled tokens" in foreign.words) == (False, True)
-    (inside,) = judge_endings(4, 4, 2)
+    (inside,) = judge_endings(text.ends, 4, 4, 2)
     assert (inside.agrees, "sampling went on after it" in inside.words) == (False, True)
 
 
-def test_every_turn_ends_with_the_token_that_ends_texts():
+def test_every_turn_ends_with_a_token_or_a_string_that_ends_texts():
     tokens = torch.tensor([[5, 6, EOS, 7, 8, EOS, 0], [5, 6, EOS, 7, 8, 8, 8]])
     turns = torch.tensor([[0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 0, 1, 1, 1]]).bool()
     batch = made_batch(tokens, turns, torch.full((2, 7), -1.0), torch.zeros(2), finish_reasons=torch.tensor([0, 1]))
-    assert _endings(batch, EOS).tolist() == [1, 1, 0]
+    assert _endings(batch, ResponseEnds((EOS,))).tolist() == [1, 1, 0]
     whole = dataclasses.replace(batch, response_mask=torch.arange(7).expand(2, 7) > 0)
-    assert _endings(whole, EOS).tolist() == [1, 0, 3], "without an observation between them"
+    assert _endings(whole, ResponseEnds((EOS,))).tolist() == [1, 0, 2], "without an observation between them"
+    assert _endings(batch, ResponseEnds((EOS, 8))).tolist() == [1, 0, 2], "8 is inside of both last turns"
+    assert _endings(batch, ResponseEnds((EOS,), ("88",), lambda ids: "".join(map(str, ids)))).tolist() == [1, 1, 1]
+    strings = ResponseEnds((9,), ("61", "81"), lambda ids: "".join(map(str, ids)))
+    assert _endings(batch, strings).tolist() == [1, 1, 0]

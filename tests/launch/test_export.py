@@ -168,8 +168,8 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     transformers.GenerationConfig(eos_token_id=[1, 2], do_sample=True, top_p=0.5).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 2], "bos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    loaded = {"load_hf": str(folder)}
-    checkpoints = with_settings(home, tmp_path / "checkpoints", task=OWN, checkpoints=loaded)
+    loaded, ends = {"load_hf": str(folder)}, {"end_token_ids": [1, 2]}
+    checkpoints = with_settings(home, tmp_path / "checkpoints", task=OWN, checkpoints=loaded, rollouts=ends)
     assert exported(checkpoints, tmp_path / "out") == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
@@ -180,6 +180,32 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     assert exported(checkpoints, tmp_path / "again", "--tokenizer-model", tmp_path / "moved") == 0
     for name in ("tokenizer.json", "config.json", "generation_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("ended", "config_ids", "generation_ids"),
+    [
+        ([1, 2, 5], [1, 2, 5], [1, 2, 5]),  # --rollout-stop-token-ids 5
+        ([1], 1, 1),  # --rollout-no-stop-token-ids 2
+        ([1, 2], [1, 2], [2, 1]),
+        (None, [1, 2], [2, 1]),  # a checkpoint of an earlier version: all that the files name
+    ],
+)
+def test_the_directory_names_the_ends_that_the_run_had(home, tmp_path, ended, config_ids, generation_ids):
+    """A file that names them keeps its own words, all others get the whole set."""
+    folder = tmp_path / "model"
+    shutil.copytree(home / "llama3", folder)
+    CharacterText("0123456789").save(folder)
+    transformers.GenerationConfig(eos_token_id=[2, 1], do_sample=True, top_p=0.5).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"task": OWN, "checkpoints": {"load_hf": str(folder)}, "rollouts": {"end_token_ids": ended}}
+    assert exported(with_settings(home, tmp_path / "checkpoints", **settings), tmp_path / "out") == 0
+    found = [json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")]
+    assert [entries["eos_token_id"] for entries in found] == [config_ids, generation_ids]
+    assert (found[1]["do_sample"], found[1]["top_p"]) == (True, 0.5)
+    ends = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
+    assert ends == generation_ids
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(home, tmp_path, capsys):
@@ -310,10 +336,10 @@ def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
     for path in (folder / "tokenizer_config.json", folder / "config.json"):
         held = {name: value for name, value in json.loads(path.read_text()).items() if not name.startswith("pad_token")}
         path.write_text(json.dumps(held))
-    for name, load_hf, eos in (("loaded", str(folder), 2), ("from-nothing", None, 1)):
+    for name, load_hf in (("loaded", str(folder)), ("from-nothing", None)):
         task = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
         checkpoints = with_settings(home, tmp_path / name, task=task, checkpoints={"load_hf": load_hf})
         assert exported(checkpoints, tmp_path / f"{name}-out") == 0
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out")
         assert (model.config.pad_token_id, model.model.embed_tokens.padding_idx) == (None, None)
-        assert model.config.eos_token_id == eos
+        assert model.config.eos_token_id == 1, "as the run had it"

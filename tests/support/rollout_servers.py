@@ -16,9 +16,11 @@ from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 
 EOS, TOKENS = 1, 4
+ENDS = ResponseEnds((EOS,))
 
 QUICK = Retries(attempts=4, first_wait=0.01, longest_wait=0.05)
 
@@ -205,7 +207,9 @@ def weights(seed=0):
 
 def make_engine(kind, server, folder, start_timeout=30.0, **more):
     client = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
-    return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=start_timeout, **more)
+    ends = more.pop("ends", ENDS)
+    directory = ModelDirectory(folder / "weights", CONFIG, ends.eos_token_id)
+    return kind(client, directory, ends, start_timeout=start_timeout, **more)
 
 
 def given(kind, server, folder, version=0, **options):

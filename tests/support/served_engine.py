@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.rollout_servers import ROUTE, Server, content_of
 
@@ -22,7 +23,7 @@ class EngineServer(Server):
 
     def __init__(self, port, directory):
         config = AutoConfig.from_pretrained(directory)
-        self.engine = TransformersEngine(config, "fp32", config.eos_token_id, 0, torch.device("cpu"))
+        self.engine = TransformersEngine(config, "fp32", ResponseEnds((config.eos_token_id,)), 0, torch.device("cpu"))
         self.turn = threading.Lock()
         super().__init__(port)
 

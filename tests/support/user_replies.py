@@ -62,3 +62,8 @@ def dies_of_two(prompt, response, label, record):
 def by_length(prompt, response, label, record):
     """A question mark by its token id, and a reward for each character of the turn."""
     return {"observation": [10], "reward": len(response) / 8}
+
+
+def after_observation(prompt, response, label, record, turns, token_ids):
+    """A digit after a turn that ended with GLM's <|observation|>; other turns end the conversation."""
+    return "7" if token_ids[-1] == 4 else None

@@ -143,3 +143,8 @@ def refuse(prompt, response, label, record):
 
 def length(prompt, response, label, record):
     return len(response)
+
+
+def of_tokens(prompt, response, label, record, token_ids):
+    """The characters of the response, its tokens, and its last token."""
+    return {"reward": len(response), "tokens": len(token_ids), "last": token_ids[-1]}

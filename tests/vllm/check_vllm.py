@@ -24,11 +24,13 @@ from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.router_record import RouterRecord
 from megatron_rc.launch.engines.vllm_engine import CPU_DEFAULTS, TORCHRUN, VllmEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.partial_rollouts import CONFIG as LLAMA
 from tests.support.partial_rollouts import LONGEST, VOCABULARY
 
 EOS = 1
+ENDS = ResponseEnds((EOS,))
 TORCHRUN_VALUES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 GPT2 = GPT2Config(
     vocab_size=VOCABULARY,
@@ -71,7 +73,7 @@ class Rig:
 def in_process(folder, config, **settings):
     os.environ |= TORCHRUN_VALUES
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    engine = VllmEngine(ModelDirectory(folder / "weights", config, EOS), "fp32", EOS, LONGEST, **settings)
+    engine = VllmEngine(ModelDirectory(folder / "weights", config, EOS), "fp32", ENDS, LONGEST, **settings)
 
     def cached_tokens(prompt):
         from vllm import SamplingParams as Params
@@ -90,7 +92,7 @@ def in_process(folder, config, **settings):
 def served(folder, config):
     port = free_port()
     client = HttpClient(f"http://127.0.0.1:{port}", timeout=120)
-    engine = VllmServerEngine(client, ModelDirectory(folder / "weights", config, EOS), EOS, start_timeout=300)
+    engine = VllmServerEngine(client, ModelDirectory(folder / "weights", config, EOS), ENDS, start_timeout=300)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = engine.directory.write((name, parameter.detach()) for name, parameter in model.named_parameters())
     process = start_server(path, port, folder / "log")
@@ -110,10 +112,11 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start_server(path, port, log, more=()):
+def start_server(path, port, log, more=(), *, skips_tokenizer=True):
     words = f"""--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len {LONGEST}
-        --skip-tokenizer-init --no-enable-chunked-prefill
+        --no-enable-chunked-prefill
         --enable-scale-out --logprobs-mode processed_logprobs --served-model-name tiny""".split()
+    words += ["--skip-tokenizer-init"] * skips_tokenizer
     environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
     return subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words, *more],
@@ -211,7 +214,7 @@ def test_a_sequence_longer_than_the_engine_takes_is_an_error(rig):
 
 def test_an_argument_that_vllm_does_not_have_is_named_with_its_flag(tmp_path):
     directory = ModelDirectory(tmp_path / "weights", LLAMA, EOS)
-    engine = VllmEngine(directory, "fp32", EOS, LONGEST, more={"gpu_memory_utilisation": 0.5})
+    engine = VllmEngine(directory, "fp32", ENDS, LONGEST, more={"gpu_memory_utilisation": 0.5})
     model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
     with pytest.raises(EngineError, match=r"gpu_memory_utilisation.*--rollout-engine-args"):
         engine.load_weights(model.named_parameters(), 0)
@@ -238,7 +241,7 @@ EXPERTS = Qwen3MoeConfig(
 def test_the_experts_are_those_of_transformers(tmp_path):
     """Prompts of several lengths, some with a beginning in common, in several steps; with two sets of weights."""
     directory = ModelDirectory(tmp_path / "weights", EXPERTS, EOS)
-    engine = VllmEngine(directory, "fp32", EOS, LONGEST, reports_experts=True, takes_weights=False)
+    engine = VllmEngine(directory, "fp32", ENDS, LONGEST, reports_experts=True, takes_weights=False)
     prompts = [[5], [3, 4, 5, 6], list(range(2, 28)), list(range(2, 20))] * 20
     try:
         for seed in (0, 1):

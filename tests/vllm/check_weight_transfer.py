@@ -35,7 +35,7 @@ from tests.support.partial_rollouts import (
 )
 from tests.support.paths import ROOT
 from tests.vllm.check_partial_rollouts import BETWEEN, TASK, WORDS, check_records, check_tokens, run_beside_server
-from tests.vllm.check_vllm import EOS, free_port, number_of, start_server
+from tests.vllm.check_vllm import ENDS, EOS, free_port, number_of, start_server
 
 # The flags that errors and the pages name.
 STREAMED = shlex.split(STREAMED_START.partition("processed_logprobs")[2])
@@ -50,7 +50,7 @@ class Trainer:
         once = HttpClient(url, 60, Retries(attempts=1))
         directory = ModelDirectory(folder / "weights", CONFIG, EOS)
         self.engine = VllmStreamedEngine(
-            HttpClient(url, 60), directory, EOS, start_timeout=300, once=once, dtype=torch.float32
+            HttpClient(url, 60), directory, ENDS, start_timeout=300, once=once, dtype=torch.float32
         )
         make = MemorySender if ipc else partial(VllmSender, transport="gloo")
         self.senders = [make(once, stage) for stage in range(2)]

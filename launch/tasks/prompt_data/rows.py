@@ -49,6 +49,7 @@ class RowFormat:
     input_flag: str = "--input-key"  # flag that names the prompt's key, for errors
     label_flag: str = "--label-key"  # flag that names the label's key, for errors
     rule: str | None = None  # built-in rule of ``--reward`` that compares labels; None: they may be anything
+    tools_key: str | None = None  # key of the tools that the chat template shows; None: it shows none
 
     def problem(self, row: Row) -> Problem:
         """Make a problem from a row, or raise ValueError with the row's fault."""
@@ -62,7 +63,33 @@ class RowFormat:
             raise ValueError(f"has an empty text as {self.input_key}")
         for text in texts:
             self._check_text(text)
-        return Problem(texts[-1], label, messages=messages, record=row)
+        return Problem(texts[-1], label, messages=messages, tools=self._tools(row), record=row)
+
+    def _tools(self, row: Row) -> tuple[Mapping[str, Any], ...]:
+        """Schemas of the row's tools, from a list or its text in JSON."""
+        if self.tools_key is None:
+            if self.chat and row.get("tools"):
+                raise ValueError(
+                    "has 'tools', which the chat template is not shown: give --tools-key tools, or leave them out"
+                )
+            return ()
+        tools = value_of(row, self.tools_key)
+        if tools is MISSING:
+            raise ValueError(f"{_lacks(row, self.tools_key)}: name the tools' key with --tools-key")
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise ValueError(f"has a text under {self.tools_key!r} that is not JSON ({error})") from error
+        else:
+            # In a table every schema has the keys of all schemas, and null where it has none of its own.
+            tools = _without_nulls(tools)
+        if tools is None:
+            return ()
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            kind = "a list with other entries than objects" if isinstance(tools, list) else kind_of(tools)
+            raise ValueError(f"has {kind} under {self.tools_key!r}, not a list of the tools' schemas, or null")
+        return tuple(tools)
 
     def _label(self, row: Row) -> Any:
         """Label of a row; None if it has none and needs none."""
@@ -130,6 +157,15 @@ def _finite(word: str) -> float:
     value = float(word)
     if not math.isfinite(value):
         raise ValueError(f"holds {word}, which is no finite number")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return the value without the keys of its objects that have no value."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
     return value
 
 

@@ -29,6 +29,7 @@ def test_words(capsys, tmp_path, monkeypatch):
     )
     assert "2 optimizer steps of 256 sequences: each 1 micro-batches a data-parallel rank, of 128 × 16 tokens" in output
     assert "13 tokens, padded to 16 rows, 8 on each tensor-parallel rank" in output
+    assert "end tokens: 1 <eos> (tokenizer)" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -39,6 +40,7 @@ def test_json(capsys):
     assert found["layout"] == {"tp": 2, "cp": 1, "pp": 2, "dp": 4, "ep": 1}
     assert found["batch"]["sequences_of_a_replica"] == 64
     assert len(found["ranks"]) == found["world_size"] == 16
+    assert found["ends"] == "end tokens: 1 <eos> (tokenizer)"
     assert found["notes"][-1].startswith("2 machines: "), "who can connect to them"
 
 

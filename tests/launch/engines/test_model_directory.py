@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-from tests.support.rollout_servers import CONFIG, EOS, random_weights, weights
+from tests.support.rollout_servers import CONFIG, ENDS, EOS, random_weights, weights
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -59,7 +59,7 @@ def test_wrong_weights_leave_the_old_ones(engine, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         engine.load_weights(change(weights()), 4)
     assert (tmp_path / "weights" / "model.safetensors").stat().st_mtime_ns == stored
-    inside = TransformersEngine(CONFIG, "fp32", EOS, 0, torch.device("cpu"))
+    inside = TransformersEngine(CONFIG, "fp32", ENDS, 0, torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         inside.load_weights(change(weights()), 4)
     assert engine.version == inside.version == -1

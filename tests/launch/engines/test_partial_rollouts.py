@@ -13,6 +13,7 @@ from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from tests.launch.engines.test_servers import in_choice, in_meta
 from tests.support.partial_rollouts import (
     CONFIG,
@@ -55,7 +56,8 @@ def test_the_recorded_responses_have_the_versions_of_their_tokens(tmp_path):
     """Each token is scored by the weights of its version, and the ratios of each version against the newest weights."""
     with running(kind=PlayedServer) as server:
         directory = ModelDirectory(tmp_path / "weights", CONFIG, eos_token_id=1)
-        engine = VllmServerEngine(HttpClient(server.url, 60.0, QUICK), directory, 1, partial_rollouts=True)
+        client, ends = HttpClient(server.url, 60.0, QUICK), ResponseEnds((1,))
+        engine = VllmServerEngine(client, directory, ends, partial_rollouts=True)
         give(engine, 0)
 
         def updates():

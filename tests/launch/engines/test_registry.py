@@ -13,6 +13,7 @@ from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
+from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 
@@ -34,7 +35,7 @@ def parse(folder, *words, world=1):
 def test_each_replica_has_its_own(tmp_path, words, kind, url):
     shared = [] if url is None else [f"--rollout-weights-dir={tmp_path}/weights", "--rollout-attempts=2"]
     config = parse(tmp_path, *words, *shared, world=2)
-    engine = make_engine(config, 1, 0, replica=1)
+    engine = make_engine(config, CharacterText(), replica=1)
     assert type(engine) is kind
     if url is not None:
         assert engine.client.url == url
@@ -51,7 +52,7 @@ def test_the_servers_key_is_in_no_file_and_no_error(tmp_path, monkeypatch):
     assert f"`{API_KEY}`" in (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     monkeypatch.setenv(API_KEY, "secret")
     config = parse(tmp_path, *SERVER)
-    assert make_engine(config, 1, 0, 0).client._headers["Authorization"] == "Bearer secret"
+    assert make_engine(config, CharacterText(), 0).client._headers["Authorization"] == "Bearer secret"
     for text in (repr(config), as_launch_file(config.flags), str(as_mapping(config.flags)), str(environment())):
         assert "secret" not in text
     monkeypatch.setenv(API_KEY, "secret\n")
@@ -76,11 +77,11 @@ def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeyp
     vllm(object())
     monkeypatch.setattr(registry, "_memory", lambda: str(tmp_path / "memory"))
     (tmp_path / "memory" / "rollout-weights-killed" / "replica-0").mkdir(parents=True)
-    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm"), 1, 0, 0)
+    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm"), CharacterText(), 0)
     assert engine.directory.path.parent.is_dir()
     assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
     (tmp_path / "memory" / "rollout-weights-killed").mkdir()
-    make_engine(parse(tmp_path), 1, 0, 0)
+    make_engine(parse(tmp_path), CharacterText(), 0)
     assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
 
 
@@ -96,7 +97,7 @@ def test_vllm_is_named_where_it_is_missing(tmp_path, vllm):
 )
 def test_vllm_reads_what_it_could_not_round_itself(tmp_path, vllm, dtype, computed, read):
     vllm(object())
-    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}"), 1, 0, 0)
+    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}"), CharacterText(), 0)
     assert engine._options["dtype"] == computed
     assert (engine.directory._rounded.dtype if engine.directory._rounded else None) == read
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.published_models import MODELS
 
-PAD, EOS = 0, 1
+PAD, ENDS = 0, ResponseEnds((1,))
 WITH_EXPERTS = [name for name, config in MODELS.items() if getattr(config, "num_experts_per_tok", None)]
 PROMPTS = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11], [5], [12, 13]] * 4
 
@@ -27,7 +28,7 @@ def used_experts(model, tokens):
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_reported_experts_are_used(name):
     torch.manual_seed(0)
-    engine = TransformersEngine(MODELS[name], "fp32", EOS, PAD, torch.device("cpu"), reports_experts=True)
+    engine = TransformersEngine(MODELS[name], "fp32", ENDS, PAD, torch.device("cpu"), reports_experts=True)
     for parameter in engine.model.parameters():
         parameter.mul_(8 if parameter.dim() > 1 else 1)
     samples = engine.sample(PROMPTS, SamplingParams(), 16, seed=3)
@@ -49,4 +50,4 @@ def test_reported_experts_are_used(name):
 
 def test_experts_of_a_dense_model_are_refused():
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
-        TransformersEngine(MODELS["llama"], "fp32", EOS, PAD, torch.device("cpu"), reports_experts=True)
+        TransformersEngine(MODELS["llama"], "fp32", ENDS, PAD, torch.device("cpu"), reports_experts=True)

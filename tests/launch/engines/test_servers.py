@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import os
 import threading
 import time
@@ -17,9 +18,11 @@ from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _experts_of, _to_sample, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.rollouts.samples import GoodSamples
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import flags, run_config
 from tests.support.rollout_servers import (
+    ENDS,
     EOS,
     GENERATE,
     ROUTE,
@@ -120,9 +123,12 @@ WRONG_COMPLETIONS = {
     "null": (in_choice(**ended([3] * 4, None)), f"token 0 is None, {NO_LOG_PROB}"),
     "prompt-completed": (lambda answer: answer | {"prompt_token_ids": [0, 5, 6]}, "read 3 prompt tokens, not the 2"),
     "cut": (in_choice(**ended([3, 3])), "cut after 2 of 4 tokens: raise the engine's longest sequence"),
-    "other-stop": (in_choice(**ended([3, 3]), finish_reason="stop"), "which is not end-of-text token 1"),
+    "other-stop": (
+        in_choice(**ended([3, 3]), finish_reason="stop"),
+        "none of the end tokens 1: .*--rollout-stop-token-ids 3",
+    ),
     "unfinished": (in_choice(finish_reason=None), "ended with None"),
-    "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end-of-text token 1"),
+    "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end token 1"),
 }
 
 
@@ -167,7 +173,7 @@ def test_answers_that_cannot_be_trained_on(server, tmp_path, kind, fault, messag
     engine = given(kind, server, tmp_path)
     server.faults[GENERATE[kind]] = [fault]
     words = ["--rollout-engine=vllm-server", f"--rollout-url={server.url}", f"--rollout-weights-dir={tmp_path}"]
-    samples = GoodSamples(run_config(flags(tmp_path, *words)), engine, replica=0)
+    samples = GoodSamples(run_config(flags(tmp_path, *words)), engine, ENDS, replica=0)
     with pytest.raises(EngineError, match=message) as caught:
         samples([[5, 6]], SamplingParams(), TOKENS, seed=9)
     assert server.paths().count(GENERATE[kind]) == 1
@@ -250,14 +256,64 @@ def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status
         given(VllmServerEngine, server, tmp_path)
 
 
-ENDS, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
+ENDED, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
 
 
 def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
     """Servers call it ``length``."""
-    of_vllm, of_sglang = in_choice(**ended(ENDS)), pairs(*zip(VALUES, ENDS, strict=True))
+    of_vllm, of_sglang = in_choice(**ended(ENDED)), pairs(*zip(VALUES, ENDED, strict=True))
     server.faults[generate_path(engine)] = [of_vllm if type(engine) is VllmServerEngine else of_sglang]
-    assert sample(engine) == [Sample(ENDS, VALUES, "stop", versions=[3] * TOKENS)]
+    assert sample(engine) == [Sample(ENDED, VALUES, "stop", versions=[3] * TOKENS)]
+
+
+# Two end tokens, and strings that tokens spell: the texts of the tokens are the letters from a on.
+SEVERAL = ResponseEnds((EOS, 7), ("dd", "f"), lambda ids: "".join("abcdefghijklm"[token] for token in ids))
+
+
+def answered(kind, tokens, reason):
+    """A change of an answer: other tokens, and the reason of their end."""
+    if kind is VllmServerEngine:
+        return in_choice(**ended(tokens), finish_reason=reason, weight_versions=None)
+    change = pairs(*((-1.0, token) for token in tokens))
+    return lambda answer: in_meta(finish_reason={"type": reason})(change(answer))
+
+
+@pytest.mark.parametrize("kind", GENERATE, ids=["vllm", "sglang"])
+def test_every_end_is_sent_and_accepted(server, tmp_path, kind):
+    engine = given(kind, server, tmp_path, ends=SEVERAL)
+    assert json.loads((tmp_path / "weights" / "config.json").read_text())["eos_token_id"] == [EOS, 7]
+    ways = [([4, 7], "stop"), ([2, EOS], "stop"), ([2, 3, 3], "stop"), ([2, 2, 5], "stop"), ([2, 2, 2, 5], "length")]
+    for tokens, reason in ways:
+        # Tokens 5 and 3 alone end nothing but in a string.
+        server.faults[GENERATE[kind]] = [answered(kind, tokens, reason)]
+        (got,) = sample(engine)
+        assert (got.token_ids, got.finish_reason) == (tokens, "stop")
+    asked = next(body["sampling_params"] for path, body in server.seen if path == GENERATE[kind])
+    assert asked.items() >= {"stop_token_ids": [EOS, 7], "stop": ["dd", "f"], "skip_special_tokens": False}.items()
+    if kind is VllmServerEngine:
+        assert asked["detokenize"] is True, "else vLLM looks for no string"
+        assert asked["ignore_eos"] is True, "the ends of the server's files end nothing"
+
+
+BEYOND = {
+    "token": ([7, 2, 2, 2], "length", "goes on after end token 7: "),
+    "string": ([5, 2, 2, 2], "length", "goes on after the stop string 'f': .*--skip-tokenizer-init"),
+    "no end": (
+        [2, 4],
+        "stop",
+        "at token 4, which is none of the end tokens 1, 7: .*--rollout-stop-token-ids 4",
+    ),
+    "half a string": ([2, 3], "stop", "stopped at token 3, which is none of the end tokens 1, 7"),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATE, ids=["vllm", "sglang"])
+@pytest.mark.parametrize(("tokens", "reason", "message"), BEYOND.values(), ids=BEYOND)
+def test_answers_that_end_elsewhere_are_refused(server, tmp_path, kind, tokens, reason, message):
+    engine = given(kind, server, tmp_path, ends=SEVERAL)
+    server.faults[GENERATE[kind]] = [answered(kind, tokens, reason)]
+    with pytest.raises(EngineError, match=message):
+        sample(engine)
 
 
 SWAP = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
@@ -391,7 +447,7 @@ def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
 
 def test_vllm_in_this_process_reports_experts_and_kept_tokens():
     """From vLLM's output, by its documented fields: it has them on a GPU alone."""
-    (ask,) = make_asks([[5, 6]], SamplingParams(top_p=0.9), TOKENS, seed=9, eos_token_id=EOS)
+    (ask,) = make_asks([[5, 6]], SamplingParams(top_p=0.9), TOKENS, seed=9, ends=ENDS)
     tokens = [7, 3, 8, 4]
     answer = SimpleNamespace(
         token_ids=tokens,

@@ -9,12 +9,14 @@ import transformers
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.rounding import round_weight
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import GPT2, LLAMA, VOCABULARY, flags, run_config
 
 PAD, EOS = 0, 1
+ENDS = ResponseEnds((EOS,))
 
 
 PROMPTS = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11]] * 4
@@ -24,7 +26,7 @@ def engine_of(words, **options):
     config = run_config(words)
     torch.manual_seed(0)
     model = find_family(config).hugging_face_config(config)
-    return TransformersEngine(model, "fp32", EOS, PAD, torch.device("cpu"), **options)
+    return TransformersEngine(model, "fp32", ENDS, PAD, torch.device("cpu"), **options)
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype
         torch.manual_seed(1)
         given = transformers.AutoModelForCausalLM.from_config(config)
         weights = [(name, tensor.detach()) for name, tensor in checkpoint_tensors(given).items()]
-        engine = TransformersEngine(config, dtype, EOS, PAD, torch.device("cpu"))
+        engine = TransformersEngine(config, dtype, ENDS, PAD, torch.device("cpu"))
         engine.load_weights(weights, 2)
         assert engine.version == 2
         path = ModelDirectory(tmp_path / "weights", config, EOS, dtype).write(weights)

@@ -284,7 +284,7 @@ def test_no_option_has_lost_its_need():
 )
 def test_a_flag_without_the_one_that_it_needs_is_refused(tmp_path, option, need):
     word = flag(f"no_{option.flag}" if option.default is True else option.flag)
-    value = (*option.choices, "0.5" if option.kind is float else "1")[0]
+    value = (*option.choices, "{}" if option.metavar == "JSON" else "0.5" if option.kind is float else "1")[0]
     words = [word] if option.kind is bool else [word, value]
     name, _, values = need.removeprefix("!").partition("=")
     with refused(f"{word} | {flag(name)} | {values.replace('|', ' | ')}"):

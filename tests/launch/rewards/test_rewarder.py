@@ -24,13 +24,21 @@ def lines(tmp_path):
 def test_an_error_has_its_reward_and_its_line(tmp_path, caplog):
     rewarder = make(tmp_path, "--reward=exact", "--reward-on-error=-0.5", replica=3)
     for step in (4, 6):
-        rewards = rewarder.score([GOOD, BAD, GOOD], ["2", "3", "1"], step=step, held_out=step == 6)
+        texts, ids = ["2", "3", "1"], [[5, 1], [6, 1], [4, 1]]
+        rewards = rewarder.score([GOOD, BAD, GOOD], texts, token_ids=ids, step=step, held_out=step == 6)
         assert (rewards.values, rewards.errors, rewards.sums()) == ([1.0, -0.5, 0.0], 1, {})
     rewarder.close()
     first, second = lines(tmp_path)
     assert first["traceback"].startswith("TypeError: --reward exact compares texts and numbers, or a list of them; ")
     assert "\n" not in first["traceback"]
-    known = {"replica": 3, "sample": 1, "prompt": "1 + 2 = ", "response": "3", "record": {"level": 3}}
+    known = {
+        "replica": 3,
+        "sample": 1,
+        "prompt": "1 + 2 = ",
+        "response": "3",
+        "record": {"level": 3},
+        "token_ids": [6, 1],
+    }
     assert first.items() >= known.items()
     assert first["label"] == "{('a', 1): <class 'float'>}", "words where it is no JSON"
     assert (second["step"], second["held_out"]) == (6, True)

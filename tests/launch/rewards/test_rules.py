@@ -92,6 +92,18 @@ def test_what_can_hang_runs_in_workers():
     assert not any(Source(task, 1, reward).is_harmless for reward, task in [*hanging, ("python:a:b", "count_up")])
 
 
+def test_a_function_gets_the_tokens_if_it_has_such_a_parameter():
+    given = {"prompt": "?", "response": "ab", "label": None, "record": {}, "turns": [], "token_ids": [5, 6, 1]}
+    of_tokens, length = (Source("count_up", 1, f"python:tests.support.user_rewards:{name}").load() for name in USERS)
+    assert of_tokens(**given) == {"reward": 2, "tokens": 3, "last": 1}
+    assert length(**given) == 2
+    reply = Source("count_up", 1, "python:tests.support.user_replies:after_observation", "reply").load()
+    assert (reply(**given), reply(**given | {"token_ids": [4]})) == (None, "7")
+
+
+USERS = ("of_tokens", "length")
+
+
 @pytest.mark.parametrize("name", ["later", "one_by_one", "called_later"])
 def test_a_function_that_gives_no_result_when_it_is_called_is_refused(name):
     with pytest.raises(ConfigurationError, match=f"^--reward .*:{name} gives no result when it is called: make it nei"):

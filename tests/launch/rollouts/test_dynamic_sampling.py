@@ -102,7 +102,8 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
     for prompt, one in zip(prompts, made.engine.answers[-1], strict=True):
         shown = text.decode(prompt)
         answer = "0123456789"[int(shown[-1]) + 1 :]
-        wanted.append(made.task.reward(prompt=shown, response=text.decode(one.token_ids), label=answer, record={}))
+        response = text.response_text(one.token_ids)
+        wanted.append(made.task.reward(prompt=shown, response=response, label=answer, record={}))
     assert sampled.baselines[::GROUP].tolist() == pytest.approx(wanted)
     assert max(wanted) > 0
     assert torch.equal(sampled.baselines, sampled.baselines[::GROUP].repeat_interleave(GROUP))

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.launch.rollouts.test_partial_rollouts import LENGTH, OpenEngine, partial
 from tests.launch.rollouts.test_prefetch import SECONDS, run_with
@@ -20,6 +21,7 @@ from tests.support.recorded_training import SEQUENCES, run_config
 from tests.support.training_runs import rows
 
 PROMPTS, LONGEST = [[3, 4], [5], [6, 7, 8]], 4
+ENDS = ResponseEnds((1,))
 
 
 def response(tokens, versions, finish="length", **more):
@@ -46,19 +48,19 @@ def through_a_checkpoint(before, after, folder, step):
 
 def test_responses_come_back_to_the_call_that_asked_for_them(made, tmp_path):
     before, after = made(), made()
-    first, second = (before.progress(4, seed, PROMPTS, SamplingParams(), LONGEST) for seed in (10, 11))
+    first, second = (before.progress(4, seed, PROMPTS, SamplingParams(), LONGEST, ENDS) for seed in (10, 11))
     samples = {2: response([3, 9, 9, 9], [3, 3, 4, 4]), 0: response([5, 1], [4, 4], "stop")}
     first.samples.update(samples)
     second.samples[1] = response([7, 7, 7, 7], [3] * 4)
-    before.progress(3, 9, PROMPTS, SamplingParams(), LONGEST).samples[0] = response([7, 1], [3, 3], "stop")
+    before.progress(3, 9, PROMPTS, SamplingParams(), LONGEST, ENDS).samples[0] = response([7, 1], [3, 3], "stop")
     names = through_a_checkpoint(before, after, tmp_path / "step", 4)
     assert names == ["rollouts-0000-4-10.safetensors", "rollouts-0000-4-11.safetensors"]
-    assert after.progress(4, 10, PROMPTS, SamplingParams(), LONGEST).samples == samples
+    assert after.progress(4, 10, PROMPTS, SamplingParams(), LONGEST, ENDS).samples == samples
     # What was not asked for yet goes on to the next checkpoint.
     last = made()
     assert through_a_checkpoint(after, last, tmp_path / "next", 4) == names
-    assert last.progress(4, 11, PROMPTS, SamplingParams(), LONGEST).samples == second.samples
-    assert last.progress(4, 12, PROMPTS, SamplingParams(), LONGEST).samples == {}
+    assert last.progress(4, 11, PROMPTS, SamplingParams(), LONGEST, ENDS).samples == second.samples
+    assert last.progress(4, 12, PROMPTS, SamplingParams(), LONGEST, ENDS).samples == {}
     last.forget_before(5)
     assert through_a_checkpoint(last, made(), tmp_path / "later", 4) == []
 
@@ -69,9 +71,9 @@ def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
     support = torch.tensor([3, 4, 9, 9, 5, 9]).int(), torch.tensor([2, 1, 2, 1]).int()
     sample = response([3, 9, 9, 9], [4] * 4, routed_experts=experts, support=support)
     params = SamplingParams(top_p=0.9)
-    before.progress(4, 1, PROMPTS, params, LONGEST).samples[0] = sample
+    before.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0] = sample
     through_a_checkpoint(before, after, tmp_path / "step", 4)
-    found = after.progress(4, 1, PROMPTS, params, LONGEST).samples[0]
+    found = after.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0]
     assert torch.equal(found.routed_experts, experts)
     assert [one.tolist() for one in found.support] == [one.tolist() for one in support]
 
@@ -79,7 +81,7 @@ def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
 def test_bad_responses_are_not_kept(made, tmp_path):
     before = made()
     bad = [response([], []), response([3, 9, 9, 9], [4] * 4, fault="the log-prob is nan")]
-    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples.update(enumerate(bad))
+    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples.update(enumerate(bad))
     assert through_a_checkpoint(before, made(), tmp_path / "step", 4) == []
 
 
@@ -100,9 +102,22 @@ def test_responses_that_other_flags_would_not_give_are_asked_for_again(
     made, tmp_path, sample, prompts, params, longest, kept
 ):
     before, after = made(), made()
-    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST).samples[0] = sample
+    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples[0] = sample
     through_a_checkpoint(before, after, tmp_path / "step", 4)
-    assert len(after.progress(4, 1, prompts, params, longest).samples) == kept
+    assert len(after.progress(4, 1, prompts, params, longest, ENDS).samples) == kept
+
+
+def test_responses_that_end_otherwise_now_are_asked_for_again(made, tmp_path):
+    before = made()
+    call = before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS)
+    call.samples.update({0: WHOLE, 1: ENDED, 2: response([7, 1], [4, 4], "stop")})
+    through_a_checkpoint(before, made(), tmp_path / "step", 4)
+    others = {(9, 1): [1, 2], (5,): [0], (1, 7): [0, 1]}
+    for token_ids, kept in others.items():
+        after = made()
+        after.load(tmp_path / "step")
+        found = after.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ResponseEnds(token_ids))
+        assert sorted(found.samples) == kept, token_ids
 
 
 class HalfEngine(OpenEngine):

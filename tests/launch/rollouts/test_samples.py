@@ -11,6 +11,7 @@ import torch
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import VOCABULARY, flags, run_config
@@ -48,7 +49,7 @@ class Engine:
 
 
 def good_samples(tmp_path, engine, *words):
-    return GoodSamples(run_config(flags(tmp_path, "--run-name=run", *words)), engine, replica=1)
+    return GoodSamples(run_config(flags(tmp_path, "--run-name=run", *words)), engine, ResponseEnds((1,)), replica=1)
 
 
 def ask(samples):
@@ -102,7 +103,7 @@ def test_log_probs_that_the_correction_rejects_are_no_matter_of_the_sample(tmp_p
 
 
 def test_what_a_server_says_wrongly_is_a_fault_of_that_answer_alone():
-    (ask_one,) = make_asks([[1]], SamplingParams(), LONGEST, 0, eos_token_id=9)
+    (ask_one,) = make_asks([[1]], SamplingParams(), LONGEST, 0, ends=ResponseEnds((9,)))
     good = make_sample(ask_one, [3, 9], [-1.0, -2.0], "stop", "http://a")
     assert good == Sample([3, 9], [-1.0, -2.0], "stop")
     for value in (None, "much", -9999.0, 0.5, True, math.nan):
@@ -119,8 +120,8 @@ def train_with_bad_samples(words, share, bad, replicas=(1,)):
 
     make = collector.make_engine
 
-    def spoilt(config, eos, pad, replica):
-        engine = make(config, eos, pad, replica)
+    def spoilt(config, text, replica):
+        engine = make(config, text, replica)
         sample = engine.sample
 
         def some(prompts, *args):

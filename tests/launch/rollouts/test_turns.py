@@ -70,7 +70,11 @@ def test_turns_and_observations_are_appended_token_by_token():
     assert texts[1:] == ([[2, 3, 5, EOS, 20, 21]], [[2, 3, 5, EOS, 20, 21, 7, 8, EOS, 22]])
     assert asked == [[0, 1], [0], [0]]
     assert (seeds[0], len(set(seeds))) == (11, 3), "the first turn is sampled as a run of one turn does"
-    spelt, newest = long.texts(lambda ids: "-".join(map(str, ids)))
+
+    def spell(ids):
+        return "-".join(map(str, ids))
+
+    spelt, newest = long.texts(spell, spell)
     assert (spelt, newest) == ([("5-1", "20-21"), ("7-8-1", "22")], "9-1")
 
 

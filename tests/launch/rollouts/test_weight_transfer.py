@@ -56,7 +56,7 @@ def test_each_replicas_server_gets_all_weights(ranks, tmp_path, kind, layout, mo
             assert_experts_have_one_sender(servers, layout)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     found = [path.relative_to(tmp_path / "weights") for path in (tmp_path / "weights").rglob("*") if path.is_file()]
-    assert {path.name for path in found} == {"config.json"}
+    assert {path.name for path in found} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
 def assert_experts_have_one_sender(servers, layout):

@@ -78,6 +78,7 @@ GIVES = "return [Problem(str(number), label=number) for number in range(start, s
         ("[Problem('1', record=[3]), Problem('2')]", r"problem 0 .* record \[3\]: "),
         ("[Problem('1'), Problem(2)]", r"problem 1 .* prompt 2 "),
         ("[Problem('1'), Problem('2', examples=3)]", r"\n--task \S+: problem 1 \S+ raises TypeError: "),
+        ("[Problem('1', tools=({},)), Problem('2')]", r"problem 0 .* tools, .*--apply-chat-template"),
         ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) .* empty prompt"),
         ("raise_sentence()", r"^no problems held out$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),

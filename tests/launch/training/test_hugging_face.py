@@ -1,5 +1,7 @@
 """``--save-hf`` while training: the model of a step as transformers reads it, on every layout; what is refused."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,9 @@ import transformers
 from megatron_rc.launch.errors import ConfigurationError
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
-from tests.support.training_runs import LIVE, agreed, run_training
+from tests.support.several_ends import glm_folder
+from tests.support.several_ends import words_of as words_of_glm
+from tests.support.training_runs import LIVE, agreed, run_training, said_by_training
 
 QWEN3_MOE = [*LLAMA, "--num-experts=4", "--moe-ffn-hidden-size=24", "--qk-layernorm", "--kv-channels=16"]
 
@@ -46,6 +50,22 @@ def test_the_models_of_some_steps_and_of_the_end(ranks, tmp_path, layout, model)
         assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "hf" / "step-3" / name).read_bytes(), name
     assert (tmp_path / "hf/step-2/model.safetensors").read_bytes() != (tmp_path / "exported" / written[2]).read_bytes()
     assert greedy(tmp_path / "hf" / "step-3").startswith("12")
+
+
+def test_a_run_names_its_ends_and_writes_them(ranks, tmp_path):
+    """GLM-4.5 with one end taken out and one added: the line at the start, and both files of the directory."""
+    folder = glm_folder(tmp_path / "glm")
+    more = ["--rollout-no-stop-token-ids=4", "--rollout-stop-token-ids=7", f"--save-hf={tmp_path}/hf"]
+    words = words_of_glm(folder, *LIVE, "--num-layers=4", *more, "--train-iters=1")
+    ((error, said),) = ranks.run(said_by_training, Layout(), words)
+    assert error is None
+    line = (
+        "end tokens: 0 <|endoftext|> (tokenizer, config.json, generation_config.json), 3 <|user|> (config.json, "
+        "generation_config.json), 7 '2' (--rollout-stop-token-ids); not 4 <|observation|> (--rollout-no-stop-token-ids)"
+    )
+    assert said.splitlines().count(line) == 1
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / "step-1" / name).read_text())["eos_token_id"] == [0, 3, 7]
 
 
 def test_a_resumed_run_writes_beside_the_earlier_steps(ranks, tmp_path):

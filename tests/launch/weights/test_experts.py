@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.rounding import Rounding, round_weight
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
 from tests.support.ranks import Layout
@@ -17,14 +18,14 @@ from tests.support.training_runs import LIVE, rows, run_training
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
 QWEN3_MOE = [*LLAMA, *EXPERTS, "--qk-layernorm", "--kv-channels=16"]
 FAMILIES = {"qwen3_moe": QWEN3_MOE, "mixtral": [*LLAMA, *EXPERTS]}
-PAD, EOS = 0, 1
+PAD, ENDS = 0, ResponseEnds((1,))
 
 
 @pytest.fixture(params=FAMILIES)
 def engine(request, tmp_path):
     config = run_config(flags(tmp_path, model=FAMILIES[request.param]))
     torch.manual_seed(0)
-    return TransformersEngine(find_family(config).hugging_face_config(config), "fp32", EOS, PAD, torch.device("cpu"))
+    return TransformersEngine(find_family(config).hugging_face_config(config), "fp32", ENDS, PAD, torch.device("cpu"))
 
 
 def weights_of(engine):
@@ -40,7 +41,7 @@ def test_what_is_loaded_is_what_a_saved_model_computes(engine, tmp_path):
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert weights.keys() == saved.keys()
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
-    path = ModelDirectory(tmp_path / "weights", engine.model.config, EOS).write(weights.items())
+    path = ModelDirectory(tmp_path / "weights", engine.model.config, 1).write(weights.items())
     written = transformers.AutoModelForCausalLM.from_pretrained(path)
     tokens = torch.tensor([[3, 4, 5, 6, 7]])
     with torch.no_grad():

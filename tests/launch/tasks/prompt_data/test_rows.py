@@ -49,6 +49,47 @@ def test_text_is_shown_as_it_is_and_messages_are_kept_whole():
         digits.problem({"prompt": "14"})
 
 
+SEARCH = {"type": "function", "function": {"name": "search"}}
+
+
+def test_tools_are_schemas_or_their_text():
+    tools = replace(CHAT, tools_key="functions")
+    for given in ([SEARCH], json.dumps([SEARCH])):
+        problem = tools.problem({"prompt": [USER], "functions": given, "tools": "the user's own"})
+        assert (problem.tools, problem.record["functions"]) == ((SEARCH,), given)
+    assert tools.problem({"prompt": [USER], "functions": None}).tools == ()
+    # A table gives each schema the keys of all, without a value.
+    widened = {"type": "function", "function": {"name": "search", "strict": None}, "note": None}
+    assert tools.problem({"prompt": [USER], "functions": [widened]}).tools == (SEARCH,)
+    inside = replace(CHAT, tools_key="extra.tools")
+    assert inside.problem({"prompt": [USER], "extra": {"tools": [SEARCH]}}).tools == (SEARCH,)
+    assert tools.problem({"prompt": [USER], "functions": []}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "has no 'functions' .it has 'prompt'.*--tools-key"),
+        ({"functions": SEARCH}, "an object under 'functions'"),
+        ({"functions": ["search"]}, "a list with other entries than objects under 'functions'"),
+        ({"functions": "search"}, "a text under 'functions' that is not JSON"),
+        ({"functions": '"search"'}, "a string under 'functions'"),
+    ],
+)
+def test_tools_that_are_none_are_named(row, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CHAT, tools_key="functions").problem({"prompt": [USER], **row})
+
+
+def test_tools_that_nothing_shows_are_refused():
+    for prompt in ([USER], "4 + 5"):
+        with pytest.raises(ValueError, match=r"'tools', which .*--tools-key tools"):
+            CHAT.problem({"prompt": prompt, "tools": [SEARCH]})
+        assert CHAT.problem({"prompt": prompt, "tools": []}).tools == ()
+    # Without a chat template it is a key of the user's, as all others.
+    assert PLAIN.problem({"prompt": "4", "label": 1, "tools": [SEARCH]}).record["tools"] == [SEARCH]
+
+
 NO_ANSWERS = {
     "object": ({"is": True}, "an object"),
     "switch": (True, "true or false .True."),

@@ -163,6 +163,23 @@ def test_conversations_are_counted_as_they_are_shown(tmp_path):
     assert (data.dropped, data.problems(0, 1)[0].messages[0]["tools"]) == (1, "bbb")
 
 
+def test_the_tokens_of_tools_are_counted(tmp_path):
+    """However long a template writes them: the same roles with longer tools do not fit."""
+    template = "{{ tools | tojson(indent=8) }}" + TEMPLATE
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "t", template=template), chat=True)
+    user = {"role": "user", "content": "a"}
+    names = ["b", "b" * 30]
+    rows = [{"prompt": [user], "label": 1, "tools": [{"type": "function", "name": name}]} for name in names]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row_format = replace(CHAT, tools_key="tools")
+    shortest, longest = (len(text.encode(row_format.problem(row))) for row in rows)
+    data = source(str(path), row_format=row_format, text=text, room=longest - 1)
+    assert shortest < longest - 1
+    assert data.dropped == 1
+    assert data.problems(0, 1)[0].tools == ({"type": "function", "name": "b"},)
+
+
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
     text = HuggingFaceText(tokenizer_folder(tmp_path / "t", template=template), chat=True)
