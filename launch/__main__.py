@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -61,6 +62,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     Raises:
         ConfigurationError: as in ``configure``.
     """
+    # ``mine``: the flags of torchrun and of this launcher; ``flags``: the words that the ranks will read.
     mine, flags = torchrun_parser().parse_known_args(words)
     if mine.help or mine.help_all:
         sys.stdout.write(whole_help() if mine.help_all else short_help())
@@ -70,8 +72,8 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         typed = {word.partition("=")[0][2:].replace("_", "-") for word in words if word.startswith("--")}
         meant = None if {"nproc-per-node", "nnodes"} & typed else processes_meant(flags)
         # Eight GPUs on each machine, if only the launch file gives the number of processes.
-        number = -(-meant // 8) if meant else machines.most
-        _dry_run(mine, flags, meant or machines.world_sizes()[-1], number)
+        num_machines = math.ceil(meant / 8) if meant else machines.most
+        _dry_run(mine, flags, meant or machines.world_sizes()[-1], num_machines)
         sys.exit(0)
     # Check every number of machines that the run may begin with; ranks check the real one.
     for size in machines.world_sizes():
@@ -84,15 +86,20 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     return [*words_for_torchrun(mine, machines), "--module", module, *flags]
 
 
-def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, machines: int) -> None:
-    """Check the flags of a run, and print the findings of its dry run."""
+def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, num_machines: int) -> None:
+    """Check the flags as for another machine, and print what the run needs: batches, memory, collectives.
+
+    Raises:
+        ConfigurationError: wrong flags, or a rank needs more memory than ``--device-memory-gib``.
+    """
     ignore_megatron_warnings()
+    # ``missing`` is filled while ``configure`` runs. Another machine will run it: its folders and GPUs are not here.
     with missing_packages_noted() as missing:
         config, task = configure(flags, world_size, folders=False, elsewhere=True)
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
 
-    found = examine(config, task, missing, machines, mine.device_memory_gib)
+    found = examine(config, task, missing, num_machines, mine.device_memory_gib)
     text = json.dumps(found.as_mapping(), indent=2) if mine.json else "\n".join(found.in_words())
     sys.stdout.write(f"{text}\n")
 

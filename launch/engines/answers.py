@@ -40,7 +40,10 @@ class Ask:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Sampling parameters with the names that vLLM and SGLang share; a server takes others from its model."""
+        """Sampling parameters with the names that vLLM and SGLang share.
+
+        All that exist are named: a server takes those that are missing from its model's files.
+        """
         return {
             "temperature": self.params.temperature,
             "top_p": self.params.top_p,
@@ -56,10 +59,19 @@ class Ask:
     @property
     def sampling_of_vllm(self) -> dict[str, Any]:
         """Sampling parameters as vLLM names them."""
-        own = {"n": 1, "max_tokens": self.max_new_tokens, "top_k": self.params.top_k, "seed": self.seed, "logprobs": 0}
-        # Stop at the trainer's end tokens alone, whichever the files of the server's model name. Stop strings are found
-        # in text, which vLLM makes only if it is asked for it.
-        return self.sampling | own | {"detokenize": bool(self.ends.strings), "ignore_eos": True}
+        of_vllm_alone = {
+            "n": 1,
+            "max_tokens": self.max_new_tokens,
+            "top_k": self.params.top_k,
+            "seed": self.seed,
+            # The log-prob of the sampled token, and of no other one.
+            "logprobs": 0,
+            # Stop strings are found in text, which vLLM makes only if it is asked for it.
+            "detokenize": bool(self.ends.strings),
+            # Only ``stop_token_ids`` end a response, whichever tokens the files of the server's model name.
+            "ignore_eos": True,
+        }
+        return self.sampling | of_vllm_alone
 
 
 def make_asks(

@@ -52,13 +52,13 @@ def _open_addresses(url: str) -> list[str]:
 
 
 def addresses_of_machine() -> list[_Address]:
-    """Addresses of this machine's network interfaces, without its loopback and those of a single link."""
+    """Addresses of this machine that others may reach: no loopback, and none of one link (169.254.…, fe80::…)."""
     import psutil  # type: ignore[import-untyped]
 
     texts = [
         entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
+        for interface in psutil.net_if_addrs().values()
+        for entry in interface
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     ]
     addresses = [_parsed(text) for text in texts]
@@ -66,7 +66,7 @@ def addresses_of_machine() -> list[_Address]:
 
 
 def _parsed(text: str | int) -> _Address:
-    return ipaddress.ip_address(str(text).partition("%")[0])  # without the interface of an address of one link
+    return ipaddress.ip_address(str(text).partition("%")[0])  # fe80::1%eth0: without the interface
 
 
 def _answers(address: _Address, port: int) -> bool:

@@ -84,16 +84,16 @@ class Rewarder:
         step: int,
         held_out: bool = False,
     ) -> Rewards:
-        """Score one response to each problem, a text without the end tokens behind it.
+        """Score responses, each against its own problem. A response is a text without the end token and the padding.
 
         Args:
             problems: one for each response.
             responses: the texts; of conversations those of the last turns.
-            turns: the earlier turns of each response, each a pair of a turn and the observation after it; empty: all
+            turns: the earlier turns of each response, each a pair of a turn and the task's reply to it; empty: all
                 responses have one turn.
             token_ids: the sampled tokens of each text, with the one that ended it; empty: they are not known.
-            step: optimizer steps made so far; for the file of errors.
-            held_out: whether this is an evaluation; for the file of errors.
+            step: optimizer steps made so far; written into the file of errors.
+            held_out: whether this is an evaluation; written into the file of errors.
 
         Raises:
             RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.

@@ -114,14 +114,16 @@ def choose_ends(
     """Make the ends of a run: the union of the sources, without the removed tokens.
 
     Args:
-        sources: end tokens by what names them, in the order of the start line: the tokenizer, files, a flag.
+        sources: end tokens by what names them, in the order in which the line at a run's start names them: the
+            tokenizer, files, the flag ``STOP_TOKENS``.
         decode: text of token ids, special tokens included.
         vocab_size: number of ids that the model can sample; files may name ids beyond it, which end nothing.
         removed: ids of ``--rollout-no-stop-token-ids``.
         strings: stop strings.
 
     Raises:
-        ConfigurationError: a flag names a token that is none, or none that could be removed, or no end token is left.
+        ConfigurationError: an added id lies outside of the vocabulary, a removed id is no end token or is added too, a
+            stop string is empty, or no end token is left.
     """
     for token in sources.get(STOP_TOKENS, ()):
         if not 0 <= token < vocab_size:
@@ -132,13 +134,15 @@ def choose_ends(
     sources_of_token: dict[int, list[str]] = {}
     for source, ids in sources.items():
         for token in dict.fromkeys(ids):
-            if token < vocab_size:
+            if token < vocab_size:  # files may name ids that the model cannot sample
                 sources_of_token.setdefault(token, []).append(source)
 
-    for token in dict.fromkeys(removed):
+    removed = list(dict.fromkeys(removed))
+    for token in removed:
         if token not in sources_of_token:
             raise ConfigurationError(
-                f"{NO_STOP_TOKENS} {token}: neither the tokenizer nor the model's files name this end token: drop it"
+                f"{NO_STOP_TOKENS} {token}: no response ends with this token, neither the tokenizer's nor one that the "
+                "model can sample and its files name: drop it"
             )
         if STOP_TOKENS in sources_of_token[token]:
             raise ConfigurationError(f"{NO_STOP_TOKENS} {token} contradicts {STOP_TOKENS} {token}: drop one of them")

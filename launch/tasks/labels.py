@@ -60,6 +60,8 @@ def kind_of(value: Any) -> str:
 
 
 def _answer_flaw(answer: Any, rule: str) -> str | None:
+    """Return what a built-in rule cannot compare in one answer, as a noun phrase; None if it can."""
+    # True is a number to Python.
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return f"{kind_of(answer)} ({reprlib.repr(answer)})"
     if isinstance(answer, float) and not math.isfinite(answer):

@@ -172,7 +172,7 @@ class Trainer(TrainedModel):
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
         """Prepare a whole rollout batch: advantages, micro-batches and the plan of the correction.
 
-        A forward-only pass gives log π_old, unless the loss finds it (``RolloutCorrection.corrects_in_loss``). A KL
+        A forward-only pass gives log π_old, unless the update's own pass does (``corrects_in_loss``). A KL
         penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
         of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
         has an unusable log-prob at a trained position, and AgreedError if the replayed experts are not the rollouts'.
@@ -182,7 +182,8 @@ class Trainer(TrainedModel):
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
-        wanted, old, squares = self.config.advantages, None, None
+        wanted = self.config.advantages
+        old = squares = None
         if not self.correction.corrects_in_loss:
             self.gather_weights()
             scored = self.passes.score(self.model, cut, squares=wanted.needs_squares, replay=self.replay)
@@ -199,9 +200,12 @@ class Trainer(TrainedModel):
             scores = Scores(batch=batch, rewards=rewards, turn_scale=self.rewards.scale, cut=cut, **known)
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
+
+        # The plan's metrics are told apart by the sign of the reward as it was given, before any scaling.
         local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref, rewards=cut.sides(batch.rewards))
         plan = self._plan(batch, dataclasses.replace(cut, local=local))
         cut = dataclasses.replace(cut, local=_corrected(local, plan))
+        # Some estimators count accepted tokens alone, or take the weights, which are known now.
         if scores is not None and wanted.needs_the_correction:
             accepted = cut.local.mask if wanted.advantage_scope == "accepted" else None
             estimated = self.advantages.of(scores, accepted, cut.local.weights)

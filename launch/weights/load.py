@@ -156,7 +156,7 @@ def _copy(
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """``model.safetensors``, which transformers prefers too, or else the files of the index."""
+    """``model.safetensors``, which transformers reads first too, or else the files of the index; ValueError."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -166,11 +166,13 @@ def _files_of(folder: Path) -> list[Path]:
             raise ValueError(
                 f"{folder / INDEX} is no index of safetensors files ({type(error).__name__}: {error})"
             ) from error
+        # The index came from elsewhere: no name of it may lead out of the folder.
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
                 raise ValueError(f"{folder / INDEX} names {str(name)[:80]!r}, which is no file of its own folder")
         return [folder / name for name in sorted(set(names))]
     for pattern, remedy in _OTHER_FORMATS.items():
-        for path in sorted(folder.glob(pattern)):
+        path = min(folder.glob(pattern), default=None)
+        if path is not None:
             raise ValueError(f"{folder} holds {path.name}, but weights are read from safetensors alone: {remedy}")
     raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: give the directory of a Hugging Face model")

@@ -17,7 +17,7 @@ from megatron_rc.parallel.layout import LAYOUT_REMEDY, Layouts, SequenceLayout
 
 EPSILON = 1e-6
 ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by less
-_NO_FREEDOM = 1e-12  # of the weights: above their rounding, below any two weights that a ratio may have (e⁻²⁰)
+_NO_FREEDOM = 1e-12  # of the sum of weights: the others of a response with so little weight give no deviation
 
 
 # From the reward less the mean of its group, the group's variance, and the factor that leaves each response out of its
@@ -161,7 +161,7 @@ def group_advantages(
     above = add.lead(rewards, kept, share) if estimator in _OF_THE_BEST else centred
     found = GROUP_ESTIMATORS[estimator](above, variance[group], factor)
     if estimator == "gpg":
-        found = found * (_over_nonzero(rewards, torch.where(here, share, 0), batch) / f_norm)
+        found = found * (_alpha_of_gpg(rewards, torch.where(here, share, 0), batch) / f_norm)
     return torch.where(kept, found, 0)
 
 
@@ -198,10 +198,11 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: T
     return counts * lengths.double()
 
 
-def _over_nonzero(rewards: Tensor, shares: Tensor, groups: ParallelGroups) -> Tensor:
-    """Kept responses of the batch divided by the number of them with a reward that is not 0, or by 1.
+def _alpha_of_gpg(rewards: Tensor, shares: Tensor, groups: ParallelGroups) -> Tensor:
+    """α of GPG: kept responses of the batch, divided by the number of those whose reward is not 0, or by 1.
 
-    ``shares``, [n] float64, of the rows that count here, add up to the number of responses.
+    ``shares``, [n] float64: 1 for a row that is a response, 1/k for each of k rows of one response; 0 for rows that are
+    dropped, or that another rank of the CP group counts. Their sum over all ranks is the number of responses.
     """
     counts = torch.stack([shares.sum(), torch.where(rewards != 0, shares, 0).sum()])
     responses, nonzero = all_reduce_sum(counts, groups.dp_cp)

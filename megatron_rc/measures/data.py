@@ -71,7 +71,7 @@ def data_sums(shards: Shards, sums: SequenceSums, config: RolloutCorrectionConfi
     return DataSums(
         out_of_range=out_of_range,
         bad_tokens=(bad * first).sum(),
-        default_ids=sums.valid.new_full((), shards.has_default_ids),
+        ranks_without_ids=sums.valid.new_full((), shards.has_default_ids),
         zero_log_probs=(zeros & first).sum(dtype=torch.float64),
         shift=shift_sums(shards.parts),
         config_max=number,
@@ -88,7 +88,7 @@ def check_data(data: DataSums[float], config: RolloutCorrectionConfig, *, allow_
         if count:
             raise ValueError(f"{name}: {count:.0f} values of the batch are out of range, all must {remedy}")
     if config.bad_log_probs == "error" and data.bad_tokens:
-        raise ValueError(describe_bad_token(data.first_bad_key, data.bad_tokens, bool(data.default_ids)))
+        raise ValueError(describe_bad_token(data.first_bad_key, data.bad_tokens, bool(data.ranks_without_ids)))
     if data.zero_log_probs and not allow_zero_log_probs:
         raise ValueError(
             f"rollout_log_probs: their sum is exactly 0 at the trained tokens of {data.zero_log_probs:.0f} sequences "

@@ -1,7 +1,10 @@
 """The measures of tokens, of sequences and of the whole batch, as records that merge over ranks and micro-batches.
 
-Records are written on the device, with N a tensor, and read on the host, with N a float. Tables are tensors on the
-device and lists on the host.
+Each field is added up over ranks, unless its default says that the largest or smallest counts. What is known of the
+whole batch at the end is its header: denominators, metrics and errors are read from it.
+
+``N`` is the type of a number: a tensor while the records are computed on the device, a float after their copy to the
+host. Tables have no ``N``: they are tensors on the device and lists on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from megatron_rc.parallel.collectives import largest, smallest
 
 @dataclass(frozen=True)
 class SideCounts(Generic[N]):
-    """Numbers outside of their bounds."""
+    """How many lie above their bounds, and how many below."""
 
     above: N
     below: N
@@ -27,7 +30,7 @@ class SideCounts(Generic[N]):
 class SampleSums(Generic[N]):
     """Sums of weights w from which their effective sample size (Σ w)² / (n Σ w²) follows.
 
-    Not from sums of w - 1, which are equal to the last digit for all weights that are far below 1.
+    They are not computed from Σ (w - 1): for a tiny weight w - 1 is rounded to -1, and w is lost.
     """
 
     weight: N  # Σ w
@@ -56,16 +59,16 @@ class SequenceMeasures:
 class TestedSums(Generic[N]):
     """The number x that a criterion tests, over valid tokens; a sequence's statistic counts once for each token."""
 
-    high: N  # tests that fail above the upper bound
-    clamped: N  # Σ x within its bounds
-    clamped_squared: N  # Σ x² within its bounds
+    high: N  # tests that fail above the upper bound; the others fail below the lower one
+    clamped: N  # Σ x, each clamped to the bounds
+    clamped_squared: N  # Σ x², each x clamped to the bounds
     max: N = largest()
     min: N = smallest()
 
 
 @dataclass(frozen=True)
 class SpreadSums(Generic[N]):
-    """Ratios w over valid tokens, and the extremes of log w, or of w if it is within bounds."""
+    """Ratios w over valid tokens; the extremes are those of log w, of bounded weights those of w itself."""
 
     excess_squared: N  # Σ (w - 1)²
     max: N = largest()
@@ -77,7 +80,7 @@ class TokenWeightSums(Generic[N]):
     """Token-level weights over valid tokens, before and within their bounds."""
 
     raw: SpreadSums[N] | None  # unbounded weights, with the extremes of their logs; None if they are ρ
-    raw_sample: SampleSums[N]  # unbounded weights, those of several tokens without their upper limit
+    raw_sample: SampleSums[N]  # unbounded weights; those of several tokens (prefix, turn) may reach exp(300) here
     bounded: SpreadSums[N]
     bounded_sample: SampleSums[N]
 
@@ -112,21 +115,21 @@ class PolicySums(Generic[N]):
     rollout: PerplexitySums[N]  # of -log π_rollout
     difference: PerplexitySums[N]  # of -log ρ
     abs_difference: N  # Σ over sequences of the absolute mean of log ρ
-    sequence_excess: N  # Σ (Π ρ - 1)
-    sequence_excess_squared: N  # Σ (Π ρ - 1)²
+    sequence_excess: N  # Σ (Π ρ - 1), Π ρ limited to exp(±20)
+    sequence_excess_squared: N  # Σ (Π ρ - 1)², likewise
     sequence_sample: SampleSums[N]  # Π ρ, limited to exp(±300)
     sequences_with_rejected: N  # sequences with a valid token that is rejected
-    difference_max: N = largest()
+    difference_max: N = largest()  # of the means over a sequence's tokens of -log ρ
     difference_min: N = smallest()
 
 
 @dataclass(frozen=True)
 class WeightMoments(Generic[N]):
-    """Weights w, and their extremes, or those of log w."""
+    """Weights w; the extremes are those of log w for unbounded weights, of w itself for bounded ones."""
 
     total: N  # Σ w
     excess_squared: N  # Σ (w - 1)²
-    sample: SampleSums[N]  # the same weights; unbounded ones without their upper limit
+    sample: SampleSums[N]  # the same weights; unbounded ones of several tokens may reach exp(300) here
     max: N = largest()
     min: N = smallest()
 
@@ -181,11 +184,11 @@ class CriterionSums(Generic[N]):
 
 @dataclass(frozen=True)
 class DataSums(Generic[N]):
-    """Counts of impossible data."""
+    """What is checked of the data and the configuration: sums, so that all ranks find the same errors."""
 
-    out_of_range: Any  # [6, by PER_SEQUENCE] sequences or tokens whose value was out of range
+    out_of_range: Any  # [6] sequences or tokens whose value was out of range, in the order of inputs.PER_SEQUENCE
     bad_tokens: N  # tokens of the response mask without two usable log-probs
-    default_ids: N  # ranks whose sequences have no ids
+    ranks_without_ids: N  # ranks whose sequences have no ids
     zero_log_probs: N  # sequences whose rollout log-probs sum to exactly 0
     shift: Any  # [5, cells], how the two policies' tokens lie against each other
     config_max: N = largest()  # the largest fingerprint of a rank's configuration
@@ -214,5 +217,5 @@ class BatchHeader(Generic[N]):
     weights: WeightSums[N] | None  # None without weights
     veto: CriterionSums[N] | None  # None without a veto
     criteria: dict[str, CriterionSums[N]]  # by name
-    breakdowns: Breakdowns  # rejected tokens by length, reward, staleness and turn
+    breakdowns: Breakdowns  # valid and rejected tokens by length, reward, staleness and turn
     bins: Any  # [bins] cumulative counts of log ρ

@@ -215,20 +215,30 @@ def weight_sums(
     config: RolloutCorrectionConfig,
 ) -> WeightSums[Tensor] | None:
     """The importance weights of each sequence; None without weights."""
-    shared, scale, valid, counts = decisions.weights, decisions.scale, sums.valid, counted.double().unsqueeze(0)
+    shared, scale, valid = decisions.weights, decisions.scale, sums.valid
+    counts = counted.double().unsqueeze(0)
     if shared is not None:
-        mean, tested, (lower, upper) = shared.bounded, shared.log, config.is_log_bounds
-        tested = tested if scale is None else tested / scale
+        # One weight for all tokens of a sequence. Its log is tested.
+        mean = shared.bounded
+        lower, upper = config.is_log_bounds
+        tested = shared.log if scale is None else shared.log / scale
         outside = SideCounts(torch.where(tested > upper, valid, 0), torch.where(tested < lower, valid, 0))
         raw = _moments(shared.raw, valid, values=shared.log, unlimited=exp_sample(shared.log))
         bounded = _moments(mean, valid, values=mean, unlimited=mean)
         counts = torch.cat([counts, counts * valid])
     elif tokens.weights is not None and measures.weights is not None and sums.weight is not None:
-        mean, outside = sums.weight / sums.num_tokens, measures.weights.outside
+        # A weight for each token. The mean of a sequence's unbounded weights is tested.
+        mean = sums.weight / sums.num_tokens
+        lower, upper = scaled_bounds(config, scale)
         raw_excess = measures.excess if measures.weights.raw_excess is None else measures.weights.raw_excess
-        tested, (lower, upper) = 1 + raw_excess / sums.num_tokens, scaled_bounds(config, scale)
-        raw = _token_moments(tested * valid, tokens.weights.raw or tokens.ratio, tokens.weights.raw_sample)
-        bounded = _token_moments(mean * valid, tokens.weights.bounded, tokens.weights.bounded_sample)
+        tested = 1 + raw_excess / sums.num_tokens
+        outside = measures.weights.outside
+        raw = _token_moments(
+            total=tested * valid, spread=tokens.weights.raw or tokens.ratio, sample=tokens.weights.raw_sample
+        )
+        bounded = _token_moments(
+            total=mean * valid, spread=tokens.weights.bounded, sample=tokens.weights.bounded_sample
+        )
     else:
         return None
     return WeightSums(
@@ -262,7 +272,8 @@ def _moments(weights: Tensor, times: Tensor, *, values: Tensor, unlimited: Tenso
     )
 
 
-def _token_moments(total: Tensor, spread: SpreadSums[Tensor], sample: SampleSums[Tensor]) -> WeightMoments[Tensor]:
+def _token_moments(*, total: Tensor, spread: SpreadSums[Tensor], sample: SampleSums[Tensor]) -> WeightMoments[Tensor]:
+    """The moments of token-level weights, whose sums over each sequence's tokens are known; ``total`` is Σ w."""
     return WeightMoments(
         total=total,
         excess_squared=spread.excess_squared,

@@ -40,10 +40,10 @@ def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
     if len(parts) > 2:
         raise ValueError(f"{field}={value!r} must be a number or 'lo_hi'")
     for part in parts:
-        positive(field, part)
+        check_positive(field, part)
     if len(parts) == 1:
         return float(parts[0])
-    ordered(field, value, *parts)
+    check_ordered(field, value, *parts)
     return parts[0], parts[1]
 
 
@@ -65,20 +65,23 @@ def weight_bounds(
     if mode in (None, "truncate"):
         return "truncate", (min(1 / bounds, bounds), bounds)
     low = 1 / bounds if lower is None else lower
-    positive("rollout_is_threshold_lower", low)
-    ordered("rollout_is_threshold", bounds, low, bounds)
+    check_positive("rollout_is_threshold_lower", low)
+    if lower is None:
+        check_ordered("rollout_is_threshold", bounds, low, bounds)
+    else:
+        check_ordered("rollout_is_threshold_lower", lower, low, bounds)
     return mode, (low, bounds)
 
 
-def ordered(field: str, value: float | str, lower: float, upper: float) -> None:
-    """Raise ValueError unless lower <= upper. Equal bounds accept one ratio alone, as in verl and NeMo-RL."""
-    if not lower <= upper:
+def check_ordered(field: str, value: float | str, lower: float, upper: float) -> None:
+    """Raise ValueError unless lower <= upper. They may be equal, as in verl and NeMo-RL."""
+    if not lower <= upper:  # of NaN too
         raise ValueError(
             f"{field}={value!r} means [{lower:g}, {upper:g}]: the lower bound on ρ must not lie above the upper one"
         )
 
 
-def positive(field: str, value: object) -> None:
+def check_positive(field: str, value: object) -> None:
     """Raise ValueError unless the value is a finite positive number."""
     check_number(field, value, lambda number: 0 < number <= sys.float_info.max, "must be a finite positive number")
 
@@ -108,8 +111,11 @@ def _read_ratio(name: str, threshold: str, lower: str | None) -> tuple[float, fl
             )
         return math.log(upper[0]), math.log(upper[1])
     low = 1 / upper if lower is None else _number("rollout_rs_threshold_lower", lower)
-    positive("rollout_rs_threshold_lower", low)
-    ordered("rollout_rs_threshold", threshold, low, upper)
+    check_positive("rollout_rs_threshold_lower", low)
+    if lower is None:
+        check_ordered("rollout_rs_threshold", threshold, low, upper)
+    else:
+        check_ordered("rollout_rs_threshold_lower", lower, low, upper)
     return math.log(low), math.log(upper)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.parallel.arguments import one_of
-from megatron_rc.settings.bounds import positive
+from megatron_rc.settings.bounds import check_positive
 from megatron_rc.settings.fields import DEFAULTS, SWITCHES, CorrectionFields
 from megatron_rc.settings.levels import LEVELS
 
@@ -71,7 +71,7 @@ def check_values(config: CorrectionFields) -> None:
     if not isinstance(config.metric_prefix, str):
         raise ValueError(f"metric_prefix={config.metric_prefix!r} must be a text, for example 'rollout_corr/'")
     if config.rollout_token_veto_threshold is not None:
-        positive("rollout_token_veto_threshold", config.rollout_token_veto_threshold)
+        check_positive("rollout_token_veto_threshold", config.rollout_token_veto_threshold)
 
 
 def check_together(config: CorrectionFields) -> None:

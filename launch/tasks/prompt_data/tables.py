@@ -31,11 +31,11 @@ class Table:
         is_folder = os.path.isdir(path)
         require("datasets", f"{name} {path}, a folder," if is_folder else f"{name} {path}", "data")
         if is_folder:
-            self._dataset = _saved(name, path)
+            self._dataset = _load_folder(name, path)
             self.digest = _digest_of_rows(self._dataset)
         else:
             self.digest = _digest_of_file(name, path)
-            self._dataset = _converted(name, path, self.digest)
+            self._dataset = _load_file(name, path, self.digest)
         for index, row in enumerate(_rows(self._dataset)):
             try:
                 visit(index, row)
@@ -63,24 +63,26 @@ def _rows(dataset: Any) -> Iterator[Row]:
             yield dict(zip(columns, values, strict=True))
 
 
-def _saved(name: str, path: str) -> Any:
+def _load_folder(name: str, path: str) -> Any:
     """Load a folder that ``Dataset.save_to_disk`` wrote."""
     from datasets import DatasetDict, load_from_disk
 
     try:
         dataset = load_from_disk(path)
-    except Exception as error:  # broken folders raise many kinds
+    except Exception as error:  # broken folders raise many kinds of errors
         raise ConfigurationError(
             f"{name} {path} is a folder that datasets cannot load ({error}): write it with save_to_disk, or "
             "give a file of JSON lines, Parquet or CSV"
         ) from error
     if isinstance(dataset, DatasetDict):
+        if not dataset:
+            raise ConfigurationError(f"{name} {path} holds no split: give a folder with rows")
         first = Path(path) / next(iter(dataset))
         raise ConfigurationError(f"{name} {path} holds the splits {', '.join(dataset)}: name one, such as {first}")
     return dataset
 
 
-def _converted(name: str, path: str, digest: bytes) -> Any:
+def _load_file(name: str, path: str, digest: bytes) -> Any:
     """Load a Parquet or CSV file, which the library converts once into a file of its cache.
 
     The library takes an older file of its cache if path and time are the same. A folder for each content makes sure
@@ -96,7 +98,7 @@ def _converted(name: str, path: str, digest: bytes) -> Any:
             if Path(path).suffix.lower() == _CSV:
                 return _csv(path, pattern, cache)
             return Dataset.from_parquet(pattern, cache_dir=str(cache))
-    except Exception as error:  # broken files raise many kinds
+    except Exception as error:  # broken files raise many kinds of errors
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -2,8 +2,10 @@
 
 Experts that are shifted by a token, of another sample, or in another order of layers are numbers like any other. But
 with the right ones the trainer's log-probs come closer to the engine's than with the routers' own choice, and with
-wrong ones they move away. So both are computed on the first rollout batch of a run, and on every batch of
-``--load-rollouts``, each of which has files of its own.
+wrong ones they move away. So both are computed on the first rollout batch of a run, and on every batch that
+``--load-rollouts`` reads: each comes from other files, so that a good one says nothing about the next.
+
+The distance is k3 = ρ - 1 - log ρ of a token, in nats, with ρ the trainer's probability divided by the engine's.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from megatron_rc.parallel.groups import group_size
 FEWEST_TOKENS = 1024  # fewer tokens give no verdict
 _LARGEST_INCREASE = 0.1  # share by which replay may make k3 larger
 _STANDARD_ERRORS = 3.0  # an increase by fewer standard errors may be chance
-# Most nats of a token in the second comparison. In the first one, a few tokens with a huge k3 can hide all others: they
-# make the standard error as large as the mean.
+# Nats. k3 is compared as it is, and once more with each token's limited to this: a few tokens with a huge k3 make the
+# standard error as large as the mean, and so hide all others.
 _LARGEST_K3 = 10.0
-_MOST_UNKNOWN = 0.05  # share of tokens without known experts that is not worth a line
+_MOST_UNKNOWN = 0.05  # largest share of tokens without known experts of which nothing is said
 
 
-class Distances(NamedTuple):
+class K3Sums(NamedTuple):
     """Sums over tokens of k3 between engine and trainer, with replayed experts and with the routers' own choice."""
 
     tokens: float = 0.0
@@ -39,9 +41,9 @@ class Distances(NamedTuple):
     without_replay: float = 0.0  # nats
     squared_differences: float = 0.0  # of the two k3 of each token, nats²
 
-    def plus(self, other: Distances) -> Distances:
+    def plus(self, other: K3Sums) -> K3Sums:
         """Sums over the tokens of both."""
-        return Distances(*map(sum, zip(self, other, strict=True)))
+        return K3Sums(*map(sum, zip(self, other, strict=True)))
 
     @property
     def means(self) -> tuple[float, float]:
@@ -59,6 +61,7 @@ class Distances(NamedTuple):
             return False
         with_replay, without_replay = self.means
         increase = with_replay - without_replay
+        # Mean of the squares less the square of the mean; over n - 1 it is the unbiased variance of the mean.
         variance = max(self.squared_differences / self.tokens - increase**2, 0.0)
         standard_error = math.sqrt(variance / (self.tokens - 1))
         return increase > _LARGEST_INCREASE * without_replay and increase > _STANDARD_ERRORS * standard_error
@@ -70,13 +73,13 @@ class ReplayCheck:
     A verdict needs ``FEWEST_TOKENS`` tokens: smaller batches are added up until they have them.
 
     Attributes:
-        lines: what the run should say, in order; the caller takes them out.
+        lines: what the run should say, in order; the caller says them, and empties the list.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.config, self.groups = config, groups
         self.lines: list[str] = []
-        self._not_judged = (Distances(), Distances())
+        self._not_judged = (K3Sums(), K3Sums())  # of batches that were too small for a verdict
         self._is_first = self._awaits_verdict = True
         self._has_said_unknown = False
 
@@ -85,10 +88,10 @@ class ReplayCheck:
         routing = self.config.routing
         interval = None if routing is None else routing.moe_routing_replay_check_interval
         batch = iteration // self.config.updates_per_rollout
-        return self._is_judged or (interval is not None and batch % interval == 0)
+        return self._verdict_is_due or (interval is not None and batch % interval == 0)
 
     @property
-    def _is_judged(self) -> bool:
+    def _verdict_is_due(self) -> bool:
         """Whether the next batch takes part in a verdict."""
         return self._awaits_verdict or self.config.rollouts.load_rollouts is not None
 
@@ -109,10 +112,10 @@ class ReplayCheck:
         Raises:
             AgreedError: on every rank, if the replayed experts cannot be those of the rollouts.
         """
-        plain, bounded = self._over_all_ranks(local, replayed, unreplayed)
-        if self._is_judged:
-            self._judge(iteration, plain, bounded)
-        with_replay, without_replay = plain.means
+        whole, limited = self._over_all_ranks(local, replayed, unreplayed)
+        if self._verdict_is_due:
+            self._judge(iteration, whole, limited)
+        with_replay, without_replay = whole.means
         return {"routing/k3": with_replay, "routing/k3_without": without_replay}
 
     def hear_unknown(self, share: float) -> None:
@@ -126,9 +129,9 @@ class ReplayCheck:
 
     def _over_all_ranks(
         self, local: LocalTokens, replayed: Tensor | None, unreplayed: Tensor | None
-    ) -> tuple[Distances, Distances]:
+    ) -> tuple[K3Sums, K3Sums]:
         """Return the sums of k3 over all ranks, and those in which each k3 is at most ``_LARGEST_K3``."""
-        sums = torch.zeros(2, len(Distances._fields), dtype=torch.float64, device=self.config.launch.device)
+        sums = torch.zeros(2, len(K3Sums._fields), dtype=torch.float64, device=self.config.launch.device)
         if replayed is not None and unreplayed is not None:
             rollout = local.rollout_log_probs
             # The correction may reject log-probs that are not finite.
@@ -139,35 +142,35 @@ class ReplayCheck:
             sums[1] = _sums(with_replay.clamp(max=_LARGEST_K3), without_replay.clamp(max=_LARGEST_K3))
         sums = all_reduce_sum(sums, self.groups.dp_cp)
         last_stage = group_size(self.groups.pp) - 1
-        plain, bounded = broadcast(sums, last_stage, self.groups.pp).tolist()
-        return Distances(*plain), Distances(*bounded)
+        whole, limited = broadcast(sums, last_stage, self.groups.pp).tolist()
+        return K3Sums(*whole), K3Sums(*limited)
 
-    def _judge(self, iteration: int, plain: Distances, bounded: Distances) -> None:
+    def _judge(self, iteration: int, whole: K3Sums, limited: K3Sums) -> None:
         """Judge a batch, with those before it that had too few tokens; AgreedError on every rank if replay is wrong."""
-        plain_before, bounded_before = self._not_judged
-        plain, bounded = plain.plus(plain_before), bounded.plus(bounded_before)
-        words = _in_words(plain, bounded)
+        whole_before, limited_before = self._not_judged
+        whole, limited = whole.plus(whole_before), limited.plus(limited_before)
+        words = _in_words(whole, limited)
         error = None
-        if plain.is_worse_with_replay or bounded.is_worse_with_replay:
+        if whole.is_worse_with_replay or limited.is_worse_with_replay:
             error = (
-                f"the experts that are replayed are not those of the rollout batch of step {iteration}: {words}: "
+                f"the experts that are replayed are not those of the rollout batch after step {iteration}: {words}: "
                 "routed_experts are likely shifted by a token, of other samples, or in another order of layers: repair "
-                "the record, or leave out --moe-enable-routing-replay"
+                "the record or the engine, or leave out --moe-enable-routing-replay"
             )
-        # Groups of tensor-parallel ranks add up the numbers apart from each other: so all ranks agree on the verdict.
+        # Each tensor-parallel rank has added up its own numbers, whose last digits may differ: one verdict for all.
         agree(self.config, error)
 
-        has_verdict = plain.tokens >= FEWEST_TOKENS
+        has_verdict = whole.tokens >= FEWEST_TOKENS
         if has_verdict or self._is_first:
             too_few = "" if has_verdict else ", too few to judge: the next batches are added"
             self.lines.append(f"routing replay: {words}{too_few}")
-        self._not_judged = (Distances(), Distances()) if has_verdict else (plain, bounded)
+        self._not_judged = (K3Sums(), K3Sums()) if has_verdict else (whole, limited)
         self._awaits_verdict = self._awaits_verdict and not has_verdict
         self._is_first = False
 
 
 def _sums(with_replay: Tensor, without_replay: Tensor) -> Tensor:
-    """Return the fields of :class:`Distances`, [4] float64, from k3 of each token with and without replay, [tokens]."""
+    """Return the fields of :class:`K3Sums`, [4] float64, from k3 of each token with and without replay, [tokens]."""
     squared_differences = (with_replay - without_replay).square()
     return torch.stack(
         [
@@ -179,15 +182,15 @@ def _sums(with_replay: Tensor, without_replay: Tensor) -> Tensor:
     )
 
 
-def _in_words(plain: Distances, bounded: Distances) -> str:
-    with_replay, without_replay = plain.means
-    bounded_with_replay, bounded_without_replay = bounded.means
-    of_bounded = (
-        f" ({bounded_with_replay:.3g} and {bounded_without_replay:.3g} if no token counts for more than "
+def _in_words(whole: K3Sums, limited: K3Sums) -> str:
+    with_replay, without_replay = whole.means
+    limited_with_replay, limited_without_replay = limited.means
+    of_limited = (
+        f" ({limited_with_replay:.3g} and {limited_without_replay:.3g} if no token counts for more than "
         f"{_LARGEST_K3:g} nats)"
     )
     return (
         f"k3 between engine and trainer is {with_replay:.3g} nats a token with the replayed experts, "
-        f"{without_replay:.3g} with the routers' own choice{'' if bounded == plain else of_bounded}, over "
-        f"{plain.tokens:,.0f} tokens"
+        f"{without_replay:.3g} with the routers' own choice{'' if limited == whole else of_limited}, over "
+        f"{whole.tokens:,.0f} tokens"
     )

@@ -20,8 +20,8 @@ _STEP = re.compile(rb'\s*{.*?"step"\s*:\s*(\d+)\s*[,}]')
 class MetricsFile:
     """Appends rows; keeps none of them in memory.
 
-    A new run renames an older file. A resumed run continues the file: its first row takes the place of the rows of
-    steps that it repeats, which stay until then. OSError at the start if the file of a resumed run cannot be read.
+    A new run renames an older file. A resumed run continues the file. Rows of steps that it makes again stay until it
+    writes its own first row, which replaces them. OSError at the start if the file of a resumed run cannot be read.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
@@ -37,25 +37,28 @@ class MetricsFile:
         """Append a row, and wait until it is on disk.
 
         Returns False if the file had been removed or replaced since the last row: rows go on in the file that stands at
-        the path now, a new one if there is none, and not into one that nobody finds any more.
+        the path now, a new one if there is none, and not into one that nobody finds any more. Raises OSError.
         """
-        is_same = self._file is None or self._is_open(self._file)
-        if not is_same:
+        was_in_place = True
+        if self._file is None:
+            if self.path.is_file():
+                os.truncate(self.path, self._bytes_to_keep())
+            self._file = self.path.open("a", encoding="utf-8")
+        elif not self._is_at_path(self._file):
+            was_in_place = False
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # If it cannot be opened, the next row tries again.
             new_file = self.path.open("a", encoding="utf-8")
             self.close()
             self._file = new_file
-        elif self._file is None:
-            if self.path.is_file():
-                os.truncate(self.path, self._kept())
-            self._file = self.path.open("a", encoding="utf-8")
+
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        return is_same
+        return was_in_place
 
-    def _is_open(self, file: TextIO) -> bool:
-        """Whether a file that is open is the one at the path."""
+    def _is_at_path(self, file: TextIO) -> bool:
+        """Whether an open file is the one that stands at the path now."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
@@ -68,8 +71,8 @@ class MetricsFile:
             if self._file is not None:
                 self._file.close()
 
-    def _kept(self) -> int:
-        """Bytes up to the end of the last complete row of a step before this run."""
+    def _bytes_to_keep(self) -> int:
+        """Bytes up to the end of the last complete row of a step before this run; what follows is made again."""
         kept = end = 0
         with self.path.open("rb") as file:
             for line in file:

@@ -45,7 +45,7 @@ def test_flags_add_and_take_out():
     [
         ({"added": (TEXT.size,)}, f"--rollout-stop-token-ids {TEXT.size} .*--vocab-size {TEXT.size}"),
         ({"added": (-1,)}, "--rollout-stop-token-ids -1"),
-        ({"removed": (B,)}, f"--rollout-no-stop-token-ids {B}: neither the tokenizer nor the model's files"),
+        ({"removed": (B,)}, f"--rollout-no-stop-token-ids {B}: no response ends with this token"),
         ({"added": (B,), "removed": (B,)}, f"--rollout-no-stop-token-ids {B} contradicts --rollout-stop-token-ids {B}"),
         ({"removed": (1, C, D)}, f"--rollout-no-stop-token-ids 1 {C} {D} leaves no end token"),
         ({"strings": ("a", "")}, "--rollout-stop ''"),

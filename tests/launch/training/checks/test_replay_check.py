@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.training.checks.replay_check import Distances
+from megatron_rc.launch.training.checks.replay_check import K3Sums
 from megatron_rc.records.rollout import save_rollouts
 from tests.support import training_cases, training_oracle
 from tests.support.made_rollouts import made_batch
@@ -119,7 +119,7 @@ WRONG = {
 def test_experts_of_other_tokens_end_the_run_before_its_first_step(ranks, tmp_path, checkpoint, right, table):
     batch = replace(right, routed_experts=WRONG[table](right.routed_experts))
     ((error, _),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, [batch]))
-    assert error.startswith("AgreedError: the experts that are replayed are not those of the rollout batch of step 0")
+    assert error.startswith("AgreedError: the experts that are replayed are not those of the rollout batch after step 0")
     assert f"over {TOKENS:,} tokens" in error
     assert "--moe-enable-routing-replay" in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a step was made"
@@ -131,7 +131,7 @@ def test_a_few_hopeless_tokens_do_not_hide_the_others(ranks, tmp_path, checkpoin
     log_probs[[3, 50, 90], 7] = -40.0
     wrong = replace(right, rollout_log_probs=log_probs, routed_experts=shifted(right.routed_experts, 1))
     ((error, _),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, [wrong]))
-    assert "not those of the rollout batch of step 0" in error
+    assert "not those of the rollout batch after step 0" in error
     assert "no token counts for more than 10 nats" in error
 
 
@@ -153,7 +153,7 @@ def test_every_rank_of_every_layout_comes_to_the_same_verdict(ranks, tmp_path, c
     words = words_of(tmp_path, checkpoint, [right, wrong], layout, *more, "--train-iters=2")
     everywhere = ranks.run(said_by_training, layout, words)
     error = agreed([error for error, _ in everywhere])
-    assert error.startswith("AgreedError: the experts that are replayed are not those of the rollout batch of step 1")
+    assert error.startswith("AgreedError: the experts that are replayed are not those of the rollout batch after step 1")
     (row,) = rows(tmp_path)
     assert row["routing/k3"] < 1e-8
     assert row["routing/k3_without"] > 0.05
@@ -212,7 +212,7 @@ def test_the_first_batch_of_a_live_engine_is_judged(ranks, tmp_path, shift):
     words += ["--rollout-dtype=fp8-e4m3"]
     ((error, said),) = ranks.run(live_run, Layout(), flags(tmp_path, *words), shift)
     if shift:
-        assert "not those of the rollout batch of step 0" in error
+        assert "not those of the rollout batch after step 0" in error
         return
     assert error is None
     assert said.count("routing replay:") == 1
@@ -223,7 +223,7 @@ def test_the_first_batch_of_a_live_engine_is_judged(ranks, tmp_path, shift):
 
 def distances_of(with_replay, without_replay):
     differences = with_replay - without_replay
-    return Distances(
+    return K3Sums(
         tokens=float(len(differences)),
         with_replay=float(with_replay.sum()),
         without_replay=float(without_replay.sum()),
@@ -263,6 +263,6 @@ def test_small_batches_are_added_up_until_they_give_a_verdict(ranks, tmp_path, c
     more = [f"--grpo-prompts-per-step={half // 4}", f"--global-batch-size={half}", "--train-iters=2"]
     ((error, said),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, batches, None, *more))
     assert f"over {TOKENS // 2:,} tokens, too few" in said
-    assert "not those of the rollout batch of step 1" in error
+    assert "not those of the rollout batch after step 1" in error
     assert f"over {TOKENS:,} tokens" in error
     assert len(rows(tmp_path)) == 1

@@ -66,7 +66,9 @@ def replaced(path):
 
 
 @pytest.mark.parametrize(
-    ("lose", "kept"), [(removed, []), (removed_with_its_folder, []), (replaced, [1, 2])], ids=lambda one: str(one)
+    ("lose", "kept"),
+    [(removed, []), (removed_with_its_folder, []), (replaced, [1, 2])],
+    ids=["removed", "with its folder", "replaced"],
 )
 def test_rows_go_on_in_a_file_that_is_there(tmp_path, lose, kept):
     path = tmp_path / "run" / "metrics.jsonl"
