@@ -37,12 +37,10 @@ def test_exact_compares_all_but_white_space_around(label, response, reward):
     ],
 )
 def test_math_verify_compares_expressions(label, response, reward):
-    pytest.importorskip("math_verify")
     assert score("math-verify", label, response).reward == reward
 
 
 def test_math_verify_wants_an_expression_for_a_label(caplog):
-    pytest.importorskip("math_verify")
     assert score("math-verify", "", "42").failure.startswith("raised ValueError: math-verify ")
     assert not caplog.records, "that its own time limit is off goes without saying"
 
