@@ -49,8 +49,9 @@ class MinimalDebian:
         command = [*NAMESPACES, "debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}"]
         subprocess.run([*command, release, str(folder), debian_mirror()], check=True)
 
-        # An installer writes these names too.
-        shutil.copy("/etc/hosts", folder / "etc" / "hosts")
+        # debootstrap writes none. Debian's installer names the IPv6 loopback too, as not every container does.
+        hosts = Path("/etc/hosts").read_text(encoding="utf-8")
+        (folder / "etc" / "hosts").write_text(f"{hosts}\n::1 localhost ip6-localhost ip6-loopback\n", encoding="utf-8")
         copy_checkout(folder / CHECKOUT.lstrip("/"))
 
     def run(self, command, *, offline=False):
