@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @pytest.fixture(params=RELEASES)
 def debian(request, tmp_path):
-    """The machine, removed at the end: with a CUDA build of PyTorch it takes 8 GB."""
+    """The machine, removed at the end: with a CUDA build of PyTorch it takes 7 GB."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
