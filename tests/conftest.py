@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import os
 import signal
 from collections import Counter
@@ -32,10 +33,15 @@ def pytest_collection():
 def pytest_collection_modifyitems(items):
     """Tests that take the pool of ranks, and all of ``tests/long``, are marked by themselves.
 
+    Tests of reasoning-gym's tasks are skipped if it is not installed: it alone has to be built from source.
+
     Files that start other Pythons come first, then those with many tests: begun last, a file of few long tests would
     keep one of two workers busy when the other has nothing left.
     """
+    has_reasoning_gym = importlib.util.find_spec("reasoning_gym") is not None
     for item in items:
+        if item.get_closest_marker("reasoning_gym") and not has_reasoning_gym:
+            item.add_marker(pytest.mark.skip(reason="the extra reasoning-gym is not installed"))
         if item.nodeid.startswith("tests/long/"):
             item.add_marker(pytest.mark.long)
             item.add_marker(pytest.mark.timeout(3600), append=False)

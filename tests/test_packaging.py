@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megatron_rc
 from megatron_rc.records.formats.jsonl import to_json_lines
 from tests.gpu import wheels
 from tests.replay.batches import scored_batch
-from tests.support.paths import LINKED, ROOT, SOURCES
+from tests.support.minimal_debian import PACKAGES, RELEASES
+from tests.support.paths import LINKED, ROOT, SOURCES, copy_checkout
 
 HEAVY = ("megatron.core", "transformers", "numpy.testing", "yaml", "tokenizers", "matplotlib", "tensorboard", "tqdm")
 
@@ -198,14 +201,8 @@ def test_the_console_script_names_its_commands_and_the_pages(base):
 @pytest.fixture(scope="module")
 def source_archive(tmp_path_factory):
     """Built in a copy, since setuptools writes beside what it reads."""
-    folder = tmp_path_factory.mktemp("sources")
-    names = [name for name in os.listdir(ROOT) if name not in (".git", "runs", "build") and ".venv" not in name]
-    for name in names:
-        path = ROOT / name
-        if path.is_dir():
-            shutil.copytree(path, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(path, folder / name)
+    folder = tmp_path_factory.mktemp("sources") / "megatron_rc"
+    copy_checkout(folder)
     run(sys.executable, "setup.py", "--quiet", "sdist", "--formats=gztar", cwd=folder)
     (archive,) = (folder / "dist").glob("*.tar.gz")
     return archive
@@ -229,19 +226,77 @@ def test_torch_is_needed_alone_and_the_page_says_what_each_extra_adds(distributi
     assert distribution(ROOT).install_requires == ["torch>=2.6"]
     extras = distribution(ROOT).extras_require
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`[a-z`, ]+`) \| *([^|]*?) *\|", page, flags=re.MULTILINE)
-    listed = {name: packages for names, packages in rows for name in re.findall("`([a-z]+)`", names)}
+    rows = re.findall(r"^\| (`[a-z`, -]+`) \| *([^|]*?) *\|", page, flags=re.MULTILINE)
+    listed = {name: packages for names, packages in rows for name in re.findall("`([a-z-]+)`", names)}
     assert set(listed) == set(extras)
     for name, packages in listed.items():
-        wanted = {re.split(r"[^\w-]", one)[0] for one in extras[name]}
-        assert not packages or set(packages.split(", ")) == wanted, name
+        assert not packages or set(packages.split(", ")) == names_of(extras[name]), name
     assert {name for name, packages in listed.items() if not packages} == {"test", "coverage", "docs", "dev"}
 
 
+def names_of(requirements):
+    """Package names of requirements, without versions, extras and conditions."""
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+
 def test_the_wheels_for_a_gpu_without_an_index_have_all_that_the_launcher_needs(distribution):
-    """PyTorch is there, and reasoning-gym is imported by its own tasks alone."""
-    needed = {re.split(r"[^\w-]", one)[0] for one in distribution(ROOT).extras_require["launch"]}
-    assert needed - {line.partition("==")[0] for line in wheels.requirements([])} == {"reasoning-gym"}
+    """PyTorch is there."""
+    assert names_of(distribution(ROOT).extras_require["launch"]) <= names_of(wheels.requirements([]))
+
+
+def test_what_is_built_from_source_is_in_one_extra(distribution):
+    extras = distribution(ROOT).extras_require
+    assert [name for name in extras if "reasoning-gym" in names_of(extras[name])] == ["reasoning-gym"]
+    assert extras["reasoning-gym"] == ["reasoning-gym>=0.1.25"]
+    for_tests = {"datasets", "mbridge", "wandb"}
+    assert for_tests <= names_of(extras["test"])
+    assert not for_tests & names_of(extras["launch"])
+
+
+def installed_by(target):
+    """Words of each pip command of a make target in a new environment."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    command = ["make", "--dry-run", "--always-make", target]
+    shown = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    commands = [line.partition("||")[0] for line in shown.splitlines() if "-m pip " in line]
+    return [shlex.split(command.partition(" install ")[2]) for command in commands]
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("run", [".[launch,test]"]),
+        ("test", [".[launch,test]"]),
+        ("test-fast", [".[launch,test]"]),
+        ("lint", [".[launch,test]", ".[dev]"]),
+        ("coverage", [".[launch,test]", ".[coverage]"]),
+        ("docs", [".[launch,test]", ".[docs]"]),
+        ("test-long", [".[launch,test]", ".[reasoning-gym]"]),
+    ],
+)
+def test_make_installs_wheels_alone(target, extras):
+    """In the versions of constraints.txt; reasoning-gym's requirements have no wheels."""
+    pytorch, *commands = installed_by(target)
+    assert [words[-1] for words in commands] == extras
+    assert pytorch[-1] == "torch"
+    for words in (pytorch, *commands):
+        assert words[words.index("-c") + 1] == "constraints.txt"
+        only_wheels = "--only-binary" in words and words[words.index("--only-binary") + 1] == ":all:"
+        assert only_wheels == (words[-1] != ".[reasoning-gym]"), words
+
+
+def test_the_workflow_tries_the_commands_on_the_machines_that_the_readme_names():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["debian"]
+    assert job["strategy"]["matrix"]["release"] == list(RELEASES)
+    for release, python in RELEASES.items():
+        assert f"({release}, {python})" in readme
+
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    (installs,) = re.findall("^apt-get install -y .+$", readme, flags=re.MULTILINE)
+    assert installs.split()[3:] == list(PACKAGES)
+    assert commands == [f"apt-get update && {installs}", "make run", "make test"]
 
 
 # What a host calls, in an environment in which only torch, its requirements and the package can be imported.

@@ -164,9 +164,8 @@ def wrong(words):
         targets = re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
         return [word for word in rest if "=" not in word and word not in targets]
     if command == "pip":
-        return [
-            name for name in re.findall(r"\[(\w+)\]", " ".join(rest)) if f'"{name}": ' not in text_of(ROOT / "setup.py")
-        ]
+        extras = re.findall(r"\[([\w-]+)\]", " ".join(rest))
+        return [name for name in extras if f'"{name}": ' not in text_of(ROOT / "setup.py")]
     if command == "torchrun" or rest[:2] in (["-m", "megatron_rc.launch"], ["-m", "megatron_rc.launch.check_engine"]):
         _, left = torchrun_parser().parse_known_args(rest if command == "torchrun" else rest[2:])
         left = [word for word in left if word != "launch/train_ppo.py"]

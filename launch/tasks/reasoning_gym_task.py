@@ -27,7 +27,7 @@ class ReasoningGym:
         seq_length: int | None = None,
         max_response_length: int | None = None,
     ) -> None:
-        require("reasoning_gym", f"--task reasoning_gym:{variant}", "launch")
+        require("reasoning_gym", f"--task reasoning_gym:{variant}", "reasoning-gym")
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 

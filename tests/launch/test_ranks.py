@@ -71,7 +71,10 @@ def test_the_end_of_ranks_is_one_code_and_one_sentence(told, case):
 
 @pytest.mark.processes
 def test_torchrun_adds_no_line_and_no_start_and_no_end_leaves_a_folder(told, temporary):
-    assert told.stderr == "what a rank says is above the last line\n" * 2
+    # PyTorch's own line on a machine without a name server, if the system's library looks up ::ffff:127.0.0.1 there.
+    without_name_server = r"^\[W.* The hostname of the client socket cannot be retrieved\. .*\n"
+    lines = re.sub(without_name_server, "", told.stderr, flags=re.MULTILINE)
+    assert lines == "what a rank says is above the last line\n" * 2
     assert list(temporary.iterdir()) == []
 
 

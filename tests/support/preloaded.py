@@ -12,7 +12,6 @@ with without_compiler():
         "transformers.models.llama.modeling_llama",
         "transformers.models.gpt2.modeling_gpt2",
         "matplotlib.pyplot",
-        "reasoning_gym",
         # Modules beside the functions that ranks run, and modules with such functions.
         "pytest",
         "tests.support.correction_comparison",

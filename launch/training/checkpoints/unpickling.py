@@ -58,6 +58,9 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
         # A path in its own module: PosixPath moved between Python's versions.
         if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
             return _path
+        # Python 3.11.2, which Debian 12 has, writes a member of an enumeration as a call of getattr.
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise UnsafeFileError(f"names {module}.{name}, which has no place in a checkpoint: nothing of it was run")
 
     def load_build(self) -> None:
@@ -72,6 +75,13 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
 def _path(*parts: str) -> PurePosixPath:
     return PurePosixPath(*parts)
+
+
+def _member(enumeration: Any, name: Any) -> enum.Enum:
+    """Return a member of an enumeration by its name; refuse any other attribute of any other object."""
+    if not isinstance(enumeration, enum.EnumMeta) or name not in enumeration.__members__:
+        raise UnsafeFileError("names builtins.getattr, which has no place in a checkpoint: nothing of it was run")
+    return enumeration[name]
 
 
 def read_index(path: Path) -> Metadata:

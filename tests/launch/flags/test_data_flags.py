@@ -184,7 +184,6 @@ def test_labels_are_required_if_a_rule_compares_them(tmp_path):
 @pytest.mark.parametrize("rule", ["exact", "math-verify"])
 def test_labels_that_a_rule_cannot_compare_are_refused_with_row_key_value_and_remedy(tmp_path, rule):
     """verl's own rows, whose label lies in an object; the words of the object would never be answered."""
-    pytest.importorskip("math_verify")
     rows = [{"prompt": "a", "reward_model": ["b", 2]}]
     rows.append({"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "34"}})
     words = ["--prompt-data", write(tmp_path / "a.jsonl", rows), *DATA, f"--reward={rule}"]
@@ -198,7 +197,6 @@ def test_labels_that_a_rule_cannot_compare_are_refused_with_row_key_value_and_re
 
 def test_labels_of_a_task_are_looked_at_too(tmp_path):
     """The toy's label behind a nine is empty, which is no expression."""
-    pytest.importorskip("math_verify")
     words = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--grpo-prompts-per-step=32", "--global-batch-size=128"]
     with refused("--task count_up | problem | an empty text | --reward math-verify"):
         configure([*words, "--reward=math-verify"], 1)

@@ -14,7 +14,7 @@ from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
 from megatron_rc.launch.training.reporting.config_yaml import write_settings
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.presets import PRESETS
-from tests.launch.flags.test_rows_to_try import ROWS
+from tests.launch.flags.test_rows_to_try import ROWS, marks_of
 from tests.support.paths import ROOT
 from tests.support.recorded_training import flags
 
@@ -55,7 +55,7 @@ def without_idle(config, other):
     return replace(config, loss=replace(config.loss, **bounds))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=marks_of(" ".join(words))) for run, words in RUNS.items()])
 def test_the_file_makes_the_same_run(run, tmp_path):
     config = resolved(RUNS[run])
     assert run not in SMALL or config.launch.run_name == run

@@ -247,7 +247,7 @@ RULES = [
     (source("parts"), ["4", "4, please"], [(1.0, {"length": 1.0}), (0.0, {"length": 9.0, "polite": 1.0})]),
     (Source(f"{USER}:Bare", 1), ["4", "44"], [(1.0, {}), (0.0, {})]),
     (Source(f"{USER}:Doubles", 1), ["4", "44"], [(1.0, {"ended": 1.0}), (0.0, {"ended": 0.0})]),
-    (Source("reasoning_gym:chain_sum", 1), ["4"], [(1.0, {})]),
+    pytest.param(Source("reasoning_gym:chain_sum", 1), ["4"], [(1.0, {})], marks=pytest.mark.reasoning_gym),
 ]
 
 

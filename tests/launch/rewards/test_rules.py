@@ -63,7 +63,6 @@ def test_exact_compares_all_but_white_space_around(label, response, reward):
     ],
 )
 def test_math_verify_compares_expressions(label, response, reward):
-    pytest.importorskip("math_verify")
     assert score("math-verify", label, response).reward == reward
 
 
@@ -81,7 +80,6 @@ def test_math_verify_compares_expressions(label, response, reward):
 )
 def test_math_verify_wants_an_expression_for_a_label(label, failure, caplog):
     """A task's label may be anything; that of a file is refused at the start."""
-    pytest.importorskip("math_verify")
     assert re.match(failure, score("math-verify", label, "42").failure)
     assert not caplog.records, "that its own time limit is off goes without saying"
 

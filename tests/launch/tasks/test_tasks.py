@@ -1,5 +1,7 @@
 """Tasks: the same problems for everyone, and rewards that only the right answer fills."""
 
+import importlib.util
+
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -38,7 +40,7 @@ def test_the_answers_count_up_to_nine(count_up):
         count_up.problems(0, 1, held_out=True)
 
 
-@pytest.mark.parametrize("name", ["count_up", "reasoning_gym:chain_sum"])
+@pytest.mark.parametrize("name", ["count_up", pytest.param("reasoning_gym:chain_sum", marks=pytest.mark.reasoning_gym)])
 def test_problems_are_numbered_and_repeatable(name):
     task, same, other = make_task(name, 1), make_task(name, 1), make_task(name, 2)
     prompts = [problem.prompt for problem in task.problems(0, 8)]
@@ -50,6 +52,18 @@ def test_problems_are_numbered_and_repeatable(name):
         assert task.text.decode(ids) == prompt
 
 
+def test_a_task_of_a_library_that_is_missing_names_its_extra(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "reasoning_gym" else find_spec(name, *rest),
+    )
+    with pytest.raises(ConfigurationError, match=r"--task reasoning_gym:chain_sum .*pip install .*\[reasoning-gym\]"):
+        make_task("reasoning_gym:chain_sum", seed=1)
+
+
+@pytest.mark.reasoning_gym
 def test_questions_that_leave_no_room_are_passed_over():
     free, kept = (make_task("reasoning_gym:chain_sum", 1, None, length) for length in (None, 32 + 90))
     lengths = [[len(task.text.encode(problem)) for problem in task.problems(0, 200)] for task in (free, kept)]
@@ -60,6 +74,7 @@ def test_questions_that_leave_no_room_are_passed_over():
         make_task("reasoning_gym:chain_sum", 1, None, 50, 10).problems(0, 1)
 
 
+@pytest.mark.reasoning_gym
 def test_what_is_held_out_is_never_trained_on():
     task, count = make_task("reasoning_gym:chain_sum", 1), 100
     held_out = [problem.prompt for problem in task.problems(0, count, held_out=True)]

@@ -149,7 +149,6 @@ CONVERTED += [("llama3", Layout()), ("llama3", Layout(tp=2, sp=True))]
 
 @pytest.mark.parametrize(("name", "layout"), sorted(CONVERTED, key=lambda case: str(case[1])), ids=str)
 def test_the_library_itself_gives_every_bit_back(ranks, tmp_path, name, layout):
-    pytest.importorskip("mbridge")
     words = words_of(save_random(REAL[name], tmp_path, 2), layout)
     (found,) = [weights for weights in ranks.run(through_the_library, layout, words) if weights]
     expected = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
@@ -173,5 +172,4 @@ OTHER = {
 
 @pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
 def test_a_directory_of_another_model_is_named(ranks, tmp_path, other):
-    pytest.importorskip("mbridge")
     ranks.run(load_otherwise, Layout(), words_of(save_random(MODELS["llama"], tmp_path, 2), Layout()), *other)

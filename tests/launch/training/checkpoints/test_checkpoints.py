@@ -1,6 +1,7 @@
 """Checkpoints on the ranks of the pool: what is written, what damage is found, and that reading one runs nothing."""
 
 import contextlib
+import enum
 import errno
 import importlib
 import io
@@ -19,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import dict_utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints import manifest
@@ -432,6 +434,34 @@ def test_an_index_changes_no_class(tmp_path):
             read_index(tmp_path / ".metadata")
     assert not hasattr(Metadata, "name")
     assert isinstance(PurePosixPath.name, property)
+
+
+def test_an_index_that_the_python_of_debian_12_wrote_is_read(saved, copy, monkeypatch):
+    """Python 3.11.2 writes a member of an enumeration as a call of getattr."""
+    file = iteration_folder(copy, 2) / ".metadata"
+    index = read_index(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(enum.Enum, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name)))
+        written = pickle.dumps(index)
+    assert b"getattr" in written
+    file.write_bytes(written)
+    assert read_index(file) == index
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(WriteItemType, "__init__"), (WriteItemType, "mro"), (Metadata, "__init__"), (torch.float32, "itemsize")],
+    ids=str,
+)
+def test_an_index_gets_no_attribute_but_an_enumerations_member(tmp_path, owner, name):
+    class Attribute:
+        def __reduce__(self):
+            return getattr, (owner, name)
+
+    file = tmp_path / ".metadata"
+    file.write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(UnsafeFileError, match=r"names builtins\.getattr, which has no place"):
+        read_index(file)
 
 
 def load_as_megatron_does(words, folder):

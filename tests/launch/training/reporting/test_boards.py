@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import subprocess
 from unittest import mock
 
 import pytest
@@ -117,7 +118,19 @@ def records_of(folder):
 
 
 @pytest.fixture(scope="module")
-def logged(offline, tmp_path_factory):
+def repository(tmp_path_factory):
+    """A repository with one commit, which is the working directory; this checkout may be an archive, without one."""
+    folder = tmp_path_factory.mktemp("repository")
+    git = ["git", "-C", str(folder), "-c", "user.name=user", "-c", "user.email=user@localhost"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=first"], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def logged(offline, repository, tmp_path_factory):
     """A run that fails after two steps, and goes on until Weights & Biases fails.
 
     Returns:
@@ -151,14 +164,16 @@ def history(record):
 
 
 @pytest.mark.processes
-def test_weights_and_biases_get_flags_and_versions_sections_and_histograms(logged):
+def test_weights_and_biases_get_flags_and_versions_sections_and_histograms(logged, repository):
     (first, _), *_ = logged
     run = of_kind(first, "run")[0]
     assert (run.project, run.entity, run.display_name) == ("sums", "us", "run")
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["lr"], config["seed"], config["rollout_is"], config["grpo_iterations"]) == (0.02, 1234, "token", 2)
     assert config["versions"]["torch"]
-    assert {"commit", "has_changes", "folder"} == config["repositories"][0].keys()
+    commit = subprocess.run(["git", "-C", repository, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    recorded = {"folder": str(repository), "commit": commit.stdout.strip(), "has_changes": False}
+    assert recorded in config["repositories"]
     (row,) = of_kind(first, "history")
     assert row.step.num == 2, "by --log-interval"
     values = history(row)
