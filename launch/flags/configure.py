@@ -52,6 +52,7 @@ def configure(
     for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
         require(module, "training", "launch")
     args.elsewhere = elsewhere
+    args.toy = _parser().parse_args(words_of_file(_parser(), TOY))
     config, task = resolve(args, world_size, engine=engine)
     config = choose_bridge(config, samples=engine and not config.rollouts.load_rollouts)
     check(config, task, engine=engine)
@@ -85,7 +86,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.launch_file, args.command_line = launch_file, command_line
     args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)
     args.own_objects, args.idle = {}, set()
-    args.toy = parser.parse_args(words_of_file(parser, TOY))
     for namespace in (args, args.launch_file, args.command_line):
         args.own_objects.update(define_own_objects(namespace))
     check_architecture_words(parser, args, architecture)

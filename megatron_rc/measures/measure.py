@@ -92,7 +92,9 @@ def measure_block(
         return SpreadSums(sequences.sum(excess.square()), *extremes)
 
     def sample(weights: Tensor) -> SampleSums[Tensor]:
-        return SampleSums(weight=sequences.sum(weights), squared=sequences.sum(weights.square()))
+        # Squares of float32 would move a size near 1 by 1e-8.
+        wide = weights.double()
+        return SampleSums(weight=sequences.sum(wide), squared=sequences.sum(wide.square()))
 
     if weights is not None:
         lower, upper = config.is_log_bounds
