@@ -81,7 +81,7 @@ def _checked_rank_and_size(cp_rank: int, cp_size: int, split: Split, cp_group: G
 
 
 def _num_chunks(length: int, cp_size: int, split: Split) -> int:
-    """Number of equal chunks that a sequence is cut into, over all CP ranks; ValueError if its length does not divide."""
+    """Number of equal chunks that a sequence is cut into, over all CP ranks; ValueError if that is impossible."""
     chunks_per_rank = 2 if split == "zigzag" and cp_size > 1 else 1
     num_chunks = chunks_per_rank * cp_size
     if length % num_chunks:
@@ -108,7 +108,7 @@ class Block:
         return tensor[self.index].view(self.shape)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """The value of each token's sequence, of shape :attr:`shape`, from one value for each sequence of the layout."""
+        """The value of each token's sequence, of shape :attr:`shape`, from the values of the layout's n sequences."""
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
@@ -356,7 +356,7 @@ class SequenceLayout:
     def blocks(self, num_tokens: int, device: torch.device) -> list[Block]:
         """The shard in blocks of whole sequences, in order.
 
-        A block has at most ``num_tokens`` local tokens, or is one sequence that has more. Its tensors are on ``device``.
+        A block has at most ``num_tokens`` local tokens, or is one sequence with more. Its tensors are on ``device``.
         """
         local_lengths = [length // self.cp_size for length in self.full_lengths]
         token_starts = [0, *accumulate(local_lengths)]  # first local token of each sequence, and the end of the last
@@ -400,8 +400,8 @@ class SequenceLayout:
         sequences = torch.searchsorted(ends, places, right=True)
         tokens_behind = ends[sequences] - places - 1  # in the same sequence, on this rank
         is_not_last = tokens_behind != 0
-        # The first of two chunks ends half of the local length before the last token. With one chunk this test is the
-        # same as the one above.
+        # Of two chunks, exactly half of the sequence's local tokens stand behind the first one's last token. With one
+        # chunk a rank this test equals the one above.
         is_within_chunk = tokens_behind * chunks_per_rank != local_lengths[sequences] * (chunks_per_rank - 1)
         return is_not_last & is_within_chunk
 
@@ -450,7 +450,7 @@ class SequenceLayout:
         return (sum(self.full_lengths),)
 
     def _check(self, tensor: Tensor, leading: tuple[int, ...], name: str) -> tuple[int, ...]:
-        """Return a tensor's dimensions behind the ``leading`` ones; ValueError, with ``name``, if it has others there."""
+        """Return a tensor's dimensions behind the ``leading`` ones; ValueError, with ``name``, if these differ."""
         check_kind(name, tensor, Tensor, "a torch.Tensor")
         if tuple(tensor.shape[: len(leading)]) != leading:
             raise ValueError(
