@@ -285,7 +285,10 @@ class _LinearSoftmax(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """One gradient for each argument of the forward, from those of its results; the logits are made once more."""
+    """Gradients of the forward's arguments from ``grads``, those of its results; None for most.
+
+    The logits of each chunk are computed again, and overwritten by their gradient.
+    """
     hidden, weight, bias, labels, mask, ids, offsets, scored, offset, label_logits, entropy, squares = ctx.saved_tensors
     options: _Options = ctx.options
     spec = options.spec.without_chunk_size()
