@@ -13,22 +13,31 @@ from torch import Tensor
 from megatron_rc.records.storage import read_safetensors
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
-MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file
+MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file: a small file may unpack to fill the memory
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the host; equal texts, such as verl's ``uid``, become equal numbers.
+    """Read the tensors of a file, by name, to the host; the file's suffix is one of ``SUFFIXES``.
 
-    Read are safetensors, ``.pt`` and ``.pth`` (a dict of tensors, alone or below ``batch``) and ``.npz``. ImportError
-    without the library for it; ValueError if the file is damaged, holds objects, or unpacks to over ``MOST_BYTES``.
+    A ``.pt`` or ``.pth`` file holds a dict of tensors, alone or below ``batch``. Texts in an ``.npz`` file, such as
+    verl's ``uid``, become numbers: equal texts equal ones.
+
+    Raises:
+        ImportError: the library for this kind of file is not installed.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, holds objects, or unpacks to over ``MOST_BYTES``.
     """
     _check_size(path)
     if path.suffix == ".npz":
         return _of_numpy(path)
-    return read_safetensors(path)[0] if path.suffix == ".safetensors" else _of_pytorch(path)
+    if path.suffix == ".safetensors":
+        tensors, _ = read_safetensors(path)
+        return tensors
+    return _of_pytorch(path)
 
 
 def _check_size(path: Path) -> None:
+    """Raise ValueError for a zip archive, which ``.npz`` and ``.pt`` files are, that unpacks to too many bytes."""
     try:
         if not zipfile.is_zipfile(path):
             return
@@ -41,32 +50,38 @@ def _check_size(path: Path) -> None:
 
 
 def _of_pytorch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of ``torch.save``; other values of its dict are left out."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as problem:  # its unpickler raises many types, for code and for damage alike
+        reason = str(problem).strip().partition("\n")[0]
         # PyTorch's own sentence about objects proposes to load them without this check.
-        why = "it holds other objects" if "weights_only" in str(problem) else str(problem).strip().partition("\n")[0]
+        if "weights_only" in str(problem):
+            reason = "it holds other objects"
         raise ValueError(
-            f"{path} is no dict of tensors ({why[:200]}): objects could run code and are not read, write it as "
+            f"{path} is no dict of tensors ({reason[:200]}): objects could run code and are not read, write it as "
             'torch.save({"rollout_log_probs": tensor, …}, path)'
         ) from None
-    if isinstance(found, Mapping) and isinstance(found.get("batch"), Mapping):
-        found = {**found, **found["batch"]}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} holds a {type(found).__name__}: expected a dict of tensors by name")
-    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}: expected a dict of tensors by name")
+    if isinstance(content.get("batch"), Mapping):
+        content = {**content, **content["batch"]}
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def _of_numpy(path: Path) -> dict[str, Tensor]:
+    """The arrays of an ``.npz`` file, as tensors."""
     try:
         import numpy as np
     except ModuleNotFoundError:
         raise ImportError(f"{path} needs numpy, which is not installed: pip install numpy") from None
 
     def tensor(array: Any) -> Tensor:
-        return torch.from_numpy(np.unique(array, return_inverse=True)[1] if array.dtype.kind in "US" else array)
+        if array.dtype.kind in "US":  # texts: each becomes its index among the distinct ones
+            _, array = np.unique(array, return_inverse=True)
+        return torch.from_numpy(array)
 
     try:
         # Opened here: numpy leaves a damaged file open.
