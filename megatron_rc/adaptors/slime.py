@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, corrected, measured, refuse
+from megatron_rc.adaptors.shared import check_micro_batch_config, checked_tensor, corrected, refuse, token_metrics
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
@@ -30,55 +30,89 @@ class Chunks:
 
     A sequence is padded to 2·cp equal chunks; a rank holds two. The local tokens of a response are the positions in
     these chunks that predict one of its tokens: from the prompt's last position to the sequence's last but one.
-    ``layout`` has the local chunks of whole sequences, packed; ``counts`` the local tokens of each response. ValueError
-    for impossible lengths.
+
+    Args:
+        total_lengths: tokens of prompt and response of each sequence.
+        response_lengths: tokens of each response.
+        cp: the group that holds the other chunks.
+
+    Attributes:
+        cp: the group that holds the other chunks.
+        lengths: tokens of each whole response.
+        counts: local tokens of each response.
+        layout: the local chunks of whole sequences, packed.
+
+    Raises:
+        ValueError: impossible lengths.
     """
 
     def __init__(self, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: Group | None) -> None:
-        self.cp, size = cp, group_size(cp)
         for index, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
             if not 0 <= response < total:
                 raise ValueError(
                     f"response_lengths[{index}]={response}: expected 0 or more, below total_lengths {total}"
                 )
+        self.cp = cp
         self.lengths = list(response_lengths)
-        parts = 2 * size if size > 1 else 1
-        local = [-(-total // parts) * parts // size for total in total_lengths]
-        self.layout = SequenceLayout.packed([0, *accumulate(local)], cp_rank=group_rank(cp), cp_size=size)
+        cp_size = group_size(cp)
+        num_chunks = 2 * cp_size if cp_size > 1 else 1
+        padded_lengths = [-(-total // num_chunks) * num_chunks for total in total_lengths]
+        local_lengths = [length // cp_size for length in padded_lengths]
+        self.layout = SequenceLayout.packed([0, *accumulate(local_lengths)], cp_rank=group_rank(cp), cp_size=cp_size)
+
+        # The response's token that each local position predicts, from 0; outside of the response for other positions.
         sequence = self.layout.sequence_index
+        totals = torch.tensor(total_lengths, dtype=torch.int64)
         responses = torch.tensor(self.lengths, dtype=torch.int64)
-        token = self.layout.positions() - (torch.tensor(total_lengths, dtype=torch.int64) - responses - 1)[sequence]
-        self._held = ((token >= 0) & (token < responses[sequence])).nonzero().squeeze(1)
-        self._token = (token + (responses.cumsum(0) - responses)[sequence])[self._held]
-        self.counts = torch.bincount(sequence[self._held], minlength=len(self.lengths)).tolist()
+        first_positions = totals - responses - 1
+        token = self.layout.positions() - first_positions[sequence]
+        is_of_response = (token >= 0) & (token < responses[sequence])
+
+        # [t]: index of each local token in the layout's shape, and in all whole responses, one after the other.
+        self._index_in_layout = is_of_response.nonzero().squeeze(1)
+        response_starts = responses.cumsum(0) - responses
+        self._index_in_responses = (token + response_starts[sequence])[self._index_in_layout]
+        self.counts = torch.bincount(sequence[self._index_in_layout], minlength=len(self.lengths)).tolist()
 
     def joined(self, name: str, values: Sequence[Tensor]) -> Tensor:
-        """[t]: the local tokens of all responses, one after the other."""
+        """The local tokens of all responses, [t], one response after the other, from one tensor for each response."""
         return torch.cat(self._checked(name, values, self.counts)).detach()
 
     def cut(self, name: str, values: Sequence[Tensor]) -> Tensor:
-        """[t]: the local tokens, from tensors of whole responses."""
-        whole = torch.cat(self._checked(name, values, self.lengths))
-        return whole[self._token.to(whole.device)]
+        """The local tokens of all responses, [t], from tensors of whole responses."""
+        whole_responses = torch.cat(self._checked(name, values, self.lengths))
+        return whole_responses[self._index_in_responses.to(whole_responses.device)]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the layout's shape from [t], with 0 at prompts and padding."""
-        out = values.new_zeros(self.layout.shape)
-        out[self._held.to(values.device)] = values
-        return out
+        """Values of local tokens, [t], in the layout's shape, with 0 at prompts and padding."""
+        spread_values = values.new_zeros(self.layout.shape)
+        spread_values[self._index_in_layout.to(values.device)] = values
+        return spread_values
 
     def local(self, values: Tensor) -> Tensor:
-        """The inverse of ``spread``."""
-        return values[self._held.to(values.device)]
+        """The values of local tokens, [t], from values in the layout's shape: the inverse of ``spread``."""
+        return values[self._index_in_layout.to(values.device)]
 
     def whole_masks(self, masks: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
-        """The masks of whole responses, 0 for tokens that the rank which holds them rejects."""
-        kept = torch.zeros(sum(self.lengths), dtype=torch.uint8, device=accepted.device)
-        kept[self._token.to(accepted.device)] = accepted.to(torch.uint8)
-        pieces = all_reduce_sum(kept, self.cp).bool().split(self.lengths)
-        return [torch.where(piece, mask, torch.zeros_like(mask)) for piece, mask in zip(pieces, masks, strict=True)]
+        """The masks of whole responses, with 0 at rejected tokens.
+
+        Args:
+            masks: n tensors [response length], of any dtype.
+            accepted: bool [t], of the local tokens.
+
+        Collectives: one SUM of one byte a token over the CP group.
+        """
+        is_accepted = torch.zeros(sum(self.lengths), dtype=torch.uint8, device=accepted.device)
+        is_accepted[self._index_in_responses.to(accepted.device)] = accepted.to(torch.uint8)
+        # Each token is on one rank, so that the sum has every rank's answer.
+        accepted_of_responses = all_reduce_sum(is_accepted, self.cp).bool().split(self.lengths)
+        return [
+            torch.where(accepted_of_response, mask, torch.zeros_like(mask))
+            for accepted_of_response, mask in zip(accepted_of_responses, masks, strict=True)
+        ]
 
     def _checked(self, name: str, values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor]:
+        """The tensors as a list that is never empty; ValueError unless there is one of each length."""
         if values is None:
             raise ValueError(f"{name} is None: make slime keep the log-probs of engine and trainer")
         if len(values) != len(lengths):
@@ -86,7 +120,7 @@ class Chunks:
         place = f" on CP rank {self.layout.cp_rank} of {self.layout.cp_size}"
         for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
             checked_tensor(f"{name}[{index}]", value, (length,), place)
-        return [*values, *([] if values else [torch.empty(0)])]
+        return list(values) or [torch.empty(0)]  # torch.cat needs at least one tensor
 
 
 class SlimeCorrection:
@@ -166,22 +200,32 @@ class SlimeCorrection:
         mask = chunks.cut("loss_masks", loss_masks) != 0
         checked_tensor("pg_loss", pg_loss, tuple(old.shape), " of all responses")
         weights, accepted = self._corrected(chunks, old, rollout, mask)
-        metrics = measured(self.config.metric_prefix, old - rollout, mask, accepted, weights)
+        metrics = token_metrics(self.config.metric_prefix, old - rollout, mask, accepted, weights)
         masks = list(loss_masks)
-        if not getattr(args, "use_tis", True):
+        if not getattr(args, "use_tis", True):  # --get-mismatch-metrics alone: measure, and change nothing
             return pg_loss, masks, metrics
+
         loss = pg_loss if weights is None else pg_loss * weights.to(pg_loss.dtype)
         loss = torch.where(accepted, loss, torch.zeros_like(loss))
-        return loss, chunks.whole_masks(masks, accepted) if self.config.rejects else masks, metrics
+        if self.config.rejects:
+            masks = chunks.whole_masks(masks, accepted)
+        return loss, masks, metrics
 
     def _corrected(self, chunks: Chunks, old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(weights or None, accepted tokens), each [t]."""
+        """Return (weights or None, accepted tokens) of the local tokens, [t] each, from values of the same tokens."""
         assert self.config is not None
-        old, rollout, mask = (chunks.spread(one) for one in (old, rollout, mask))
-        more: dict[str, Any] = {"groups": ParallelGroups(cp=chunks.cp, dp_cp=chunks.cp)}
-        more |= {"allow_zero_log_probs": self.allow_zero_log_probs}
-        _, weights, accepted = corrected(old, rollout, mask, self.config, layout=chunks.layout, **more)
-        return None if weights is None else chunks.local(weights), chunks.local(accepted)
+        _, weights, accepted = corrected(
+            chunks.spread(old),
+            chunks.spread(rollout),
+            chunks.spread(mask),
+            self.config,
+            layout=chunks.layout,
+            # slime calls for one micro-batch: other data-parallel ranks have other calls.
+            groups=ParallelGroups(cp=chunks.cp, dp_cp=chunks.cp),
+            allow_zero_log_probs=self.allow_zero_log_probs,
+        )
+        local_weights = None if weights is None else chunks.local(weights)
+        return local_weights, chunks.local(accepted)
 
 
 def config_from_args(args: Any) -> RolloutCorrectionConfig:
@@ -196,10 +240,13 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
     Raises:
         ValueError: a wrong setting, one that a micro-batch cannot serve, or an unknown name with slime's prefixes.
     """
-    known = {name: value for name, value in vars(args).items() if name in OF_EXAMPLES or name.startswith(_PREFIXES)}
-    given = {name: value for name, value in known.items() if name not in BUILT_IN} or known
-    given |= {name: getattr(args, name) for name in ("use_tis", "use_mis") if hasattr(args, name)}
-    config = RolloutCorrectionConfig.from_dict(given, dialect=SLIME.name)
+    settings = {name: value for name, value in vars(args).items() if name in OF_EXAMPLES or name.startswith(_PREFIXES)}
+    of_example = {name: value for name, value in settings.items() if name not in BUILT_IN}
+    # slime's own parser always sets its built-in ones, so that they count only if no other one is there.
+    if of_example:
+        settings = of_example
+    settings |= {name: getattr(args, name) for name in ("use_tis", "use_mis") if hasattr(args, name)}
+    config = RolloutCorrectionConfig.from_dict(settings, dialect=SLIME.name)
     if config.rollout_is_batch_normalize:
         raise ValueError(
             "tis_batch_normalize=True: slime calls for one micro-batch at a time, and the mean of the weights needs "
@@ -211,8 +258,8 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that slime's call cannot serve."""
-    own = "slime's own --use-rollout-logprobs is PPO against the engine's log-probs, without weights"
-    refuse(config, bypass_mode=f"slime computes its loss's ratio itself; {own}")
+    alternative = "slime's own --use-rollout-logprobs is PPO against the engine's log-probs, without weights"
+    refuse(config, bypass_mode=f"slime computes its loss's ratio itself; {alternative}")
     for criterion in config.criteria:
         if criterion.only_negative:
             raise ValueError(

@@ -77,8 +77,10 @@ class VerlCorrection:
         mask = _field(tensors, "response_mask", None)
         old = _field(tensors, "old_log_probs", mask.shape)
         rollout = _field(tensors, "rollout_log_probs", mask.shape)
-        groups = _prompts(batch, len(mask)).to(mask.device) if config.needs_prompts else None
-        prompts: dict[str, Any] = {} if groups is None else {"group_ids": groups, "num_groups": len(mask)}
+        prompts: dict[str, Any] = {}
+        if config.needs_prompts:
+            prompts["group_ids"] = _prompts(batch, len(mask)).to(mask.device)
+            prompts["num_groups"] = len(mask)  # at most one prompt for each response
         result, weights, accepted = corrected(
             old, rollout, mask != 0, config, allow_zero_log_probs=self.allow_zero_log_probs, **prompts
         )
@@ -116,38 +118,58 @@ class VerlCorrection:
         Raises:
             ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
         """
-        like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
-        like |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        for name, value in like.items():
-            checked_tensor(name, value, tuple(log_prob.shape))
-        of_driver = (config.get("policy_loss", None) or {}).get("rollout_correction", None)  # there in bypass mode
-        mask, own = response_mask != 0, self._config(of_driver)
-        algorithm = own.loss_type if own.bypass_mode else self.algorithm
-        accepted, weights, metrics = mask, rollout_is_weights, dict[str, float]()
-        if own.bypass_mode:
-            mask, accepted, weights, metrics = self._bypassed(own, log_prob.detach(), old_log_prob, mask, advantages)
+        tensors = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
+        if rollout_is_weights is not None:
+            tensors["rollout_is_weights"] = rollout_is_weights
+        for name, tensor in tensors.items():
+            checked_tensor(name, tensor, tuple(log_prob.shape))
+
+        # verl copies the driver's settings here in bypass mode.
+        settings_of_driver = (config.get("policy_loss", None) or {}).get("rollout_correction", None)
+        correction_config = self._config(settings_of_driver)
+        mask = response_mask != 0
+        if correction_config.bypass_mode:
+            algorithm = correction_config.loss_type
+            mask, accepted, weights, metrics = self._correct_in_loss(
+                correction_config, log_prob.detach(), old_log_prob, mask, advantages
+            )
+        else:
+            # add_to_batch has corrected on the driver: rejected tokens are no longer in the mask.
+            algorithm = self.algorithm
+            accepted = mask
+            weights = rollout_is_weights
+            metrics = {}
+
         bounds = _bounds(config, objective_of(algorithm))
-        found = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **bounds)
-        loss = _aggregated(found.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
-        return loss.to(log_prob.dtype), {**_actor_metrics(found.statistics), **metrics}
+        losses = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **bounds)
+        loss = _aggregated(losses.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
+        return loss.to(log_prob.dtype), {**_actor_metrics(losses.statistics), **metrics}
 
-    def _bypassed(
-        self, own: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor
+    def _correct_in_loss(
+        self, config: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
-        """(tokens with usable log-probs, accepted tokens, applied weights, metrics) of bypass mode."""
-        more: dict[str, Any] = {"advantages": advantages, "allow_zero_log_probs": self.allow_zero_log_probs}
-        result, weights, accepted = corrected(train, rollout, mask, own, **more)
-        mask = mask & is_log_prob(rollout) & is_log_prob(train)  # bad log-probs must not reach a gradient
-        return mask, accepted, weights if own.applies_weights else None, result.metrics()
+        """Correct a micro-batch in bypass mode; tensors are [b, r].
 
-    def _config(self, given: Any) -> RolloutCorrectionConfig:
+        Returns:
+            (tokens with usable log-probs, accepted tokens, applied weights or None, metrics).
+        """
+        result, weights, accepted = corrected(
+            train, rollout, mask, config, advantages=advantages, allow_zero_log_probs=self.allow_zero_log_probs
+        )
+        usable = mask & is_log_prob(rollout) & is_log_prob(train)  # bad log-probs must not reach a gradient
+        applied_weights = weights if config.applies_weights else None
+        return usable, accepted, applied_weights, result.metrics()
+
+    def _config(self, verl_settings: Any) -> RolloutCorrectionConfig:
+        """The configuration: the one that was passed, else that of verl's settings, read at the first call."""
         if self.config is None:
-            if not isinstance(given, Mapping):
+            if not isinstance(verl_settings, Mapping):
                 raise ValueError(
-                    f"algorithm.rollout_correction is {given!r}: expected verl's settings, or pass a "
+                    f"algorithm.rollout_correction is {verl_settings!r}: expected verl's settings, or pass a "
                     "RolloutCorrectionConfig to VerlCorrection"
                 )
-            settings = {name: value for name, value in given.items() if not str(name).startswith("_")}
+            # Names such as _target_ are Hydra's.
+            settings = {name: value for name, value in verl_settings.items() if not str(name).startswith("_")}
             config = RolloutCorrectionConfig.from_dict(settings, dialect="verl")
             _check(config)
             self.config = config
@@ -156,11 +178,11 @@ class VerlCorrection:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for settings that verl's calls cannot serve."""
-    lacks = "verl's batch has no weight versions"
-    refuse(config, proximal_interpolation=lacks, rollout_staleness_scale=lacks)
+    no_versions = "verl's batch has no weight versions"
+    refuse(config, proximal_interpolation=no_versions, rollout_staleness_scale=no_versions)
     if config.bypass_mode:
-        mean = "the mean of the weights needs the global batch, and verl's bypass mode sees one micro-batch at a time"
-        refuse(config, rollout_is_batch_normalize=mean)
+        reason = "the mean of the weights needs the global batch, and verl's bypass mode sees one micro-batch at a time"
+        refuse(config, rollout_is_batch_normalize=reason)
     elif config.rejection_denominator != "accepted":
         raise ValueError(
             f"rejection_denominator={config.rejection_denominator!r}: verl counts its losses' denominators itself: "
@@ -174,28 +196,31 @@ def _check(config: RolloutCorrectionConfig) -> None:
 
 
 def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
-    """A tensor of verl's batch, [n, r], with its shape checked."""
+    """A tensor of verl's batch, [n, r]; ValueError if it is missing or has another shape. None: any [n, r]."""
     value = tensors.get(name, None)
     if value is None:
-        remedy = {"rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"}
-        raise ValueError(f"{name} is missing in the batch: {remedy.get(name, 'verl sets it before the correction')}")
+        remedy = "verl sets it before the correction"
+        if name == "rollout_log_probs":
+            remedy = "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"
+        raise ValueError(f"{name} is missing in the batch: {remedy}")
     return checked_tensor(name, value, None if shape is None else tuple(shape))
 
 
 def _prompts(batch: Any, rows: int) -> Tensor:
-    """[n] int64: the number of each response's prompt, from ``uid``."""
+    """The number of each response's prompt, [n] int64, from ``uid``; ValueError without one for each response."""
     uids = batch.non_tensor_batch.get("uid")
-    if uids is None or len(uids) != rows:
-        raise ValueError(f"uid of the batch has {0 if uids is None else len(uids)} entries: expected {rows}, one each")
+    num_uids = 0 if uids is None else len(uids)
+    if uids is None or num_uids != rows:
+        raise ValueError(f"uid of the batch has {num_uids} entries: expected {rows}, one each")
     return torch.tensor(numbered(uids), dtype=torch.int64)
 
 
 def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
     """The objective's bounds and temperatures in the actor's configuration; verl's default for clip_ratio_c is 3."""
     bounds: dict[str, Any] = {}
-    for name in ("clip_low", "clip_high"):
-        verls = name.replace("clip", "clip_ratio")
-        bounds[name] = _number(config, "clip_ratio" if config.get(verls, None) is None else verls)
+    for name, verl_name in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
+        # verl's clip_ratio is for both sides, unless a side has a ratio of its own.
+        bounds[name] = _number(config, "clip_ratio" if config.get(verl_name, None) is None else verl_name)
     if objective.takes_dual_clip:
         bounds["dual_clip"] = _number(config, "clip_ratio_c", 3.0)
         if bounds["dual_clip"] <= 1:
@@ -207,17 +232,27 @@ def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
 
 
 def _number(config: Any, name: str, default: float | None = None) -> float:
+    """A number of the actor's configuration; ValueError unless it is finite and not negative."""
     value: float = config.get(name, default)
-    words = "of the actor's configuration must be a finite number, 0 or more"
-    check_number(name, value, lambda x: 0 <= x < torch.inf, words)
+    expected = "of the actor's configuration must be a finite number, 0 or more"
+    check_number(name, value, lambda x: 0 <= x < torch.inf, expected)
     return value
 
 
 def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, Any]) -> Tensor:
-    """0-D: Σ m'ℓ over verl's denominators, times the data-parallel size, because verl's engines average gradients.
+    """The loss of a micro-batch, 0-D, as verl's ``agg_loss`` gives it: Σ m'ℓ by verl's denominators.
 
-    ``per_token`` and ``mask``, m', are [b, r]. ``info``, verl's ``global_batch_info``, has dp_size, batch_num_tokens,
-    global_batch_size and loss_scale_factor; without one of these the micro-batch's own number counts.
+    It includes the factor of the data-parallel size, because verl's engines average gradients.
+
+    Args:
+        per_token: [b, r] the loss ℓ of each token.
+        mask: [b, r] bool m', the accepted tokens.
+        mode: an aggregation.
+        info: verl's ``global_batch_info`` with dp_size, batch_num_tokens, global_batch_size and loss_scale_factor;
+            without one of these the micro-batch's own number counts.
+
+    Raises:
+        ValueError: an unknown mode, or no denominator of the global batch although there are other ranks.
     """
     one_of("loss_agg_mode", mode, AGGREGATIONS)
     lengths = mask.sum(1, dtype=torch.float64)
@@ -225,23 +260,28 @@ def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, A
     dp_size = info.get("dp_size") or 1
     if mode == "token-sum":
         return total * dp_size
-    name, own = ("batch_num_tokens", lengths.sum())
-    if mode != "token-mean":
-        name, own = "global_batch_size", (lengths > 0).sum()
-    given = info.get(name)
-    if given is None and dp_size > 1:
+
+    name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    if info.get(name) is not None:
+        denominator = torch.as_tensor(info[name])
+    elif dp_size > 1:
         raise ValueError(
             f"{name} is missing in global_batch_info: loss_agg_mode={mode!r} needs it with dp_size={dp_size}"
         )
-    total = total / (own if given is None else torch.as_tensor(given)).clamp(min=1) * dp_size
+    else:
+        denominator = lengths.sum() if mode == "token-mean" else (lengths > 0).sum()
+    total = total / denominator.clamp(min=1) * dp_size
     if mode == "seq-mean-token-sum-norm":
         total = total / (info.get("loss_scale_factor") or per_token.shape[1])
     return total
 
 
 def _actor_metrics(statistics: LossStatistics) -> dict[str, float]:
-    """The three metrics of verl's own losses, as means over the micro-batch."""
+    """The three metrics of verl's own losses, as means over the micro-batch's tokens."""
     sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
-    clipped = sums["clipped_low"] + sums["clipped_high"]
-    found = {"pg_clipfrac": clipped, "ppo_kl": -sums["log_ratio"], "pg_clipfrac_lower": sums["dual_clipped"]}
-    return {f"actor/{name}": value / max(sums["tokens"], 1) for name, value in found.items()}
+    num_tokens = max(sums["tokens"], 1)
+    return {
+        "actor/pg_clipfrac": (sums["clipped_low"] + sums["clipped_high"]) / num_tokens,
+        "actor/ppo_kl": -sums["log_ratio"] / num_tokens,
+        "actor/pg_clipfrac_lower": sums["dual_clipped"] / num_tokens,
+    }
