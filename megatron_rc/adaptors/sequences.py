@@ -95,7 +95,7 @@ def _has_sequences(values: object) -> bool:
 
 
 def _listed(name: str, values: Sequences) -> list[Tensor]:
-    """One tensor [length] for each sequence; ValueError, with the argument's name, for another form."""
+    """A tensor [length] for each sequence; ValueError, with the argument's name, for another form."""
     is_jagged = isinstance(values, Tensor) and values.is_nested and values.layout == torch.jagged
     if not is_jagged and (isinstance(values, Tensor) or not isinstance(values, Sequence)):
         raise ValueError(

@@ -252,8 +252,8 @@ def _refuse(sample_ids: Tensor, is_bad: Tensor, message: str, values: Tensor | N
     if not is_bad.any():
         return
     index = tuple(int(number) for number in is_bad.nonzero()[0])
-    place = f"sample {int(sample_ids[index[0]])}"
+    location = f"sample {int(sample_ids[index[0]])}"
     if len(index) > 1:
-        place += f", token {index[1]}"
+        location += f", token {index[1]}"
     value = None if values is None else values[index].item()
-    raise ValueError(message.format(place, value))
+    raise ValueError(message.format(location, value))

@@ -217,7 +217,7 @@ class RolloutBatch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[RolloutBatch], pad_token_id: int = 0) -> RolloutBatch:
-        """One batch of the sequences of several, padded to the longest.
+        """Join the sequences of several batches in one, padded to the longest.
 
         Args:
             batches: at least one; all with the same sampling parameters, and all or none with routed experts and with

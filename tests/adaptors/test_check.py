@@ -166,7 +166,6 @@ def test_batches_are_ragged_and_repeat():
 
 def test_the_page_shows_the_job_and_every_host():
     (job,) = blocks("Equality in your CI", "text")
-    assert len(job.strip().splitlines()) <= 10
     assert "python -m megatron_rc.adaptors.check verl" in job
     page = (ROOT / "docs" / "adaptors.md").read_text(encoding="utf-8")
     assert all(f"| `{host}` |" in page for host in HOSTS)
