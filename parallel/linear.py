@@ -51,6 +51,7 @@ def linear_log_probs_and_entropy(
     compile: bool = False,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    support_is_sorted: bool = False,
     entropy_over_support: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-prob of each label, and the entropy, under softmax((hidden @ weightᵀ + bias) / temperature).
@@ -74,9 +75,10 @@ def linear_log_probs_and_entropy(
         sum_squares: return Σπ² too.
         compile: run the softmax of chunks through ``torch.compile``.
         support_ids: [n], int64, the tokens that the engine kept at each position, in the order of ``labels.flatten()``;
-            with ``sequence_parallel`` of all slices. This and the next two arguments are as in
+            with ``sequence_parallel`` of all slices. This and the next three arguments are as in
             :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`. Default: the whole vocabulary.
         support_offsets: [labels + 1], int64. On a GPU they are read on the host once in each pass.
+        support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
 
     Returns:
@@ -95,8 +97,18 @@ def linear_log_probs_and_entropy(
         ValueError: shapes or dtypes that do not fit together, and the errors of
             :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`.
     """
-    apart = support_ids is not None and not entropy_over_support
-    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile, apart)
+    spec = CallSpec(
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy=True,
+        sum_squares=sum_squares,
+        inplace_backward=False,
+        compile=compile,
+        entropy_apart=support_ids is not None and not entropy_over_support,
+        support_is_sorted=support_is_sorted,
+    )
     options = _Options(spec, sequence_parallel, gradient_accumulation)
     _check(hidden, weight, bias, labels, mask, options)
     check_tensors({"support_ids": support_ids, "support_offsets": support_offsets})
