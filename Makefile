@@ -44,8 +44,8 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 # A folder for each run, so that no run replaces another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
-	bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-experts study-hard study-smollm2 format clean
+.PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu quarter-gpu \
+	wheels bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-experts study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -143,6 +143,10 @@ test-gpu:
 # The speed of every CUDA path, beside other implementations and the targets. Exit 77: no GPU.
 bench-gpu:
 	@$(PYTHON) -m tests.gpu --bench --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
+
+# What is most wanted from a machine that is there for 15 minutes: the first figures of bench-gpu, then test-gpu.
+quarter-gpu:
+	@$(PYTHON) -m tests.gpu --quarter --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
 
 # Wheels for a GPU machine without an index, except PyTorch, downloaded on a machine with one.
 wheels:

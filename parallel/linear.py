@@ -52,6 +52,7 @@ def linear_log_probs_and_entropy(
     compile: bool = False,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    support_is_sorted: bool = False,
     entropy_over_support: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-prob of each label, and the entropy, under softmax((hidden @ weightᵀ + bias) / temperature).
@@ -75,9 +76,10 @@ def linear_log_probs_and_entropy(
         sum_squares: return Σπ² too.
         compile: run the softmax of chunks through ``torch.compile``.
         support_ids: [n], int64, the tokens that the engine kept at each position, in the order of ``labels.flatten()``;
-            with ``sequence_parallel`` of all slices. This and the next two arguments are as in
+            with ``sequence_parallel`` of all slices. This and the next three arguments are as in
             :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`. Default: the whole vocabulary.
         support_offsets: [labels + 1], int64. On a GPU they are read on the host once in each pass.
+        support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
 
     Returns:
@@ -106,6 +108,7 @@ def linear_log_probs_and_entropy(
         inplace_backward=False,
         compile=compile,
         entropy_apart=support_ids is not None and not entropy_over_support,
+        support_is_sorted=support_is_sorted,
     )
     options = _Options(spec, sequence_parallel, gradient_accumulation)
     _check(hidden, weight, bias, labels, mask, options)

@@ -33,6 +33,7 @@ class CallSpec:
     inplace_backward: bool
     compile: bool
     entropy_apart: bool  # the log-probs and Σπ² are over kept tokens, the entropy over the whole vocabulary
+    support_is_sorted: bool  # the caller's word that the kept ids of each position ascend, and none comes twice
 
     def softmax_options(self, width: int, holes: bool) -> SoftmaxOptions:
         """The settings for reading a local shard of this width; ``holes``: allow logits of -inf."""
@@ -63,7 +64,8 @@ class CallSpec:
         if ids is None or offsets is None:
             return None
         vocabulary = self.vocab_size or width * group_size(self.tp_group)
-        return Support.make(ids, offsets, vocabulary, group_rank(self.tp_group) * width)
+        first = group_rank(self.tp_group) * width
+        return Support.make(ids, offsets, vocabulary, first, is_sorted=self.support_is_sorted)
 
 
 def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
@@ -146,11 +148,15 @@ def statistics_of(rows: Tensor, target: Target, support: Support | None, spec: C
         values, holes = _whole(rows, target.counted, spec)
         return Statistics(values, target.known, holes)
     options = spec.softmax_options(rows.shape[1], holes=True)
-    own = replace(options, entropy=options.entropy and not spec.entropy_apart)
-    kept, scored = support.statistics(rows, target.label, own)
-    if not (spec.entropy_apart or waits(rows) or bool((target.counted & ~support.supported).any())):
+    of_kept = replace(options, entropy=options.entropy and not spec.entropy_apart)
+    needs_whole = spec.entropy_apart or waits(rows) or bool((target.counted & ~support.supported).any())
+    if not needs_whole:
+        kept, scored = support.statistics(rows, target.label, of_kept)
         return Statistics(kept, scored, False)
+    # The pass over all columns comes first: the cache has the rows when the kept logits are gathered.
     values, holes = _whole(rows, target.counted, spec)
+    largest = None if waits(rows) else values[0]
+    kept, scored = support.statistics(rows, target.label, of_kept, largest)
     without = values if not spec.entropy_apart else torch.cat([values[:2], values[3:]])
     merged = torch.where(support.supported, kept, without)
     return Statistics(torch.cat([merged, values[:3]]) if spec.entropy_apart else merged, scored, holes)

@@ -31,6 +31,7 @@ def log_prob_processor(
     compile: bool = False,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    support_is_sorted: bool = False,
     entropy_over_support: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Make an ``output_processor`` for the forward of Megatron-Core's ``GPTModel`` (0.18 and later).
@@ -51,9 +52,10 @@ def log_prob_processor(
         sum_squares: return Σπ² too.
         compile: run the softmax of chunks through ``torch.compile``.
         support_ids: [n], int64, the tokens that the engine kept at each position, in the order of ``labels.flatten()``;
-            with sequence parallelism of all slices. This and the next two arguments are as in
+            with sequence parallelism of all slices. This and the next three arguments are as in
             :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`. Default: the whole vocabulary.
         support_offsets: [labels + 1], int64.
+        support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
 
     Returns:
@@ -82,6 +84,7 @@ def log_prob_processor(
         "entropy_over_support": entropy_over_support,
         "support_ids": support_ids,
         "support_offsets": support_offsets,
+        "support_is_sorted": support_is_sorted,
     }
     return partial(_processed, tp_group, fused, options)
 

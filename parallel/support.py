@@ -7,7 +7,7 @@ the logits' size. This module knows no other ranks; statistics can be merged ove
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, SoftmaxOptions, arithmetic
 
-BLOCK_ENTRIES = 2**16  # ids of a block of rows on a CPU: their logits are gathered while the cache has the rows
+BLOCK_ENTRIES = 2**18  # ids of a block of rows on a CPU: their logits are gathered while the cache has the rows
+# Sums over kept tokens are taken relative to the largest logit of the row. If such a sum is smaller than this, squares
+# in it lose digits in float32, and the largest kept logit is looked for.
+LEAST_RELATIVE_SUM = 1e-8
 
 
 def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> None:
@@ -42,10 +45,15 @@ class Support:
     valid: Tensor  # bool, whether the caller's offsets were like this; if not, all log-probs are NaN
     vocabulary: int  # number of ids
     first: int  # id of the first local column
+    is_sorted: bool  # the ids of each row ascend, and none comes twice
 
     @classmethod
-    def make(cls, ids: Tensor, offsets: Tensor, vocabulary: int, first: int) -> Support:
-        """The kept tokens from a caller's ids and offsets, whose values are not read on the host."""
+    def make(cls, ids: Tensor, offsets: Tensor, vocabulary: int, first: int, *, is_sorted: bool = False) -> Support:
+        """The kept tokens from a caller's ids and offsets, whose values are not read on the host.
+
+        ``is_sorted``: the caller says that the ids of each row ascend and lie in the vocabulary, so that nothing is
+        sorted. Where that is not so, ``valid`` is False on a GPU; on a CPU the ids are looked at in any case.
+        """
         offsets = offsets.long()
         valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()
         if len(offsets) == 1:
@@ -53,7 +61,11 @@ class Support:
         offsets = torch.where(valid, offsets, 0)
         # With any offsets no entry lies outside. To assign the number would copy it to a GPU, and the host would wait.
         offsets[-1:].fill_(len(ids))
-        return cls(ids, offsets, valid, vocabulary, first)
+        support = cls(ids, offsets, valid, vocabulary, first, is_sorted)
+        if is_sorted and waits(ids) and len(ids):
+            ascends = (support._keys(support._rows()).diff() > 0).all() & support._inside(ids).all()
+            support = replace(support, valid=valid & ascends)
+        return support
 
     @cached_property
     def counts(self) -> Tensor:
@@ -75,7 +87,7 @@ class Support:
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         moved = (self.offsets[positions] - offsets[:-1]).repeat_interleave(counts, output_size=len(self.ids))
         ids = self.ids[moved.add_(torch.arange(len(self.ids), device=self.ids.device))]
-        return Support(ids, offsets, self.valid, self.vocabulary, self.first)
+        return replace(self, ids=ids, offsets=offsets)
 
     def at(self, parts: Sequence[slice]) -> Support:
         """The kept tokens of slices of the rows. All rows need no look at the offsets on the host."""
@@ -85,7 +97,7 @@ class Support:
         ids = torch.cat([self.ids[bounds[part.start] : bounds[part.stop]] for part in parts])
         counts = torch.cat([self.counts[part] for part in parts])
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return Support(ids, offsets, self.valid, self.vocabulary, self.first)
+        return replace(self, ids=ids, offsets=offsets)
 
     def blocks(self, rows: Tensor, options: SoftmaxOptions) -> Iterator[slice]:
         """Slices of the rows that are worked on together: all on a GPU; on a CPU whole chunks with some entries."""
@@ -96,28 +108,52 @@ class Support:
         for start in range(0, max(1, len(rows)), max(1, size)):
             yield slice(start, min(start + size, len(rows)))
 
-    def statistics(self, rows: Tensor, labels: Tensor, options: SoftmaxOptions) -> tuple[Tensor, Tensor]:
+    def statistics(
+        self, rows: Tensor, labels: Tensor, options: SoftmaxOptions, largest: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(the statistics of each row over its kept local columns, whether the row's label can be scored).
 
         The statistics: see :func:`~megatron_rc.parallel.softmax.row_statistics`; m is -inf without a kept local
         column. An id counts once, in any order. A label can be scored if the row has no ids, or if it is one of them
         and all lie in the vocabulary.
+
+        ``largest``, [rows], is the largest local logit of each row, if it is known: m may then be that logit, although
+        it is not kept, which saves the search for the largest kept one. On a CPU only.
         """
         dtype = arithmetic(rows.dtype)
-        count = 2 + options.entropy + options.squares
         if not len(self.ids):
-            found = torch.zeros(count, len(rows), dtype=dtype, device=rows.device)
-            found[0] = -torch.inf
-            return found, self.valid.expand(len(rows))
+            count = 2 + options.entropy + options.squares
+            nothing = torch.zeros(count, len(rows), dtype=dtype, device=rows.device)
+            nothing[0] = -torch.inf
+            return nothing, self.valid.expand(len(rows))
+
         row, ids, first, scored = self._sorted(labels)
         column, local = _local(ids, self.first, options)
         values = _gathered(rows, row, column).to(dtype)
-        for chosen in (local, first):
-            if chosen is not None:
-                values = torch.where(chosen, values, -torch.inf)
+        for counted in (local, first):
+            if counted is not None:
+                values = torch.where(counted, values, -torch.inf)
+
+        if largest is not None:
+            has_local = self.supported if local is None else self._reduced(local.to(dtype), "max", 0) > 0
+            sums = self._sums(values, row, largest, options)
+            # False for NaN, which the largest logit may be although no kept one is.
+            if bool(((sums[0] >= LEAST_RELATIVE_SUM) | ~has_local).all()):
+                origin = torch.where(has_local, largest, -torch.inf)
+                return torch.stack([origin, *sums]), scored
+
         maximum = self._reduced(values, "max", -torch.inf)
-        origin = torch.where(maximum == -torch.inf, 0, maximum)
-        shifted = values.sub_(origin.index_select(0, row)).mul_(options.inverse_temperature).clamp_(min=LOWEST_LOG_PI)
+        sums = self._sums(values, row, torch.where(maximum == -torch.inf, 0, maximum), options)
+        return torch.stack([maximum, *sums]), scored
+
+    def _sums(self, values: Tensor, row: Tensor, origin: Tensor, options: SoftmaxOptions) -> list[Tensor]:
+        """[rows] each: Σ exp(x), and if asked for Σ exp(x) x and Σ exp(x)², with x the values less the row's origin.
+
+        ``values`` and ``row``, [entries], are the kept logits and their rows.
+        """
+        shifted = origin.index_select(0, row)
+        torch.sub(values, shifted, out=shifted)
+        shifted.mul_(options.inverse_temperature).clamp_(min=LOWEST_LOG_PI)
         exp = shifted.exp()
         terms = [exp]
         if options.entropy:
@@ -125,8 +161,7 @@ class Support:
         if options.squares:
             terms.append(exp.square())
         # In float64, because the entries of a row are added one after the other.
-        sums = [self._reduced(term.double(), "sum", 0).to(dtype) for term in terms]
-        return torch.stack([maximum, *sums]), scored
+        return [self._reduced(term.double(), "sum", 0).to(values.dtype) for term in terms]
 
     def _sorted(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """(row and id of each entry, whether it is the first with its id, whether each row's label can be scored).
@@ -134,20 +169,39 @@ class Support:
         The ids ascend in each row, and are clamped to one outside of the vocabulary. Without an id that comes twice,
         the third is None.
         """
-        row, span = self._rows(), self.vocabulary + 2
-        # A key ascends with the row and with the id.
-        ids = self.ids.long().clamp(-1, self.vocabulary)
-        key = torch.add(ids, row, alpha=span)
+        row, span = self._rows(), self._span
+        ids = self.ids.long()
+        key = self._keys(row)
         first = None
-        if waits(key) or not bool((key[1:] > key[:-1]).all()):
-            key = key.sort().values
+        # Without a look at the ids, which the host would wait for, the caller's word decides.
+        is_sorted = self.is_sorted if waits(key) else self._is_sorted(key, ids)
+        if not is_sorted:
+            ids = ids.clamp(-1, self.vocabulary)
+            key = torch.add(ids, row, alpha=span).sort().values
             first = torch.cat([key.new_ones(1, dtype=torch.bool), key[1:] != key[:-1]])
             ids = torch.sub(key, row, alpha=span)
         own = labels.long().clamp(-1, self.vocabulary) + span * torch.arange(len(labels), device=key.device)
         kept = key[torch.searchsorted(key, own).clamp_(max=len(key) - 1)] == own
-        lowest, highest = (ids[end.clamp(0, len(ids) - 1)] for end in (self.offsets[:-1], self.offsets[1:] - 1))
-        kept &= (lowest >= 0) & (highest < self.vocabulary)
+        kept &= self._inside(ids)
         return row, ids, first, (kept | ~self.supported) & self.valid
+
+    def _is_sorted(self, key: Tensor, ids: Tensor) -> bool:
+        """Whether the ids of each row ascend, none comes twice, and all lie in the vocabulary."""
+        return bool((key[1:] > key[:-1]).all()) and bool(self._inside(ids).all())
+
+    def _inside(self, ids: Tensor) -> Tensor:
+        """[rows], bool: the first and the last id of the row lie in the vocabulary, or there is none."""
+        lowest, highest = (ids[end.clamp(0, len(ids) - 1)] for end in (self.offsets[:-1], self.offsets[1:] - 1))
+        return (lowest >= 0) & (highest < self.vocabulary) | ~self.supported
+
+    @property
+    def _span(self) -> int:
+        """Distance of the keys of two rows: ids from -1 to the size of the vocabulary fit in between."""
+        return self.vocabulary + 2
+
+    def _keys(self, row: Tensor) -> Tensor:
+        """[entries]: a number for each entry that ascends with its ``row``, and in a row with the id."""
+        return torch.add(self.ids.long(), row, alpha=self._span)
 
     def _rows(self) -> Tensor:
         """[entries]: the row of each entry."""
@@ -171,7 +225,8 @@ class Support:
             row, column = row[source], column[source]
         logits = _gathered(rows, row, column).to(factors.offset.dtype)
         values = _entry_gradient(logits, row, factors, options)
-        values = torch.where(factors.counted.index_select(0, row), values, 0)
+        if waits(rows) or not bool(factors.counted.all()):
+            values = torch.where(factors.counted.index_select(0, row), values, 0)
         return KeptGradient(row, column, values, exists, factors.column, factors.here & self.supported, factors.target)
 
 
@@ -195,7 +250,7 @@ class KeptGradient:
             values = self.values.to(out.dtype)
             if self.exists is not None:
                 values = torch.where(self.exists, values, memory[index])
-            memory[index] = values  # scatter would make a float32 copy of all of a bfloat16 tensor
+            memory.index_copy_(0, index, values)
         cells = (torch.arange(len(out), device=out.device), self.label)
         out[cells] = torch.where(self.here, self.target.to(out.dtype), out[cells])
 

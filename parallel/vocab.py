@@ -42,6 +42,7 @@ def vocab_parallel_log_probs_and_entropy(
     compile: bool = False,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    support_is_sorted: bool = False,
     entropy_over_support: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-prob of each label, and the entropy of each distribution, under softmax(logits / temperature).
@@ -74,6 +75,8 @@ def vocab_parallel_log_probs_and_entropy(
             once. Default: every position counts the whole vocabulary.
         support_offsets: [labels + 1], int64: position i, in the order of ``labels.flatten()``, has the ids from
             ``support_offsets[i]`` to ``support_offsets[i + 1]``. Without ids it counts the whole vocabulary.
+        support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary. Nothing is
+            sorted then. Where that is not so, all log-probs are NaN on a GPU; a CPU looks at the ids in any case.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary, so that a
             bonus on it also reaches the tokens that were not kept.
 
@@ -87,7 +90,7 @@ def vocab_parallel_log_probs_and_entropy(
     Memory: forward, one chunk in float32 and the statistics, of which 4 bytes a token and the results are held until
         the backward; backward, one chunk and the gradient. Logits whose leading dimensions are a transposed view of
         contiguous ones are read as they are; of any other view a copy is made. With a support also some numbers for
-        each id: on a CPU of a block of about 65,536 ids, on a GPU of all. The support itself is held until the
+        each id: on a CPU of a block of about 262,144 ids, on a GPU of all. The support itself is held until the
         backward; for a transposed view a copy of its ids is made.
 
     Collectives: one MAX of t and one SUM of 3t (4t with Q) numbers over ``tp_group`` in the forward, none in the
@@ -109,6 +112,7 @@ def vocab_parallel_log_probs_and_entropy(
         inplace_backward=inplace_backward,
         compile=compile,
         entropy_apart=support_ids is not None and not entropy_over_support,
+        support_is_sorted=support_is_sorted,
     )
     return _apply(logits, labels, mask, support_ids, support_offsets, spec)
 
@@ -126,6 +130,7 @@ def vocab_parallel_log_probs(
     compile: bool = False,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    support_is_sorted: bool = False,
 ) -> Tensor:
     """The log-probs of :func:`vocab_parallel_log_probs_and_entropy` alone, with less work.
 
@@ -143,6 +148,7 @@ def vocab_parallel_log_probs(
         inplace_backward=inplace_backward,
         compile=compile,
         entropy_apart=False,
+        support_is_sorted=support_is_sorted,
     )
     (log_probs,) = _apply(logits, labels, mask, support_ids, support_offsets, spec)
     return log_probs

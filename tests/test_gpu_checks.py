@@ -31,6 +31,7 @@ def run(*words, **variables):
     ("words", "named"),
     [
         (["bench-gpu"], f"`make bench-gpu`|Error {machine.NO_GPU}"),
+        (["quarter-gpu"], f"`make quarter-gpu`|Error {machine.NO_GPU}"),
         (["wheels", "WHEELS="], "WHEELS=DIR"),
         (["wheels", "WHEELS=/nowhere", "ONLY=torch"], "torch is not in wheels.txt"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -282,7 +283,7 @@ class RolloutCollector:
         self.sampler = RolloutSampler(config, self.task, self.engine, self.replica, self.open_rollouts)
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
-        """Check the records, and write them if ``--save-rollouts`` is given."""
+        """Check the records, write them if ``--save-rollouts`` is given, and sort the kept tokens for the trainer."""
         batch = sampled.batch
         rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
         batch.validate(
@@ -303,7 +304,7 @@ class RolloutCollector:
             check_versions(batch, begun, rollouts.rollout_staleness)
         if rollouts.save_rollouts:
             write_rollouts(batch, rollouts.save_rollouts, step, self.replica)
-        return sampled
+        return dataclasses.replace(sampled, batch=batch.with_sorted_support())
 
     def _obtain(self, step: int) -> SampledBatch:
         """Sample or read this replica's records; may run on a prefetching thread."""

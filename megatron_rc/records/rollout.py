@@ -20,7 +20,7 @@ from megatron_rc.records.checks import (
 )
 from megatron_rc.records.sampling import SamplingParams
 from megatron_rc.records.storage import read_file, write_file
-from megatron_rc.records.support import take_support
+from megatron_rc.records.support import owners_of, sorted_support, take_support
 
 __all__ = ["FINISH_REASONS", "SCHEMA_VERSION", "RolloutBatch", "SamplingParams", "load_rollouts", "save_rollouts"]
 
@@ -159,6 +159,16 @@ class RolloutBatch:
         # A label is the token at the next place; -1 leaves a position without ids.
         label_places = torch.where(_to_labels(self.response_mask), self._places + 1, -1)
         return take_support(self.support_ids, self.support_counts, label_places)
+
+    def with_sorted_support(self) -> RolloutBatch:
+        """The batch with the kept tokens of sampled tokens alone, in ascending order, each id once."""
+        if self.support_ids is None or self.support_counts is None:
+            return self
+        is_sampled = self.response_mask.flatten()[owners_of(self.support_counts)]
+        sampled_ids = self.support_ids[is_sampled]
+        sampled_counts = torch.where(self.response_mask, self.support_counts, 0)
+        ids, counts = sorted_support(sampled_ids, sampled_counts)
+        return replace(self, support_ids=ids, support_counts=counts)
 
     def support_of_rows(self) -> Sequence[tuple[Tensor, Tensor] | None]:
         """Return (ids, counts [s]) of the supports of each row; a list of None without supports."""

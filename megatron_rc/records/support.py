@@ -36,6 +36,24 @@ def take_support(ids: Tensor, counts: Tensor, index: Tensor) -> tuple[Tensor, Te
     return ids[old_places], new_counts.view(index.shape).to(counts.dtype)
 
 
+def sorted_support(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The same supports with the ids of each position in ascending order, each once: (ids, counts).
+
+    An engine may report the tokens by probability, and an id twice. Sorted once on the host, no device has to sort them
+    in each pass. Ids that are sorted already are returned as they are.
+
+    ``ids``: [ids] ≥ 0; ``counts``: ids of each position, in any shape.
+    """
+    span = 2**31  # ids lie below
+    keys = owners_of(counts) * span + ids.long()
+    if bool((keys.diff() > 0).all()):
+        return ids, counts
+
+    keys = keys.unique()  # in ascending order
+    sorted_counts = torch.bincount(keys // span, minlength=counts.numel()).view(counts.shape)
+    return (keys % span).to(ids.dtype), sorted_counts.to(counts.dtype)
+
+
 def offsets_of(counts: Tensor) -> Tensor:
     """Offsets of the supports, [positions + 1] int64: position i has the ids ``offsets[i]`` to ``offsets[i + 1]``."""
     return torch.nn.functional.pad(counts.flatten().long().cumsum(0), (1, 0))

@@ -26,8 +26,17 @@ from tests.gpu.machine import end, require_gpu, say
 
 # What tells most comes first.
 CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts", "compiled"))
-BENCHMARKS = tuple(f"bench_{name}.py" for name in ("vocab", "correction", "step", "linear"))
+BENCHMARKS = tuple(f"bench_{name}.py" for name in ("packed", "vocab", "correction", "step", "linear"))
 TOTAL_SECONDS = 450
+# What is most wanted from a machine that is there for a quarter of an hour: (file, which of its checks).
+QUARTER = (
+    ("bench_packed.py", ""),
+    ("bench_correction.py", ""),
+    ("bench_step.py", "decoupled or bypass"),
+    ("bench_vocab.py", "kept"),
+    *((name, "not mamba") for name in CHECKS),
+)
+QUARTER_SECONDS = 780  # and two minutes to make the environment and to carry files
 PROCESSES_PER_FILE = 12
 USAGE = (2, 3, 4)  # exit statuses of pytest: it could not begin
 NOTHING_COLLECTED = 5  # the one of pytest where no check is left, or none has a name that --only fits
@@ -63,7 +72,7 @@ def main() -> None:
     """Make the environment, run the checks, write the table and the JSON file."""
     args = _parser().parse_args()
     if args.device == "cuda":
-        require_gpu("bench-gpu" if args.bench else "test-gpu")
+        require_gpu("quarter-gpu" if args.quarter else "bench-gpu" if args.bench else "test-gpu")
     wheels = Path(args.wheels) if args.wheels else None
     python = Path(sys.executable) if args.device == "cpu" else prepare(args.environment, wheels)
     machine = _machine(python)
@@ -73,17 +82,33 @@ def main() -> None:
     begun = time.monotonic()
     say(COLUMNS.format("check", "result", "seconds", "figures"))
     rows: list[Row] = []
-    files = [Path(__file__).parent / name for name in (BENCHMARKS if args.bench else CHECKS)]
-    path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
+    name, parts, seconds = _plan(args)
+    path = args.json or ROOT / "runs" / "gpu" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(rows, machine, path, 0.0)
-    for file in args.files or files:
-        for row in run_file(python, file, args.device, args.only, begun + args.seconds):
+    for file, only in parts:
+        for row in run_file(python, file, args.device, only, begun + seconds):
             say(str(row))
             rows.append(row)
             # Each time, so that whatever ends this process leaves what is known.
             _write(rows, machine, path, time.monotonic() - begun)
     _finish(rows, path, time.monotonic() - begun)
+
+
+def _plan(args: argparse.Namespace) -> tuple[str, list[tuple[Path, str]], float]:
+    """(name of the results, files with the names of their checks as pytest's ``-k`` has them, seconds for all)."""
+    if args.quarter:
+        name, chosen, seconds = "quarter", QUARTER, QUARTER_SECONDS
+    elif args.bench:
+        name, chosen, seconds = "bench", tuple((file, "") for file in BENCHMARKS), TOTAL_SECONDS
+    else:
+        name, chosen, seconds = "checks", tuple((file, "") for file in CHECKS), TOTAL_SECONDS
+    parts = [(Path(__file__).parent / file, only) for file, only in chosen]
+    if args.files:
+        parts = [(file, "") for file in args.files]
+    if args.only:
+        parts = [(file, args.only) for file, _ in parts]
+    return name, parts, args.seconds or seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-gpu", metavar="DIR", help="where it is made")
     parser.add_argument("--json", type=Path, default=None, help="file of the results; default: in runs/gpu/")
     parser.add_argument("--bench", action="store_true", help="measure instead, and compare with targets")
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which no check is begun")
+    parser.add_argument("--quarter", action="store_true", help="what is most wanted, in a quarter of an hour")
+    parser.add_argument("--seconds", type=float, default=None, help="after which no check is begun")
     parser.add_argument("--only", default="", metavar="WORDS", help="pytest's -k: checks whose names fit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to find mistakes here")
     parser.add_argument("files", nargs="*", type=Path, help="files of checks; default: all of them")

@@ -14,7 +14,7 @@ from megatron_rc.launch.engines.weight_sums import sum_of
 from tests.gpu.packages import require
 from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
-from tests.launch.training.models import test_mamba
+from tests.launch.training.models import test_hybrid, test_mamba
 from tests.support import training_cases
 from tests.support.errors import largest_error
 from tests.support.made_rollouts import on_device
@@ -108,6 +108,28 @@ def test_near_gradients(words, figures, name):
     distance = distance_of([run(CASES[case], words(*more, case=CASES[case]))], CASES[case])
     figures(gradient_error=distance)
     assert distance <= most
+
+
+ROTARY = {
+    "packed": None,
+    "packed, latent attention with YaRN": [
+        *test_hybrid.LATENT,
+        *test_hybrid.EXPERTS,
+        "--rope-type=yarn",
+        "--rotary-scaling-factor=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_fused_rotary_embeddings(words, figures, name):
+    """Transformer Engine's rotary kernel gives packed tokens the gradients that PyTorch's operations give."""
+    require(TE)
+    more = [*TE_LAYERS, *BF16, "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"]
+    found = [steps(words(*more, *own, model=ROTARY[name]), [0])[0] for own in ((), ("--apply-rope-fusion",))]
+    apart = abs(found[1]["grad_norm"] - found[0]["grad_norm"]) / found[0]["grad_norm"]
+    figures(grad_norm_error=apart, loss_error=abs(found[1]["loss/total"] - found[0]["loss/total"]))
+    assert apart <= 1e-2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The reference is a softmax of dense logits in one process, in float64, with -inf
 
 import contextlib
 import math
+import sys
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -26,6 +27,7 @@ from tests.parallel.test_vocab_memory import COPY, TOKENS, WIDTH, allocated
 from tests.parallel.test_vocab_memory import make as make_large
 from tests.support.far_device import GPU, far_device, is_there
 from tests.support.on_rank import recorded
+from tests.support.operations import Operations
 from tests.support.ranks import Layout
 
 VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7  # of four ranks, the last holds only padding
@@ -178,6 +180,30 @@ def test_it_is_the_same_without_a_value_on_the_host(ranks, tp):
     assert_dense(batch, ranks.run(outcomes, Layout(tp=tp), batch, DTYPES, True))
     first_shard_alone = make([(0, [0, 1]), (1, [1])])
     assert_dense(first_shard_alone, ranks.run(outcomes, Layout(tp=tp), first_shard_alone, DTYPES, True))
+
+
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_ids_that_are_sorted_are_not_sorted_again(ranks, tp):
+    positions = [(label, [] if label == -100 else sorted(set(ids))) for label, ids in POSITIONS]
+    batch = make(positions)
+    assert_dense(batch, ranks.run(outcomes_of_sorted_ids, Layout(tp=tp), batch))
+
+
+def outcomes_of_sorted_ids(batch):
+    """What ``outcomes`` gives on a GPU, from ids that the caller calls sorted."""
+    choices = [(*choice[:4], choice[4] | {"support_is_sorted": True}) for choice in CHOICES]
+    with mock.patch.object(sys.modules[__name__], "CHOICES", choices), Operations() as operations:
+        found = outcomes(batch, far=True)
+    assert not any(name.startswith("aten.sort") for name in operations.by_name)
+    return found
+
+
+@pytest.mark.parametrize("ids", [[2, 1], [1, 1], [-1, 1], [1, VOCABULARY]])
+def test_ids_that_are_wrongly_called_sorted_make_every_log_prob_nan_on_a_gpu(ids):
+    batch = make([(1, ids), (3, [3, 4])])
+    logits = batch.logits(torch.float32)
+    with mock.patch.object(support, "waits", return_value=True):
+        assert call(batch, logits, alone=True, support_is_sorted=True)[0].isnan().all()
 
 
 def test_no_pass_waits_for_a_gpu():

@@ -12,7 +12,7 @@ from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.records.formats.jsonl import from_json_lines, to_json_lines
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
-from megatron_rc.records.support import support_of, take_support
+from megatron_rc.records.support import sorted_support, support_of, take_support
 from tests.support.records import HALF, example, identical
 
 TRUNCATED = dataclasses.replace(HALF, top_p=0.8)
@@ -66,6 +66,25 @@ def test_rows_columns_and_concatenation_keep_each_tokens_ids():
     assert lists_of(joined) == [LISTS[1], LISTS[0], LISTS[2]]
     with pytest.raises(ValueError, match="only some batches have support_ids: keep them apart"):
         RolloutBatch.concatenate([batch, dataclasses.replace(batch, support_ids=None, support_counts=None)])
+
+
+@settings(max_examples=50, deadline=None)
+@given(lists=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=8))
+def test_sorted_supports_have_each_id_once_in_ascending_order(lists):
+    ids, counts = sorted_support(*support_of(lists))
+    expected = [sorted(set(kept_ids)) for kept_ids in lists]
+    assert counts.tolist() == [len(kept_ids) for kept_ids in expected]
+    assert ids.tolist() == [token_id for kept_ids in expected for token_id in kept_ids]
+    assert ids.dtype == counts.dtype == torch.int32
+
+
+def test_a_batch_with_sorted_supports_has_those_of_sampled_tokens_alone():
+    lists = [list(row) for row in LISTS]
+    lists[0][3] = [-1, 2]  # of a tool's answer, which nobody reads
+    assert lists_of(with_support(example(), lists).with_sorted_support()) == [
+        [sorted(kept_ids) for kept_ids in row] for row in LISTS
+    ]
+    assert example().with_sorted_support() is not None
 
 
 def test_labels_have_the_ids_of_the_next_token_if_it_was_sampled():

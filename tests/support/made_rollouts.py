@@ -24,6 +24,19 @@ def made_batch(tokens: Tensor, mask: Tensor, log_probs: Tensor, rewards: Tensor,
     return RolloutBatch(tokens, mask, torch.where(mask, log_probs, torch.nan), rewards=rewards, **plain | more)
 
 
+def short_responses(number: int, length: int, vocabulary: int = 13) -> RolloutBatch:
+    """Responses of 3 to ``length`` - 1 tokens, their prompts of 1 to 4 tokens included; two tokens at least train."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (number, length)
+    prompt = torch.randint(1, 5, (number, 1), generator=generator)
+    end = prompt + torch.randint(2, length - 4, (number, 1), generator=generator)
+    position = torch.arange(length).expand(shape)
+    mask = (position >= prompt) & (position < end)
+    log_probs = (-2.7 + 0.4 * torch.randn(shape, generator=generator)).clamp(max=-0.01)
+    tokens = torch.randint(0, vocabulary, shape, generator=generator)
+    return made_batch(tokens, mask, log_probs, torch.rand(number, generator=generator))
+
+
 def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
     """The batch on the model's device, to which the rollouts' broadcast brings it."""
     return dataclasses.replace(batch, **{name: values.to(device) for name, values in batch.tensors().items()})

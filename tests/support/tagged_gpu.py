@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from tests.support.by_sequence import attention_by_sequence
 from tests.support.far_device import CPU, GPU, Answering, FarDevice, run_backward
 
 
@@ -22,7 +23,7 @@ def _stand_ins(mode: Answering) -> Iterator[tuple[Any, str, Any]]:
     import torch.distributed as dist
 
     from megatron_rc.launch.training.batches import advantages
-    from megatron_rc.launch.training.models import cpu
+    from megatron_rc.launch.training.models import cpu, local_layers
     from megatron_rc.parallel import groups, kernels
     from megatron_rc.training import rollout_correction
 
@@ -41,11 +42,12 @@ def _stand_ins(mode: Answering) -> Iterator[tuple[Any, str, Any]]:
     for module in (groups, rollout_correction, advantages):
         yield module, "group_device", lambda group: CPU if group is None else GPU
     yield kernels, "uses_triton", lambda _: False
+    yield local_layers, "_varlen_function", lambda: attention_by_sequence
     yield torch.autograd, "_engine_run_backward", run_backward(mode)
 
 
 @contextlib.contextmanager
-def tagged_gpu() -> Iterator[None]:
+def tagged_gpu() -> Iterator[FarDevice]:
     """Pretend a GPU inside this block; for a process of its own that has not imported Megatron."""
     from megatron_rc.launch.training.models import cpu
 
@@ -59,4 +61,4 @@ def tagged_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         stack.enter_context(mode)
         stack.enter_context(device)
-        yield
+        yield device

@@ -21,6 +21,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
 from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
+from megatron_rc.launch.training.models.packed_rope import use_gathered_angles
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.parallel.collectives import broadcast
@@ -34,6 +35,7 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
         transformer: Megatron's config of the layers, shared by the chunks.
         is_critic: make a value head on the last stage, without tied embeddings.
     """
+    use_gathered_angles()
     virtual = config.parallel.virtual_pipeline_model_parallel_size
     # Each expert-parallel rank draws other experts; ``wrap_chunks`` makes the shared weights equal.
     torch.manual_seed(config.training.seed + parallel_state.get_expert_model_parallel_rank())

@@ -7,10 +7,12 @@ support both exactly, on any device.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -19,20 +21,55 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from megatron_rc.launch.training.models import packed_rope
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout, shard_positions
 
 
+class Run(NamedTuple):
+    """Neighbouring sequences of one length in packed tokens."""
+
+    number: int  # of sequences
+    length: int  # local tokens of each
+
+    @property
+    def tokens(self) -> int:
+        """Local tokens of all of them."""
+        return self.number * self.length
+
+    def rows(self, values: Tensor) -> Tensor:
+        """[n, tokens of a sequence, heads, d], from its local tokens [t/cp, heads, d], or all [cp, t/cp, heads, d]."""
+        if values.dim() == 3:
+            return values.view(self.number, self.length, *values.shape[1:])
+        size, _, *rest = values.shape
+        by_rank = values.view(size, self.number, self.length, *rest)
+        return by_rank.transpose(0, 1).reshape(self.number, size * self.length, *rest)
+
+
 @dataclass
 class PackedTokens(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of packed sequences, with the layout of this rank's tokens."""
+    """Megatron's description of packed sequences, with the layout of this rank's tokens.
+
+    Attributes:
+        layout: this rank's tokens.
+        masks: causal masks of this micro-batch under context parallelism, by local length; all layers share them.
+    """
 
     layout: SequenceLayout | None = None
+    masks: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: SequenceLayout, device: torch.device) -> PackedTokens:
-        """Describe a packed layout; padding counts as tokens of its sequence, which the causal mask makes harmless."""
-        bounds = torch.tensor([0, *accumulate(layout.full_lengths)], dtype=torch.int32, device=device)
+    def of(cls, layout: SequenceLayout, device: torch.device, positions: Tensor | None = None) -> PackedTokens:
+        """Describe a packed layout; padding counts as tokens of its sequence, which the causal mask makes harmless.
+
+        ``positions``, [t/cp] int64 on the device, are ``layout.positions()``, if they are there already.
+        """
+        bounds = torch.tensor([0, *accumulate(layout.full_lengths)], dtype=torch.int32)
+        # The host does not wait until a GPU has done its earlier work.
+        bounds = bounds.to(device, non_blocking=True)
+        if positions is None:
+            positions = layout.positions().to(device, non_blocking=True)
+        packed_rope.register(bounds, positions)
         # With the sum of all lengths, Megatron would let rotary positions run on from sequence to sequence.
         longest = max(layout.full_lengths)
         return cls(
@@ -45,6 +82,20 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_kv=longest,
             layout=layout,
         )
+
+    @functools.cached_property
+    def runs(self) -> list[Run]:
+        """The sequences, in their order, by neighbours of equal length: a bin is sorted by length."""
+        if self.layout is None:
+            raise ValueError("packed tokens need packed_seq_params=PackedTokens.of(layout)")
+        lengths = [length // self.layout.cp_size for length in self.layout.full_lengths]
+        return [Run(number=len(list(equal)), length=length) for length, equal in groupby(lengths)]
+
+    def mask(self, local_length: int, rank: int, size: int, device: torch.device) -> Tensor:
+        """The causal mask of a sequence with so many tokens on a context-parallel rank: see ``_zigzag_mask``."""
+        if local_length not in self.masks:
+            self.masks[local_length] = _zigzag_mask(local_length, rank, size, device)
+        return self.masks[local_length]
 
 
 class LocalNorm:
@@ -154,35 +205,98 @@ class LocalAttention(torch.nn.Module):
             gather = tensor_parallel.gather_from_sequence_parallel_region
             key, value = gather(key, group=self.cp_group), gather(value, group=self.cp_group)
         if query.dim() == 4:
-            return self._attend(query, key, value).flatten(2)
-        if packed_seq_params is None or packed_seq_params.layout is None:
+            mask = None
+            if size > 1:
+                mask = _zigzag_mask(query.shape[0], group_rank(self.cp_group), size, query.device)
+            by_sequence = [values.transpose(0, 1) for values in (query, key, value)]
+            return self._attend(*by_sequence, mask=mask).transpose(0, 1).flatten(2)
+        if packed_seq_params is None:
             raise ValueError("packed tokens need packed_seq_params=PackedTokens.of(layout)")
-        # One by one: a mask over all packed tokens would compute the products of different sequences too.
-        layout = packed_seq_params.layout
-        lengths = [length // layout.cp_size for length in layout.full_lengths]
-        gathered = [values.unflatten(0, (size, -1)).split(lengths, dim=1) for values in (key, value)]
-        attended = [
-            self._attend(query.unsqueeze(1), *(part.flatten(0, 1).unsqueeze(1) for part in keys_and_values)).squeeze(1)
-            for query, *keys_and_values in zip(query.split(lengths), *gathered, strict=True)
-        ]
+        return self._attend_packed(query, key, value, packed_seq_params)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
+        """Attention of packed tokens: [t/cp, heads/tp · d], from the keys and values [t, groups/tp, d].
+
+        One call for neighbours of equal length: a mask over all packed tokens would compute the products of different
+        sequences too.
+        """
+        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        if size == 1:
+            attend_all = varlen_attention(query, value)
+            if attend_all is not None:
+                return self._attend_at_once(attend_all, query, key, value, packed).flatten(1)
+        tokens = [run.tokens for run in packed.runs]
+        queries = query.split(tokens)
+        if size > 1:
+            # What was gathered lies in the order of the ranks.
+            key, value = (values.unflatten(0, (size, -1)) for values in (key, value))
+        keys, values = (whole.split(tokens, dim=whole.dim() - 3) for whole in (key, value))
+
+        attended = []
+        for run, run_query, run_key, run_value in zip(packed.runs, queries, keys, values, strict=True):
+            mask = None if size == 1 else packed.mask(run.length, rank, size, query.device)
+            output = self._attend(run.rows(run_query), run.rows(run_key), run.rows(run_value), mask=mask)
+            attended.append(output.flatten(0, 1))
         return torch.cat(attended).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of padded sequences: [s/cp, b, heads/tp, d], from the keys and values [s, b, groups/tp, d]."""
-        size = group_size(self.cp_group)
-        mask = None
-        if size > 1:
-            mask = _zigzag_mask(query.shape[0], group_rank(self.cp_group), size, query.device)
+    def _attend_at_once(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens
+    ) -> Tensor:
+        """Attention of packed tokens by PyTorch's kernel for sequences of any lengths: [t, heads/tp, d]."""
+        longest = packed.max_seqlen_q
+        return attend(
+            query,
+            key,
+            value,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
+        """Attention of b sequences of one length: [b, s/cp, heads/tp, d], from keys and values [b, s, groups/tp, d].
+
+        ``mask``: [s/cp, s], True if the query sees the key; None: causal.
+        """
         output = torch.nn.functional.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        return output.permute(2, 0, 1, 3)
+        return output.transpose(1, 2)
+
+
+def varlen_attention(query: Tensor, value: Tensor) -> Callable[..., Tensor] | None:
+    """PyTorch's ``varlen_attn`` if it can compute the attention of these queries and values, or None.
+
+    It is FlashAttention: for numbers of 16 bits, heads of one width up to 256, on GPUs from NVIDIA's Ampere on. PyTorch
+    before 2.13 has no such function, or one without a scale and grouped queries.
+    """
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if query.shape[-1] != value.shape[-1] or query.shape[-1] > 256 or torch.version.hip is not None:
+        return None
+    return _varlen_function() if torch.cuda.get_device_capability(query.device) >= (8, 0) else None
+
+
+@functools.cache
+def _varlen_function() -> Callable[..., Tensor] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size", "enable_gqa"} <= parameters.keys():
+        return None
+    return cast(Callable[..., Tensor], varlen_attn)  # a tuple only if more than the output is asked for
 
 
 @functools.lru_cache(maxsize=16)

@@ -116,7 +116,7 @@ class ModelPasses:
         tokens, positions = local.tokens, local.positions
         if tokens.dim() == 1:
             tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
-            keep["packed_seq_params"] = PackedTokens.of(local.layout, local.tokens.device)
+            keep["packed_seq_params"] = PackedTokens.of(local.layout, local.tokens.device, local.positions)
         with nullcontext() if replay is None else replay.in_forward(unwrap(model), experts):
             if scoring is None:
                 output = model(tokens, positions, None, **keep)
@@ -141,6 +141,7 @@ class ModelPasses:
             sum_squares=scoring.squares,
             support_ids=ids,
             support_offsets=None if counts is None else offsets_of(counts),
+            support_is_sorted=True,  # by the collector
             entropy_over_support=rollouts.entropy_over_support,
         )
 

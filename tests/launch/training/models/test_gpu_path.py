@@ -1,9 +1,11 @@
 """The launcher's GPU path without a GPU: nothing mixes tensors of the host with those of the device."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -12,6 +14,24 @@ from tests.support.paths import ROOT
 WHOLE_RUN = """--config=count_up --tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel
 --train-iters=2 --grpo-prompts-per-step=2 --global-batch-size=16 --micro-batch-size=8 --bf16
 --use-distributed-optimizer --optimizer-offload --rl-use-sequence-packing --grpo-kl-beta=0.1""".split()
+
+
+@contextlib.contextmanager
+def steps_counted(device):
+    """A list that gets the host's waits of each optimizer step inside this block."""
+    from megatron_rc.launch.training.trainer import Trainer
+
+    steps = []
+    accumulate = Trainer.accumulate
+
+    def counted(self, *args, **options):
+        before = device.waits.copy()
+        found = accumulate(self, *args, **options)
+        steps.append(device.waits - before)
+        return found
+
+    with mock.patch.object(Trainer, "accumulate", counted):
+        yield steps
 
 
 def train(words):
@@ -25,7 +45,7 @@ def train(words):
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
-    with tagged_gpu():
+    with tagged_gpu() as device:
         there = torch.ones(3, device=GPU)
         assert there.sum().device == GPU
         with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
@@ -34,7 +54,13 @@ def train(words):
         with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
             there[torch.tensor([0, 1])] = torch.ones(2)
         train_ppo.cpu_backend = None  # a run on a GPU never takes the CPU switch
-        train_ppo.main(words)
+        with steps_counted(device) as steps:
+            train_ppo.main(words)
+        for waits in steps:
+            # For the metrics' sums, and for the number of tokens that Megatron divides by; nothing of the model waits.
+            files = sorted(wait.split()[-1].split(":")[0] for wait in waits.elements())
+            assert files == ["collectives.py", "schedule.py"], waits
+        assert len(steps) == 2
         assert torch.optim.AdamW([there]).param_groups[0]["params"][0].is_cuda
 
 
