@@ -37,7 +37,7 @@ def take_support(ids: Tensor, counts: Tensor, index: Tensor) -> tuple[Tensor, Te
 
 
 def sorted_support(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The same supports with the ids of each position in ascending order, each once: (ids, counts).
+    """Sort the ids of each position, and drop those that come twice: return (ids, counts).
 
     An engine may report the tokens by probability, and an id twice. Sorted once on the host, no device has to sort them
     in each pass. Ids that are sorted already are returned as they are.
