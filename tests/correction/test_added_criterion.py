@@ -15,13 +15,11 @@ from megatron_rc import (
     rollout_correction_config_from_args,
 )
 from megatron_rc.numerics import k2
-from megatron_rc.parallel import SequenceLayout
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
 from tests.correction.test_properties import correct_split
 from tests.support import user_objects
-from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
@@ -131,34 +129,6 @@ def whole(name):
     result = correct_rollouts(train, rollout, mask, config, **sides)
     assert 0 < int(result.mask.sum()) < int(mask.sum())
     return result, config, (train, rollout, mask), sides
-
-
-def assert_same(result, want, mask=None, weights=None):
-    assert torch.equal(result.mask if mask is None else mask, want.mask)
-    if want.weights is not None:
-        torch.testing.assert_close(result.weights if weights is None else weights, want.weights, rtol=1e-12, atol=0)
-    assert result.metrics() == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_packed_tokens_micro_batches_and_blocks_give_the_same(name, monkeypatch):
-    want, config, (train, rollout, mask), sides = whole(name)
-    ends = [0, 12, 20, 32, 44, 56, 68]
-    kept = torch.ones(6, 12, dtype=torch.bool)
-    kept[1, 8:] = False  # of other lengths
-    trimmed = correct_rollouts(train, rollout, mask & kept, config, **sides)
-    packed = [tensor[kept] for tensor in (train, rollout, mask)]
-    for num_tokens in (5, 10**6):
-        use_blocks(monkeypatch, num_tokens)
-        assert_same(correct_rollouts(train, rollout, mask, config, **sides), want)
-        result = correct_rollouts(*packed, config, SequenceLayout.packed(ends), **sides)
-        weights = None if result.weights is None else torch.zeros_like(train).masked_scatter(kept, result.weights)
-        assert_same(result, trimmed, torch.zeros_like(mask).masked_scatter(kept, result.mask), weights)
-    pieces = ([tensor[:2] for tensor in (train, rollout, mask)], [tensor[2:] for tensor in (train, rollout, mask)])
-    lists = {key: [value[:2], value[2:]] for key, value in sides.items() if isinstance(value, torch.Tensor)}
-    result = correct_rollouts(*(list(pair) for pair in zip(*pieces, strict=True)), config, **sides | lists)
-    weights = None if result.weights is None else torch.cat(result.weights)
-    assert_same(result, want, torch.cat(result.mask), weights)
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])

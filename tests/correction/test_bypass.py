@@ -231,17 +231,6 @@ def test_steps_do_not_mix_and_their_metrics_merge():
     assert correction.metrics() == {}
 
 
-def test_a_plan_without_tokens_says_so_before_the_schedule():
-    correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
-    mask = torch.tensor([[True, False], [False, False]])
-    ids = torch.tensor([0, 1])
-    plan = correction.plan(PlanInputs(None, mask.float(), mask, mini_batch_ids=ids), num_mini_batches=2)
-    plan.check()
-    assert plan.metrics() == {}
-    assert plan.skip.tolist() == [False, True]
-    assert plan.counted.tolist() == [[1, 1], [0, 0]]
-
-
 def test_ids_out_of_range_are_reported_by_the_first_step():
     """Not by the plan, which the other pipeline stages do not see."""
     correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
@@ -275,15 +264,6 @@ def test_versions_come_with_the_plan():
     assert not [name for name in correction.step.metrics() if "staleness" in name]
 
 
-def test_calls_out_of_order_are_errors():
-    decoupled = RolloutCorrection(RolloutCorrectionConfig(), ALONE, loss=PolicyLossConfig())
-    with pytest.raises(RuntimeError, match="in_loss belongs to bypass_mode"):
-        decoupled.in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool))
-    correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
-    with pytest.raises(RuntimeError, match="after plan"):
-        correction.in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool))
-
-
 @pytest.mark.parametrize(
     ("fields", "loss", "auxiliary", "message"),
     [
@@ -299,15 +279,3 @@ def test_combinations_that_cannot_be_exact_are_errors(fields, loss, auxiliary, m
     config = RolloutCorrectionConfig(**fields, bypass_mode=True, loss_type="reinforce")
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(config, ALONE, loss=PolicyLossConfig(**loss), has_auxiliary_losses=auxiliary)
-
-
-def test_combinations_that_can_be_exact_are_not():
-    original = {"rollout_token_veto_threshold": 0.1, "rejection_denominator": "original"}
-    for fields, loss in (
-        ({}, {}),
-        (original, {}),
-        ({"rollout_token_veto_threshold": 0.1}, {"aggregation": "token-sum"}),
-    ):
-        config = RolloutCorrectionConfig(**fields, bypass_mode=True, loss_type="reinforce")
-        scale = {"loss_scale_factor": 3.0} if loss else {}
-        RolloutCorrection(config, ALONE, loss=PolicyLossConfig(**loss, **scale), has_auxiliary_losses=True)
