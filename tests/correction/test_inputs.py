@@ -115,11 +115,8 @@ def test_the_lowest_bad_token_is_named(policy, value):
     ids = torch.arange(12).flip(0)
     result = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
     name = "training" if policy[0] == "t" else "rollout"
-    with pytest.raises(
-        ValueError,
-        match=rf"the {name} log-prob of sample 2, position 0 is {_KINDS[str(value)]} \(.* positive log-probs: 3\): "
-        r"repair .*, or set bad_log_probs=reject_token",
-    ):
+    message = rf"{name} log-prob of sample 2, position 0 is {_KINDS[str(value)]} .*3.*bad_log_probs=reject_token"
+    with pytest.raises(ValueError, match=message):
         result.check()
 
 
