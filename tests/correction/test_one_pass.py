@@ -51,15 +51,15 @@ def test_the_correction_is_that_of_scores_that_were_known_before():
 
 
 def test_a_plan_allows_one_step():
-    with pytest.raises(ValueError, match="train_log_probs would be ignored: one_pass=True"):
+    with pytest.raises(ValueError, match=r"train_log_probs.*one_pass=True"):
         one_pass().plan(PlanInputs(TRAIN, ROLLOUT, MASK))
     correction = one_pass()
-    with pytest.raises(ValueError, match="num_mini_batches=2 is more than 1: with one_pass=True"):
+    with pytest.raises(ValueError, match=r"num_mini_batches=2.*one_pass=True"):
         correction.plan(PlanInputs(None, ROLLOUT, MASK, mini_batch_ids=torch.tensor([0, 1])), num_mini_batches=2)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.finish_step()
-    with pytest.raises(StepError, match="the step of this plan has ended: with one_pass=True"):
+    with pytest.raises(StepError, match="one_pass=True"):
         correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
@@ -86,16 +86,16 @@ def second_step():
 def test_a_second_step_is_refused_on_every_stage(ranks):
     first, last = ranks.run(second_step, Layout(pp=2))
     assert first == last
-    assert "the step of this plan has ended: with one_pass=True" in first
+    assert "one_pass=True" in first
 
 
 @pytest.mark.parametrize(
     ("fields", "loss", "auxiliary", "message"),
     [
-        ({"bypass_mode": True}, {}, False, "one_pass=True does nothing with bypass_mode=True"),
-        ({"proximal_interpolation": True}, {}, False, "one_pass=True does nothing with proximal_interpolation=True"),
+        ({"bypass_mode": True}, {}, False, "one_pass=True.*bypass_mode=True"),
+        ({"proximal_interpolation": True}, {}, False, "one_pass=True.*proximal_interpolation=True"),
         ({"rollout_rs": "group_any,token_k1", "rollout_rs_threshold": "0.5_2"}, {}, False, "rollout_rs=group_any"),
-        ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "in one_pass scales all gradients"),
+        ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "rollout_is_batch_normalize=True.*one_pass"),
     ],
 )
 def test_settings_that_need_a_pass_are_refused(fields, loss, auxiliary, message):

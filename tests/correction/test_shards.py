@@ -121,45 +121,6 @@ def assert_as_expected(everywhere, clear):
             assert metrics == everywhere[0][name][4][3]
 
 
-def correct_wrongly(batches, variant):
-    """As ``correct_shards``, with one deliberate mistake in a reduction."""
-    from megatron_rc.batch import chain
-
-    right = ParallelGroups.from_megatron()
-    wrong = {
-        "no sum over cp": ("reduce_sequences", ParallelGroups()),
-        "sum over dp_cp for cp": ("reduce_sequences", ParallelGroups(cp=right.dp_cp)),
-        "sum over cp for dp_cp": ("reduce_batch", ParallelGroups(dp_cp=right.cp)),
-        "sum over dp for dp_cp": ("reduce_batch", ParallelGroups(dp_cp=right.dp)),
-        "no sum over prompts": ("reduce_groups", ParallelGroups()),
-        "prompts over cp": ("reduce_groups", ParallelGroups(dp_cp=right.cp)),
-    }
-    name, groups = wrong[variant]
-    original = getattr(chain, name)
-    setattr(chain, name, lambda pair, _, *layouts: original(pair, groups, *layouts))
-    try:
-        return correct_shards(batches, [6, 6], "padded")
-    finally:
-        setattr(chain, name, original)
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        *("no sum over cp", "sum over dp_cp for cp", "sum over cp for dp_cp", "sum over dp for dp_cp"),
-        *("no sum over prompts", "prompts over cp"),
-    ],
-)
-def test_a_wrong_reduction_is_noticed(ranks, variant):
-    batch, expected = clear_batch("groups")
-    noticed = False
-    for rank in ranks.run(correct_wrongly, Layout(cp=2, dp=2), {"groups": batch}, variant):
-        _, place, _, mask, (denominators, *_) = rank["groups"]
-        same = torch.equal(mask, torch.tensor(expected.mask)[place])
-        noticed |= not (same and denominators.tolist() == expected.denominators)
-    assert noticed
-
-
 def count_collectives(names, length):
     """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
     groups, found = ParallelGroups.from_megatron(), {}

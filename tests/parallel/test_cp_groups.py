@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from megatron_rc import (
     wrap_finalize,
 )
 from megatron_rc.advantages.group import GROUP_ESTIMATORS
-from megatron_rc.correction.inputs import Shards
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.correction.test_bypass import bypass
 from tests.correction.test_shards import assert_as_expected, my_layout, my_part, my_places, row_lengths
@@ -85,13 +83,13 @@ def columns_of(mine):
     return rows, list(layouts), [list(column) for column in zip(*tensors, strict=True)], sides
 
 
-def correct_dealt(batches, counts_here=None, dealt=DEALT):
-    """(the results as ``correct_shards`` of test_shards gives them, the collectives); ``counts_here``: a wrong one."""
+def correct_dealt(batches, dealt=DEALT):
+    """(the results as ``correct_shards`` of test_shards gives them, the collectives)."""
     groups, by_size = own_groups()
     found, seen = {}, {}
     for name, batch in batches.items():
         rows, layouts, tensors, sides = columns_of(my_micro_batches(batch, by_size, dealt))
-        with recorded() as seen[name], mock.patch.object(Shards, "counts_here", counts_here or Shards.counts_here):
+        with recorded() as seen[name]:
             result = correct_rollouts(*tensors, config_of(name), layouts, groups, **sides, **sizes(batch))
         result.check()
         weights = None if result.weights is None else torch.cat([one.flatten() for one in result.weights])
@@ -124,31 +122,11 @@ def test_a_mix_of_sizes_matches_the_oracle(ranks):
 def test_a_rank_with_one_group_beside_ranks_with_more_matches_the_oracle(ranks):
     clear = {name: clear_batch(name) for name in ("token", "maxima and veto", "turns by id", "groups")}
     batches = {name: batch for name, (batch, _) in clear.items()}
-    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches, None, UNEVEN), strict=True)
+    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches, UNEVEN), strict=True)
     assert_as_expected(found, clear)
     for calls in seen:
         assert [call[:2] for call in calls["token"]] == [("SUM", 2), ("SUM", 4), ("MAX", 4)]
         assert [call[:2] for call in calls["maxima and veto"]][:2] == [("SUM", 2), ("MAX", 2)]
-
-
-WRONG = {
-    "on every rank": lambda shards: torch.ones(len(shards.sequence_ids), dtype=torch.bool),
-    "on the first rank of all": lambda shards: torch.full((len(shards.sequence_ids),), dist.get_rank() == 0),
-    "by the first micro-batch": lambda shards: torch.full_like(
-        shards.sequence_ids, shards.parts[0].layout.cp_rank == 0, dtype=torch.bool
-    ),
-}
-
-
-def correct_wrongly(batches, wrong):
-    return correct_dealt(batches, property(WRONG[wrong]))[0]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_sequences_that_do_not_count_once_are_noticed(ranks, wrong):
-    batch, expected = clear_batch("groups")
-    for rank in ranks.run(correct_wrongly, RANKS, {"groups": batch}, wrong):
-        assert rank["groups"][4][0].tolist() != expected.denominators
 
 
 # (case, mode, objective, aggregation, Megatron's calculate_per_token_loss)
@@ -228,7 +206,7 @@ def finalize(group, model, num_tokens, **_):
     gradient /= dist.get_world_size(group) if num_tokens is None else num_tokens
 
 
-def train_dealt(step, batch, theta, worths, local_microbatches=None):
+def train_dealt(step, batch, theta, worths):
     """(gradient, metrics of the loss, of the correction, counts) of a step in Megatron's hybrid CP schedule."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
     from megatron.core.transformer import TransformerConfig
@@ -251,7 +229,7 @@ def train_dealt(step, batch, theta, worths, local_microbatches=None):
     made = dict(zip(mine, plan.micro_batches(inputs), strict=True))
     scale = plan.loss_scale(
         num_microbatches=DIVISOR,
-        local_microbatches=len(mine) if local_microbatches is None else local_microbatches,
+        local_microbatches=len(mine),
         calculate_per_token_loss=per_token,
         total_tokens=sum(sum(row_lengths(batch.rows(torch.tensor(one[0])), form_of(n))) for n, one in enumerate(DEALT)),
     )
@@ -299,52 +277,35 @@ def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
                 assert of_correction[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
-def wrong_uses(step):
+def wrong_uses():
     """{words: the message of the error that should have them} on this rank."""
     groups, by_size = own_groups()
-    pair, four = by_size[2], by_size[4]
-    others, rank = dist.new_group([0, 1]), dist.get_rank()
+    pair, four, rank = by_size[2], by_size[4], dist.get_rank()
 
     def correct(layout, groups=groups):
         tokens = torch.full(layout.shape, -1.0)
         correct_rollouts(tokens, tokens, tokens < 0, config_of("token"), layout, groups)
 
-    def advantages(number, **more):
-        group_advantages(torch.ones(number), torch.zeros(number).long(), **more)
+    def advantages(number, layout):
+        ids = torch.zeros(number, dtype=torch.int64)
+        group_advantages(torch.ones(number), ids, num_groups=1, groups=groups, layout=layout)
 
-    padded, among = SequenceLayout.padded, {"num_groups": 1, "groups": groups}
-    others_rank, mine = 1 + (rank == 1), [0, 1] if rank < 2 else [2, 3]
+    padded, other = SequenceLayout.padded, 1 + (rank == 1)
     uses = {
-        f"cp_rank={others_rank}: this process has {rank} in cp_group": lambda: padded(
-            2, 4, cp_rank=others_rank, cp_group=four
-        ),
-        "cp_size=2: this process has 4 in cp_group": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
+        f"cp_rank={other}": lambda: padded(2, 4, cp_rank=other, cp_group=four),
+        "cp_size=2": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
         "cp_group is a list": lambda: padded(2, 4, cp_group=[0, 1]),
-        f"cp_group has the ranks [0, 1, 2, 3], groups.dp_cp {mine}": lambda: correct(
-            padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)
-        ),
-        f"cp_group has the ranks {mine}, groups.dp_cp []": lambda: correct(
-            padded(2, 4, cp_group=pair), ParallelGroups()
-        ),
-        f"rank {rank % 2} of 2 context-parallel ranks; this process is rank 0 of 1": lambda: correct(
-            padded(2, 4, cp_rank=rank % 2, cp_size=2)
-        ),
-        "layout has 2 sequences: expected one for each of 3 group_ids": lambda: advantages(
-            3, layout=padded(2, 4), **among
-        ),
-        "rank 0 of 2 context-parallel ranks": lambda: advantages(2, layout=padded(2, 4, cp_size=2), **among),
-        "layout does nothing without groups": lambda: advantages(2, layout=padded(2, 4)),
-        "local_microbatches": lambda: train_dealt(*step, 3),
+        "groups.dp_cp": lambda: correct(padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)),
+        f"rank {rank % 2} of 2": lambda: correct(padded(2, 4, cp_rank=rank % 2, cp_size=2)),
+        "layout has 2 sequences": lambda: advantages(3, padded(2, 4)),
     }
-    if rank >= 2:
-        uses["cp_group is a int: pass the process group of this rank"] = lambda: padded(2, 4, cp_group=others)
-    return {message: outcome(use) for message, use in uses.items()}
+    return {words: outcome(use) for words, use in uses.items()}
 
 
 def test_wrong_groups_are_refused(ranks):
-    for found in ranks.run(wrong_uses, RANKS, arguments_of(STEPS[1])):
-        for message, said in found.items():
-            assert message in said
+    for found in ranks.run(wrong_uses, RANKS):
+        for words, said in found.items():
+            assert words in said
 
 
 def bad_data(batch):

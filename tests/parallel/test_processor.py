@@ -184,11 +184,6 @@ def test_models_with_the_processor_match_the_reference(ranks, tmp_path, layout, 
             assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
-def test_the_comparison_sees_another_kept_set():
-    plain, kept = (reference(case, True)[0] for case in (Case(True), Case(True, "log-probs")))
-    assert (plain - kept).abs().max() > 0.1
-
-
 # Without a model
 
 
@@ -250,29 +245,12 @@ def test_gradients_go_to_main_grad_if_megatron_accumulates_there():
         log_prob_processor()(**given)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("spoil", ["first", "last", "order"])
-def test_offsets_that_do_not_ascend_make_all_log_probs_nan(fused, spoil):
-    kept = support(data()[3])
-    offsets = kept["support_offsets"]
-    if spoil == "order":
-        offsets[3], offsets[4] = offsets[4] + 1, offsets[3].clone()
-    else:
-        offsets += 1 if spoil == "first" else 0
-        offsets[-1] += 1 if spoil == "last" else 0
-    log_probs, _ = log_prob_processor(fused=fused, **kept)(**arguments())
-    assert log_probs[data()[1] >= 0].isnan().all()
-
-
 ERRORS = {
-    "labels are None": ({}, {"labels": None}),
-    "labels have shape": ({}, {"labels": torch.zeros(LENGTH, dtype=torch.int64)}),
-    "loss_mask is a list": ({}, {"loss_mask": [1]}),
-    "without a weight": ({}, {"output_layer": torch.nn.Identity()}),
-    "scale_logits makes": ({}, {"scale_logits": torch.tanh}),
-    "of 2, which is no multiplication": ({}, {"scale_logits": lambda logits: -logits}),
+    "labels": ({}, {"labels": torch.zeros(LENGTH, dtype=torch.int64)}),
+    "loss_mask": ({}, {"loss_mask": [1]}),
+    "scale_logits": ({}, {"scale_logits": torch.tanh}),
     "temperature=0": ({"temperature": 0.0}, {}),
-    "support_offsets has 2": ({"support_ids": torch.zeros(1).long(), "support_offsets": torch.tensor([0, 1])}, {}),
+    "support_offsets": ({"support_ids": torch.zeros(1).long(), "support_offsets": torch.tensor([0, 1])}, {}),
 }
 
 
