@@ -55,7 +55,8 @@ def with_nemo_rl(monkeypatch, loss=ClippedLoss):
 def grpo_loss(**given):
     """Megatron-LM's loss, by its formula."""
     of = types.SimpleNamespace(**given)
-    ratio, gain = (of.current_logprobs - of.old_logprobs).exp(), of.advantages.unsqueeze(1)
+    ratio = (of.current_logprobs - of.old_logprobs).exp()
+    gain = of.advantages.unsqueeze(1)
     weights = (of.old_logprobs - of.inference_logprobs).exp().clamp(max=of.is_truncation_coef)
     clipped = ratio.clamp(1 - of.clamp_eps_lower, 1 + of.clamp_eps_upper)
     return -weights * torch.minimum(ratio * gain, clipped * gain), None
@@ -141,7 +142,8 @@ def test_a_comparison_needs_a_batch(capsys):
 
 
 def test_differences_are_relative_and_nan_is_one():
-    one, inf = torch.ones(2), torch.tensor([torch.inf, 1.0])
+    one = torch.ones(2)
+    inf = torch.tensor([torch.inf, 1.0])
     assert Comparison.of("a", one * 100, one * 101).difference == pytest.approx(1 / 101)
     assert Comparison.of("a", one / 100, one / 50).difference == pytest.approx(0.01)
     assert Comparison.of("a", torch.tensor([torch.nan, 1.0]), one).difference == torch.inf
@@ -159,7 +161,8 @@ def test_differences_are_relative_and_nan_is_one():
 
 
 def test_batches_are_ragged_and_repeat():
-    batch, again = Batch.random(3), Batch.random(3)
+    batch = Batch.random(3)
+    again = Batch.random(3)
     assert all(map(torch.equal, vars(batch).values(), vars(again).values()))
     assert len(set(batch.mask.sum(1).tolist())) > 3
 

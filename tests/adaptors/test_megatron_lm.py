@@ -32,7 +32,8 @@ def whole(values, layout, cp):
 
 def data_of(piece, trainer):
     """A micro-batch of Megatron-LM's data iterator, with the values that only the last stage knows."""
-    cp, pp = trainer.groups.cp, trainer.groups.pp
+    cp = trainer.groups.cp
+    pp = trainer.groups.pp
     old = piece.train_log_probs if piece.train_log_probs is not None else torch.zeros_like(piece.rollout_log_probs)
     dist.broadcast(old, dist.get_global_rank(pp, pp.size() - 1), group=pp)
     advantages = piece.advantages.clone()
@@ -55,7 +56,8 @@ def both_ways(words):
     prepared = trainer.prepare(recorded_batch(0, trainer.groups.dp.rank(), trainer.groups.dp.size()))
     batch = prepared.batch
     trainer.accumulate(prepared, 0)
-    known, total = gradients(trainer), None
+    known = gradients(trainer)
+    total = None
     data = [data_of(batch.local.piece(cut), trainer) for cut in batch.cuts[0]]
     correction = MegatronCorrection(lambda: parsed(words))
     trainer.model[0].config.finalize_model_grads_func = None

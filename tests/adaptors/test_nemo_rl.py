@@ -33,8 +33,10 @@ class ClippedLoss:
         vars(self).update(settings)
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        tokens, samples = data["token_mask"][:, 1:], data["sample_mask"]
-        advantages, old = data["advantages"][:, 1:], data["prev_logprobs"][:, 1:]
+        tokens = data["token_mask"][:, 1:]
+        samples = data["sample_mask"]
+        advantages = data["advantages"][:, 1:]
+        old = data["prev_logprobs"][:, 1:]
         ratio = (next_token_logprobs - old).exp()
         bounded = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
         loss = torch.max(-advantages * ratio, -advantages * bounded)
@@ -79,14 +81,16 @@ def data_of(batch, dtype=torch.float32, **changes):
     return UserDict({name: value for name, value in (data | changes).items() if value is not None})
 
 
-SEQUENCES, TOKENS = torch.tensor(20.0, dtype=torch.float64), torch.tensor(300.0, dtype=torch.float64)
+SEQUENCES = torch.tensor(20.0, dtype=torch.float64)
+TOKENS = torch.tensor(300.0, dtype=torch.float64)
 
 
 def by_formula(batch, data, expected, new, loss_type):
     """The loss from the oracle's weights and mask, one sequence after the other."""
     total = 0
     for row, kept in enumerate(torch.tensor(expected.mask)):
-        count, weights = int(batch.mask[row].sum()), torch.ones(len(kept), dtype=torch.float64)
+        count = int(batch.mask[row].sum())
+        weights = torch.ones(len(kept), dtype=torch.float64)
         if expected.weights is not None:
             weights = torch.tensor(expected.weights[row], dtype=torch.float64)
         a = data["advantages"][row, 1:]

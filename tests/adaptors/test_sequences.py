@@ -31,7 +31,8 @@ def sequences(batch):
 
 def check(found, expected, rows=slice(None)):
     """Compare with the oracle's result, on the given rows of the batch."""
-    expected_masks, weights = expected.mask[rows], expected.weights
+    expected_masks = expected.mask[rows]
+    weights = expected.weights
     assert [mask.tolist() for mask in found.masks] == [
         row[: len(mask)] for row, mask in zip(expected_masks, found.masks, strict=True)
     ]
@@ -116,9 +117,11 @@ def test_the_page():
     torch.manual_seed(4)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     layer = torch.nn.Linear(3, 7, bias=False, dtype=torch.float64)
-    labels, advantages = torch.randint(0, 7, (5,)), torch.tensor([1.0, 1, -0.5, -0.5, -0.5], dtype=torch.float64)
+    labels = torch.randint(0, 7, (5,))
+    advantages = torch.tensor([1.0, 1, -0.5, -0.5, -0.5], dtype=torch.float64)
     log_probs = torch.log_softmax(layer(hidden), -1).gather(1, labels.unsqueeze(1)).squeeze(1)
-    old, lengths = log_probs.detach(), [2, 3]
+    old = log_probs.detach()
+    lengths = [2, 3]
     rollout = old - torch.tensor([0.1, -0.3, 0.9, 0.0, -0.1])
     mask = torch.tensor([True, False, True, True, True])
     weights = (old - rollout).exp().clamp(max=2)

@@ -51,13 +51,15 @@ def run_all(given, fields):
 def call(given, fields):
     """One micro-batch on this rank as in slime: (local loss, gradients and tokens of each response, results)."""
     cp = ParallelGroups.from_megatron().cp
-    lengths, totals = given["lengths"], given["totals"]
+    lengths = given["lengths"]
+    totals = given["totals"]
     tokens = [local_tokens(*pair, group_rank(cp), group_size(cp)) for pair in zip(totals, lengths, strict=True)]
 
     def cut(rows):
         return [row[mine] for row, mine in zip(rows, tokens, strict=True)]
 
-    old, moved = cut(given["old"]), cut(given["steps"])
+    old = cut(given["old"])
+    moved = cut(given["steps"])
     # slime's own ratio is finite, even if the correction's log-probs are not.
     theta = [step.clone().requires_grad_() for step in moved]
     ratio = torch.cat(theta).exp()
@@ -73,7 +75,8 @@ def call(given, fields):
         response_lengths=lengths,
     )
     # Each response's sum over its trained tokens before rejection, as in slime's reducer.
-    sizes, counts = [len(mine) for mine in tokens], [mask.sum().clamp(min=1) for mask in given["masks"]]
+    sizes = [len(mine) for mine in tokens]
+    counts = [mask.sum().clamp(min=1) for mask in given["masks"]]
     parts = zip(loss.split(sizes), cut(masks), counts, strict=True)
     total = sum((part * mask).sum() / count for part, mask, count in parts)
     total.backward()
@@ -84,7 +87,9 @@ def call(given, fields):
 
 def expected_of(given, expected):
     """(loss, gradients of whole responses, masks) by the formula, from the oracle's weights and mask."""
-    total, gradients, masks = 0.0, [], []
+    total = 0.0
+    gradients = []
+    masks = []
     for row, length in enumerate(given["lengths"]):
         count = max(float(given["masks"][row].float().sum()), 1)
         kept = torch.tensor(expected.mask[row][:length], dtype=torch.bool)

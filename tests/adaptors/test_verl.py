@@ -129,7 +129,8 @@ def test_the_loss_of_bypass_mode(loss_type, info):
     loss, metrics = VerlCorrection(config).policy_loss(rollout, new, advantages, mask.float(), config=actor(info))
     settings = oracle.Settings(level="sequence", upper=1.5, criteria=CRITERIA)
     found = oracle.correct(*(value.tolist() for value in (new.detach(), rollout, mask)), settings)
-    kept, weights = torch.tensor(found.mask), torch.tensor(found.weights, dtype=torch.float64)
+    kept = torch.tensor(found.mask)
+    weights = torch.tensor(found.weights, dtype=torch.float64)
     assert 0 < int(kept.sum()) < int(mask.sum())
     weights = weights if loss_type == "reinforce" else torch.ones_like(weights)
     assert_loss(loss, divided(per_token(new, rollout, advantages, loss_type, weights), kept, "token-mean", info), new)
@@ -210,7 +211,9 @@ def test_prompts_are_needed_where_a_criterion_looks_at_them():
 
 def test_a_lower_bound_below_0_clips_nothing():
     """verl's examples of CISPO have clip_ratio_low=10."""
-    old, new, ones = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-4.0, -1.0]]), torch.ones(1, 2)
+    old = torch.tensor([[-1.0, -3.0]])
+    new = torch.tensor([[-4.0, -1.0]])
+    ones = torch.ones(1, 2)
     correction = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is(), algorithm="cispo")
     loss, _ = correction.policy_loss(old, new, ones, ones, config=actor(clip_ratio_low=10, clip_ratio_high=0.2))
     assert loss.item() == pytest.approx((4 * math.exp(-3) + 1.2) / 2)

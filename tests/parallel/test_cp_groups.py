@@ -67,10 +67,13 @@ def my_micro_batches(batch, by_size, dealt=DEALT):
 
     Odd ranks have the small groups first, the others the large ones.
     """
-    found, sign = {}, 1 if dist.get_rank() % 2 else -1
+    found = {}
+    sign = 1 if dist.get_rank() % 2 else -1
     for number, (rows, members) in sorted(enumerate(dealt), key=lambda one: sign * len(one[1][1])):
         if dist.get_rank() in members:
-            part, size, form = batch.rows(torch.tensor(rows)), len(members), form_of(number)
+            part = batch.rows(torch.tensor(rows))
+            size = len(members)
+            form = form_of(number)
             layout = my_layout(row_lengths(part, form), form, {"cp_group": by_size[size], "cp_size": size})
             found[number] = (torch.tensor(rows), *my_part(part, form, layout))
     return found
@@ -86,7 +89,8 @@ def columns_of(mine):
 def correct_dealt(batches, dealt=DEALT):
     """(the results as ``correct_shards`` of test_shards gives them, the collectives)."""
     groups, by_size = own_groups()
-    found, seen = {}, {}
+    found = {}
+    seen = {}
     for name, batch in batches.items():
         rows, layouts, tensors, sides = columns_of(my_micro_batches(batch, by_size, dealt))
         with recorded() as seen[name]:
@@ -163,8 +167,11 @@ def arguments_of(step):
 def by_loops(step):
     """(gradient of the loss, its metrics), from the oracles."""
     name, mode, algorithm, aggregation, _ = step
-    (batch, found), (theta, behind, worths) = clear_batch(name), drawn(name, mode)
-    theta, total, seen = theta.requires_grad_(), torch.zeros(()).double(), {"low": 0, "high": 0, "": 0}
+    batch, found = clear_batch(name)
+    theta, behind, worths = drawn(name, mode)
+    theta = theta.requires_grad_()
+    total = torch.zeros(()).double()
+    seen = {"low": 0, "high": 0, "": 0}
     for row in range(ROWS):
         tokens = batch.mask[row].nonzero().flatten().tolist()
         of_row = [theta[row, t] for t in tokens], behind[row, tokens].tolist(), [worths[row].item()] * len(tokens)
@@ -173,7 +180,8 @@ def by_loops(step):
             share = found.sequence_lengths[row] if aggregation == "seq-mean-token-mean" else 1
             total = total + (found.weights[row][t] * loss / share if found.mask[row][t] else 0.0)
     tokens, sequences = torch.tensor(found.denominators).sum(0).tolist()[2:]
-    loss, number = total / divides(aggregation, tokens, sequences, 1.0), sum(seen.values())
+    loss = total / divides(aggregation, tokens, sequences, 1.0)
+    number = sum(seen.values())
     loss.backward()
     metrics = {"loss/total": loss.item()}
     metrics |= {f"policy/clip_fraction_{side}": seen[side] / number for side in ("low", "high")}
@@ -188,7 +196,9 @@ class Model(torch.nn.Module):
         from megatron.core.enums import ModelType
 
         super().__init__()
-        self.theta, self.config, self.model_type = torch.nn.Parameter(theta), config, ModelType.encoder_or_decoder
+        self.theta = torch.nn.Parameter(theta)
+        self.config = config
+        self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, _):
         """Nothing comes from another stage."""
@@ -240,7 +250,8 @@ def train_dealt(step, batch, theta, worths):
         log_probs = model.theta[my_places(rows, layout)].view(layout.shape)
         return log_probs, lambda output: masked_loss(correction, made[number], output, None, scale)
 
-    model, numbers = Model(theta, megatron), iter(range(len(DEALT)))
+    model = Model(theta, megatron)
+    numbers = iter(range(len(DEALT)))
     rounds = [[(next(numbers), members) for _, members in dealt] for dealt in ROUNDS]
     dealt = [[[number for number, members in one if rank in members] for rank in range(4)] for one in rounds]
     forward_backward_no_pipelining(
@@ -280,7 +291,9 @@ def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
 def wrong_uses():
     """{words: the message of the error that should have them} on this rank."""
     groups, by_size = own_groups()
-    pair, four, rank = by_size[2], by_size[4], dist.get_rank()
+    pair = by_size[2]
+    four = by_size[4]
+    rank = dist.get_rank()
 
     def correct(layout, groups=groups):
         tokens = torch.full(layout.shape, -1.0)
@@ -290,7 +303,8 @@ def wrong_uses():
         ids = torch.zeros(number, dtype=torch.int64)
         group_advantages(torch.ones(number), ids, num_groups=1, groups=groups, layout=layout)
 
-    padded, other = SequenceLayout.padded, 1 + (rank == 1)
+    padded = SequenceLayout.padded
+    other = 1 + (rank == 1)
     uses = {
         f"cp_rank={other}": lambda: padded(2, 4, cp_rank=other, cp_group=four),
         "cp_size=2": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
@@ -318,7 +332,8 @@ def bad_data(batch):
 def test_bad_data_are_the_same_error_on_all_ranks(ranks):
     """Ranks 2 and 3 hold a half of row 8 each. Without ids it is the sample's place in a rank's lists."""
     batch, _ = clear_batch("token")
-    position, rollout = int(batch.mask[8].nonzero()[0]), batch.rollout.clone()
+    position = int(batch.mask[8].nonzero()[0])
+    rollout = batch.rollout.clone()
     rollout[8, position] = torch.nan
     (message,) = set(ranks.run(bad_data, RANKS, dataclasses.replace(batch, rollout=rollout)))
     assert f"sample 3 of data-parallel rank 2 (no sequence_ids given), position {position} is NaN" in message
@@ -329,7 +344,8 @@ def advantages_dealt(batch, rewards, values):
     groups, by_size = own_groups()
     mine = my_micro_batches(batch, by_size)
     rows, layouts, *_ = columns_of(mine)
-    rows, found = torch.cat(rows), {"rewards": [], "gae": []}
+    rows = torch.cat(rows)
+    found = {"rewards": [], "gae": []}
     for estimator in GROUP_ESTIMATORS:
         told = {"lengths": batch.mask[rows].sum(1), "num_groups": 5, "groups": groups, "layout": layouts}
         advantages = group_advantages(rewards[rows], batch.sides["group_ids"][rows], estimator=estimator, **told)
@@ -339,7 +355,8 @@ def advantages_dealt(batch, rewards, values):
     found["whiten"] = [(*tokens, whiten(*row, groups=groups)[0])]
     for number in sorted(mine):
         rows, layout, (*_, mask), _ = mine[number]
-        place, given = my_places(rows, layout), {"layout": layout, "groups": groups}
+        place = my_places(rows, layout)
+        given = {"layout": layout, "groups": groups}
         value = values[place].view(layout.shape)
         scores = outcome_rewards(rewards[rows], mask, **given)
         found["rewards"].append((*place, scores.flatten()))
@@ -349,7 +366,8 @@ def advantages_dealt(batch, rewards, values):
             per_token = value.requires_grad_()
             loss = aggregate_loss(per_token, mask, "seq-mean-token-mean", **given)
             loss.backward()
-            found["gradient"], found["loss"] = [(*place, per_token.grad.flatten())], float(loss)
+            found["gradient"] = [(*place, per_token.grad.flatten())]
+            found["loss"] = float(loss)
     return found
 
 
@@ -359,11 +377,10 @@ ONE_EACH = (2, 7, 8)  # micro-batches of which every rank has one: a pair's, and
 def test_advantages_and_losses_of_a_mix_of_sizes_match_the_oracle(ranks):
     batch, _ = clear_batch("groups")
     generator = torch.Generator().manual_seed(3)
-    values, rewards = (
-        torch.randn(ROWS, WIDTH, generator=generator).double(),
-        torch.randn(ROWS, generator=generator).double(),
-    )
-    mask, ids = batch.mask.tolist(), batch.sides["group_ids"].tolist()
+    values = torch.randn(ROWS, WIDTH, generator=generator).double()
+    rewards = torch.randn(ROWS, generator=generator).double()
+    mask = batch.mask.tolist()
+    ids = batch.sides["group_ids"].tolist()
     ended = advantages_oracle.at_the_end(rewards.tolist(), mask)
     some = torch.tensor(sorted(row for number in ONE_EACH for row in DEALT[number][0]))
     shares = torch.zeros(ROWS, WIDTH).double()

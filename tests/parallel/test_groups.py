@@ -30,7 +30,9 @@ def test_what_a_group_sends_lies_where_its_backend_reads(backend, device):
         assert group_device(None) == torch.device("cpu")
 
 
-TOKENS, MASK, ONE_A_SEQUENCE = -torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool), torch.ones(2)
+TOKENS = -torch.ones(2, 4)
+MASK = torch.ones(2, 4, dtype=torch.bool)
+ONE_A_SEQUENCE = torch.ones(2)
 HALF = SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
 USES = {
     "correct_rollouts": lambda layout, groups: correct_rollouts(

@@ -9,8 +9,12 @@ from tests.parallel.test_vocab_memory import allocated
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
-VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7
-SEQUENCE, BATCH = 8, 3
+VOCABULARY = 11
+PADDED = 16
+HIDDEN = 6
+TEMPERATURE = 0.7
+SEQUENCE = 8
+BATCH = 3
 
 
 def make(dtype=torch.float64):
@@ -41,8 +45,10 @@ def plain(dtype=torch.float64):
 def local(dtype, sequence_parallel, chunk_size):
     """(results, gradients) on one TP rank; its hidden states are a slice with sequence parallelism."""
     hidden, weight, bias, labels, coefficients = make(dtype)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows, part = PADDED // size, SEQUENCE // size
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    rows = PADDED // size
+    part = SEQUENCE // size
     if sequence_parallel:
         hidden = hidden[rank * part : (rank + 1) * part]
     leaves = [hidden, weight[rank * rows : (rank + 1) * rows], bias[rank * rows : (rank + 1) * rows]]
@@ -139,7 +145,8 @@ def test_collectives_of_the_statistics_do_not_grow_with_chunks(ranks):
             assert seen == [("MAX", TOKENS), ("SUM", 4 * TOKENS), ("SUM", TOKENS * HIDDEN)]
     assert ranks.run(collectives, Layout(), False, 1) == [[]]
     half = TOKENS // 2 * HIDDEN
-    gather, scatter = ("ALL_GATHER_INTO_TENSOR", half), ("REDUCE_SCATTER_TENSOR", half // 2)
+    gather = ("ALL_GATHER_INTO_TENSOR", half)
+    scatter = ("REDUCE_SCATTER_TENSOR", half // 2)
     sums = [("MAX", TOKENS), ("SUM", 4 * TOKENS)]
     for seen in ranks.run(collectives, Layout(tp=2), True, TOKENS // 2):
         assert seen == [gather, gather, *sums, gather, scatter, gather, scatter]
@@ -147,7 +154,10 @@ def test_collectives_of_the_statistics_do_not_grow_with_chunks(ranks):
 
 def test_no_logits_are_held():
     """Beyond the gradients: at most 2.2 chunks of logits at any time."""
-    tokens, width, hidden_size, chunk = 512, 16384, 64, 128
+    tokens = 512
+    width = 16384
+    hidden_size = 64
+    chunk = 128
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(width, hidden_size, requires_grad=True)
     labels = torch.randint(0, width, (tokens,))

@@ -20,9 +20,13 @@ from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
 
-ROWS, LENGTH, VOCABULARY = 3, 8, training_oracle.VOCABULARY
-TEMPERATURE, FACTOR = 0.7, 0.5
-HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+ROWS = 3
+LENGTH = 8
+VOCABULARY = training_oracle.VOCABULARY
+TEMPERATURE = 0.7
+FACTOR = 0.5
+HEAD = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 LAYOUTS = (Layout(), Layout(tp=2), Layout(tp=2, sp=True))
 
 
@@ -179,7 +183,8 @@ def test_models_with_the_processor_match_the_reference(ranks, tmp_path, layout, 
             )
     for cases in (dict(zip(CASES, own, strict=True)) for own, _ in found):
         for fused in (True, False):
-            (one, grads), (other, others) = cases[Case(fused)], cases[Case(fused, called=False)]
+            one, grads = cases[Case(fused)]
+            other, others = cases[Case(fused, called=False)]
             assert torch.equal(one, other), "in the place of the output layer's forward the bits are the same"
             assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
@@ -222,7 +227,8 @@ def test_hooks_of_the_output_layer_run_before_its_weight_is_read(fused):
     layer = given["output_layer"]
     log_probs, entropy, squares = log_prob_processor(fused=fused, sum_squares=True)(**given)
     logits = (given["hidden_states"] @ layer.whole.t()).transpose(0, 1)
-    pi, counted = logits.softmax(-1), data()[1] >= 0
+    pi = logits.softmax(-1)
+    counted = data()[1] >= 0
     want = pi.gather(-1, data()[1].clamp(min=0).unsqueeze(-1)).squeeze(-1).log()
     torch.testing.assert_close(log_probs, torch.where(counted, want, 0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, torch.where(counted, -(pi * pi.log()).sum(-1), 0), rtol=1e-12, atol=1e-12)
@@ -232,7 +238,8 @@ def test_hooks_of_the_output_layer_run_before_its_weight_is_read(fused):
 
 def test_gradients_go_to_main_grad_if_megatron_accumulates_there():
     config = type("Config", (), {"gradient_accumulation_fusion": True})
-    given, plain = arguments(config=config), arguments()
+    given = arguments(config=config)
+    plain = arguments()
     layer = given["output_layer"]
     layer.weight.main_grad = torch.zeros_like(layer.whole)
     for one in (given, plain):

@@ -30,13 +30,16 @@ def draw():
 
 def looped(coefficients, offsets, backward, algebra):
     """The same with one token after the other, in lists."""
-    found, start = [], 0
+    found = []
+    start = 0
     for length in LENGTHS:
         tokens = range(start, start + length)
-        value, row = (0.0 if algebra == "sums" else math.inf), {}
+        value = 0.0 if algebra == "sums" else math.inf
+        row = {}
         for t in reversed(tokens) if backward else tokens:
             row[t] = value
-            c, o = coefficients[t].item(), offsets[t].item()
+            c = coefficients[t].item()
+            o = offsets[t].item()
             value = o + c * value if algebra == "sums" else min(o, c + value)
         found += [row[t] for t in tokens]
         start += length

@@ -10,7 +10,10 @@ from torch import nn
 from megatron_rc.parallel import LogProbRequest
 from tests.support.ranks import Layout
 
-ROWS, LENGTH, HIDDEN, VOCABULARY = 3, 6, 4, 12
+ROWS = 3
+LENGTH = 6
+HIDDEN = 4
+VOCABULARY = 12
 FORMS = ("bs", "sb", "t")
 KINDS = ("logits", "hidden states")
 
@@ -20,7 +23,9 @@ class Linear(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.layer, self.weight, self.more = layer, layer.weight, torch.full((VOCABULARY,), 0.1, dtype=torch.float64)
+        self.layer = layer
+        self.weight = layer.weight
+        self.more = torch.full((VOCABULARY,), 0.1, dtype=torch.float64)
 
     def forward(self, hidden):
         return self.layer(hidden) + self.more.cumsum(0)
@@ -31,7 +36,8 @@ def data(form):
     torch.manual_seed(5)
     hidden = torch.randn(ROWS, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
     layer = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
-    labels, mask = torch.randint(0, VOCABULARY - 2, (ROWS, LENGTH)), torch.rand(ROWS, LENGTH) < 0.7
+    labels = torch.randint(0, VOCABULARY - 2, (ROWS, LENGTH))
+    mask = torch.rand(ROWS, LENGTH) < 0.7
     shape = (-1,) if form == "t" else (ROWS, LENGTH)
     return hidden, layer, labels.view(shape), mask.view(shape)
 
@@ -99,7 +105,8 @@ def test_kept_tokens(kind):
 
 def test_a_bias_tied_weights_and_tokens_without_a_label():
     hidden, _, labels, mask = data("sb")
-    layer, tied = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64), torch.randn(VOCABULARY, HIDDEN).double()
+    layer = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
+    tied = torch.randn(VOCABULARY, HIDDEN).double()
     given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "layout": "sb"}
     found = LogProbRequest(labels=labels.where(mask, -100), output_weight=tied.requires_grad_(), **given).answer()
     compare(found, reference(hidden @ tied.t() + layer.bias, labels, mask), [hidden, tied, layer.bias])
@@ -131,7 +138,8 @@ def of_tp_ranks(form, mode, is_sequence_parallel):
     layer = ColumnParallelLinear(
         HIDDEN, VOCABULARY, config=config, init_method=nn.init.zeros_, bias=False, gather_output=False
     )
-    rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
     layer.weight.data.copy_(whole.weight.data.chunk(2)[rank])
     scale = capped if mode == "auto" else None
     expected = reference(whole(hidden) if scale is None else scale(whole(hidden)), labels, mask)

@@ -29,7 +29,10 @@ from tests.support.on_rank import recorded
 from tests.support.operations import Operations
 from tests.support.ranks import Layout
 
-VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7  # of four ranks, the last holds only padding
+VOCABULARY = 11
+PADDED = 16  # of four ranks, the last holds only padding
+HIDDEN = 6
+TEMPERATURE = 0.7
 TP = [1, 2, 4]
 EVERY = list(range(VOCABULARY))
 # Label and kept tokens of each position. Shards of four ranks have 4 columns.
@@ -90,7 +93,8 @@ def dense(batch, logits, over):
     """[log-probs, entropy, Σπ²] from dense logits in float64; ``over``: the entropy is over the kept tokens."""
     logits = logits[..., :VOCABULARY] / TEMPERATURE
     mask = torch.tensor([[not ids or one in ids for one in EVERY] for ids in batch.kept]).view(logits.shape)
-    whole, kept = logits.log_softmax(-1), logits.masked_fill(~mask, -math.inf).log_softmax(-1)
+    whole = logits.log_softmax(-1)
+    kept = logits.masked_fill(~mask, -math.inf).log_softmax(-1)
     of_entropy = kept if over else whole
     entropy = -(of_entropy.exp() * of_entropy.masked_fill(of_entropy == -math.inf, 0)).sum(-1)
     chosen = kept.gather(-1, batch.labels.clamp(0, VOCABULARY - 1).unsqueeze(-1)).squeeze(-1)
@@ -240,7 +244,8 @@ def test_logits_far_below_those_that_were_not_kept():
 @pytest.mark.parametrize("tp", TP[:2], scope="module")
 def test_wrong_data_give_nan_at_their_position_alone(ranks, tp):
     for position in WRONG:
-        right, wrong = make(POSITIONS), make([position, *POSITIONS[1:]])
+        right = make(POSITIONS)
+        wrong = make([position, *POSITIONS[1:]])
         for (results, grad), (want, want_grad) in zip(
             *(ranks.run(outcomes, Layout(tp=tp), batch, [torch.float64])[0] for batch in (wrong, right)), strict=True
         ):

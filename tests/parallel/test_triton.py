@@ -81,7 +81,8 @@ def rounding(dtype):
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_match_the_textbook(interpreted, name):
-    case, found = CASES[name], interpreted[name]
+    case = CASES[name]
+    found = interpreted[name]
     *expected, grad = textbook(case)
     for got, value in zip(found["values"], expected, strict=False):
         assert got.dtype == torch.float32
@@ -89,14 +90,16 @@ def test_the_kernels_match_the_textbook(interpreted, name):
     assert found["grad"].dtype == case.dtype
     torch.testing.assert_close(found["grad"].double(), grad, rtol=2e-5 + rounding(case.dtype), atol=2e-6)
     exact = torch.zeros_like(grad, dtype=torch.bool)
-    exact[3], exact[:, case.columns :] = True, True
+    exact[3] = True
+    exact[:, case.columns :] = True
     assert torch.equal(found["grad"][exact], torch.zeros_like(found["grad"][exact]))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_logits_are_written_to_in_place_alone(interpreted, name):
-    case, found = CASES[name], interpreted[name]
+    case = CASES[name]
+    found = interpreted[name]
     expected = found["grad"] if case.inplace else case.logits().detach()
     torch.testing.assert_close(found["after"], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -151,7 +154,8 @@ class Compiled:
     """A stand-in of a kernel that keeps the assembly instead of launching it."""
 
     def __init__(self, kernel, assembly):
-        self.kernel, self.assembly = kernel, assembly
+        self.kernel = kernel
+        self.assembly = assembly
 
     def __getitem__(self, grid):
         return functools.partial(self.launch, grid)
@@ -181,9 +185,11 @@ def test_the_kernels_compile_for_a_gpu(assembly):
     """The interpreter passes much that the compiler rejects."""
     from megatron_rc.parallel import triton_kernels
 
-    rows, factor = torch.ones(4, dtype=torch.bool), torch.zeros(4)
+    rows = torch.ones(4, dtype=torch.bool)
+    factor = torch.zeros(4)
     for dtype, width, columns, all_terms in ((torch.bfloat16, 2048, 2001, True), (torch.float32, 1, 1, False)):
-        logits, optional = torch.zeros(4, width, dtype=dtype), factor if all_terms else None
+        logits = torch.zeros(4, width, dtype=dtype)
+        optional = factor if all_terms else None
         options = whole(columns, all_terms, all_terms)
         triton_kernels.row_statistics(logits, options)
         gradients = RowGradients(factor, factor, optional, optional, rows.long(), rows, factor, rows)

@@ -16,7 +16,8 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
-PADDED, VOCABULARY = 16, 11  # of four ranks, the last holds only padding
+PADDED = 16  # of four ranks, the last holds only padding
+VOCABULARY = 11
 TP = [1, 2, 4]  # at module scope, so that ranks meet once for each
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = [{"chunk_size": size, "inplace_backward": inplace} for size in (None, 1, 3) for inplace in (False, True)]
@@ -102,7 +103,8 @@ def outcome(batch, options=None, function=call, view=contiguous):
     options = options or {}
     leaf = shard_of(batch).requires_grad_()
     logits = view(leaf)
-    before, pointer = bits(logits).clone(), logits.data_ptr()
+    before = bits(logits).clone()
+    pointer = logits.data_ptr()
     results = function(logits, batch, **options)
     total = scalar(results, batch)
     (grad,) = torch.autograd.grad(total, logits, retain_graph=True)
@@ -138,7 +140,8 @@ def whole(outcomes):
 def assert_textbook(outcomes, batch, scale=1):
     """Assert the results and the gradient; for logits larger by ``scale``, gradients may be coarser by as much."""
     results, grad = whole(outcomes)
-    count, dtype = len(results), batch.logits.dtype
+    count = len(results)
+    dtype = batch.logits.dtype
     assert results.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     factors = torch.cat([batch.coefficients[:count], torch.zeros_like(batch.coefficients[count:])])
     want, want_grad = textbook(replace(batch, coefficients=factors))
@@ -286,7 +289,8 @@ def test_the_lowest_number_is_as_good_as_minus_infinity(dtype, temperature):
 @pytest.mark.parametrize("weight", [0.5, 3.0])
 def test_a_label_of_probability_zero(weight):
     batch = make()
-    batch.logits[0, 0, 4], batch.labels[0, 0] = -math.inf, 4
+    batch.logits[0, 0, 4] = -math.inf
+    batch.labels[0, 0] = 4
     batch.coefficients[1] = weight
     batch.coefficients[2] = 0
     for sum_squares in (False, True):
@@ -390,7 +394,8 @@ def collectives_of_one(batch, options, function):
 @pytest.mark.parametrize("shape", [(2, 5), (0, 5), (3, 0)])
 @pytest.mark.parametrize("tp", TP, scope="module")
 def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp, shape):
-    batch, tokens = make(torch.float32, shape), math.prod(shape)
+    batch = make(torch.float32, shape)
+    tokens = math.prod(shape)
     for function, more, numbers in (
         (call, {"sum_squares": False}, 3),
         (call, {"sum_squares": True}, 4),

@@ -8,7 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_rc.parallel import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
-TOKENS, WIDTH = 256, 8192
+TOKENS = 256
+WIDTH = 8192
 COPY = 4 * TOKENS * WIDTH  # bytes of the logits in float32
 
 

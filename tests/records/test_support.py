@@ -31,7 +31,8 @@ def with_support(batch, lists=LISTS):
 
 
 def lists_of(batch):
-    ids, found = batch.support_ids.tolist(), []
+    ids = batch.support_ids.tolist()
+    found = []
     for row in batch.support_counts.tolist():
         found.append([])
         for count in row:
