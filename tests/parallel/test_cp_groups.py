@@ -40,7 +40,7 @@ ROUNDS = (
     (((1, 6), (0, 1)), ((8, 10), (2, 3))),
     (((3,), (0,)), ((11,), (0,)), ((4,), (1,)), ((9,), (2,)), ((2,), (3,))),
 )
-DEALT = [one for dealt in ROUNDS for one in dealt]
+DEALT = [micro_batch for dealt in ROUNDS for micro_batch in dealt]
 # Ranks 1 and 3 have micro-batches of one group, which their neighbours have beside another.
 UNEVEN = (
     *(((0, 5), (0, 1)), ((7, 2), (0, 1)), ((1, 6), (2, 3)), ((8, 10), (2, 3)), ((9,), (2, 3))),
@@ -67,41 +67,42 @@ def my_micro_batches(batch, by_size, dealt=DEALT):
 
     Odd ranks have the small groups first, the others the large ones.
     """
-    found = {}
-    sign = 1 if dist.get_rank() % 2 else -1
-    for number, (rows, members) in sorted(enumerate(dealt), key=lambda one: sign * len(one[1][1])):
+    micro_batches = {}
+    small_groups_first = dist.get_rank() % 2 == 1
+    by_group_size = sorted(enumerate(dealt), key=lambda entry: len(entry[1][1]), reverse=not small_groups_first)
+    for number, (rows, members) in by_group_size:
         if dist.get_rank() in members:
             part = batch.rows(torch.tensor(rows))
             size = len(members)
             form = form_of(number)
             layout = my_layout(row_lengths(part, form), form, {"cp_group": by_size[size], "cp_size": size})
-            found[number] = (torch.tensor(rows), *my_part(part, form, layout))
-    return found
+            micro_batches[number] = (torch.tensor(rows), *my_part(part, form, layout))
+    return micro_batches
 
 
 def columns_of(mine):
     """(rows, layouts, [tensors of each kind], sides): lists with one entry a micro-batch."""
     rows, layouts, tensors, sides = zip(*mine.values(), strict=True)
-    sides = {key: [one[key] for one in sides] for key in sides[0]}
+    sides = {key: [of_micro_batch[key] for of_micro_batch in sides] for key in sides[0]}
     return rows, list(layouts), [list(column) for column in zip(*tensors, strict=True)], sides
 
 
 def correct_dealt(batches, dealt=DEALT):
     """(the results as ``correct_shards`` of test_shards gives them, the collectives)."""
     groups, by_size = own_groups()
-    found = {}
+    results = {}
     seen = {}
     for name, batch in batches.items():
         rows, layouts, tensors, sides = columns_of(my_micro_batches(batch, by_size, dealt))
         with recorded() as seen[name]:
             result = correct_rollouts(*tensors, config_of(name), layouts, groups, **sides, **sizes(batch))
         result.check()
-        weights = None if result.weights is None else torch.cat([one.flatten() for one in result.weights])
-        mask = torch.cat([one.flatten() for one in result.mask])
-        place = (torch.cat(one) for one in zip(*map(my_places, rows, layouts), strict=True))
+        weights = None if result.weights is None else torch.cat([weights.flatten() for weights in result.weights])
+        mask = torch.cat([mask.flatten() for mask in result.mask])
+        places = (torch.cat(indices) for indices in zip(*map(my_places, rows, layouts), strict=True))
         numbers = (result.denominators, result.skip, result.sequence_lengths, result.metrics())
-        found[name] = (torch.cat(rows), tuple(place), weights, mask, numbers)
-    return found, seen
+        results[name] = (torch.cat(rows), tuple(places), weights, mask, numbers)
+    return results, seen
 
 
 # Each way in which numbers of whole sequences, prompts or turns are made, without those that differ in bounds alone.
@@ -115,8 +116,8 @@ NAMES = [
 def test_a_mix_of_sizes_matches_the_oracle(ranks):
     clear = {name: clear_batch(name) for name in NAMES}
     batches = {name: batch for name, (batch, _) in clear.items()}
-    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches), strict=True)
-    assert_as_expected(found, clear)
+    results, seen = zip(*ranks.run(correct_dealt, RANKS, batches), strict=True)
+    assert_as_expected(results, clear)
     # One sum over each CP group, by its ranks: (0, 1), (0, 1, 2, 3), (2, 3); then those of the whole batch.
     for rank, calls in enumerate(seen):
         of_cp = [("SUM", 2), ("SUM", 4)] if rank < 2 else [("SUM", 4), ("SUM", 2)]
@@ -126,8 +127,8 @@ def test_a_mix_of_sizes_matches_the_oracle(ranks):
 def test_a_rank_with_one_group_beside_ranks_with_more_matches_the_oracle(ranks):
     clear = {name: clear_batch(name) for name in ("token", "maxima and veto", "turns by id", "groups")}
     batches = {name: batch for name, (batch, _) in clear.items()}
-    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches, UNEVEN), strict=True)
-    assert_as_expected(found, clear)
+    results, seen = zip(*ranks.run(correct_dealt, RANKS, batches, UNEVEN), strict=True)
+    assert_as_expected(results, clear)
     for calls in seen:
         assert [call[:2] for call in calls["token"]] == [("SUM", 2), ("SUM", 4), ("MAX", 4)]
         assert [call[:2] for call in calls["maxima and veto"]][:2] == [("SUM", 2), ("MAX", 2)]
@@ -167,7 +168,7 @@ def arguments_of(step):
 def by_loops(step):
     """(gradient of the loss, its metrics), from the oracles."""
     name, mode, algorithm, aggregation, _ = step
-    batch, found = clear_batch(name)
+    batch, expected = clear_batch(name)
     theta, behind, worths = drawn(name, mode)
     theta = theta.requires_grad_()
     total = torch.zeros(()).double()
@@ -177,9 +178,9 @@ def by_loops(step):
         of_row = [theta[row, t] for t in tokens], behind[row, tokens].tolist(), [worths[row].item()] * len(tokens)
         for t, (loss, kind) in zip(tokens, of_response(Bounds(algorithm), *of_row), strict=True):
             seen[kind] += 1
-            share = found.sequence_lengths[row] if aggregation == "seq-mean-token-mean" else 1
-            total = total + (found.weights[row][t] * loss / share if found.mask[row][t] else 0.0)
-    tokens, sequences = torch.tensor(found.denominators).sum(0).tolist()[2:]
+            share = expected.sequence_lengths[row] if aggregation == "seq-mean-token-mean" else 1
+            total = total + (expected.weights[row][t] * loss / share if expected.mask[row][t] else 0.0)
+    tokens, sequences = torch.tensor(expected.denominators).sum(0).tolist()[2:]
     loss = total / divides(aggregation, tokens, sequences, 1.0)
     number = sum(seen.values())
     loss.backward()
@@ -241,7 +242,9 @@ def train_dealt(step, batch, theta, worths):
         num_microbatches=DIVISOR,
         local_microbatches=len(mine),
         calculate_per_token_loss=per_token,
-        total_tokens=sum(sum(row_lengths(batch.rows(torch.tensor(one[0])), form_of(n))) for n, one in enumerate(DEALT)),
+        total_tokens=sum(
+            sum(row_lengths(batch.rows(torch.tensor(rows)), form_of(number))) for number, (rows, _) in enumerate(DEALT)
+        ),
     )
 
     def forward(iterator, model):
@@ -253,7 +256,10 @@ def train_dealt(step, batch, theta, worths):
     model = Model(theta, megatron)
     numbers = iter(range(len(DEALT)))
     rounds = [[(next(numbers), members) for _, members in dealt] for dealt in ROUNDS]
-    dealt = [[[number for number, members in one if rank in members] for rank in range(4)] for one in rounds]
+    dealt = [
+        [[number for number, members in micro_batches if rank in members] for rank in range(4)]
+        for micro_batches in rounds
+    ]
     forward_backward_no_pipelining(
         forward_step_func=forward,
         data_iterator=iter([([{"number": number} for number in range(len(DEALT))], dealt)]),
@@ -275,11 +281,13 @@ def train_all(steps):
 
 def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
     """Weights, masks and denominators are in the gradient."""
-    wanted = [by_loops(step) for step in STEPS]
+    expected_steps = [by_loops(step) for step in STEPS]
     for rank in ranks.run(train_all, RANKS, [arguments_of(step) for step in STEPS]):
-        for step, (gradient, metrics), (found, of_loss, of_correction, counts) in zip(STEPS, wanted, rank, strict=True):
+        for step, (gradient, metrics), (got_gradient, of_loss, of_correction, counts) in zip(
+            STEPS, expected_steps, rank, strict=True
+        ):
             expected = clear_batch(step[0])[1]
-            assert (found - gradient).norm() < 1e-9 * gradient.norm(), step
+            assert (got_gradient - gradient).norm() < 1e-9 * gradient.norm(), step
             assert {name: of_loss[name] for name in metrics} == pytest.approx(metrics, rel=1e-9, abs=1e-12)
             assert counts == torch.tensor(expected.denominators).sum(0).tolist()
             if step[1] == "decoupled":
@@ -289,7 +297,7 @@ def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
 
 
 def wrong_uses():
-    """{words: the message of the error that should have them} on this rank."""
+    """{fragment: the message of the error that should have it} on this rank."""
     groups, by_size = own_groups()
     pair = by_size[2]
     four = by_size[4]
@@ -304,22 +312,22 @@ def wrong_uses():
         group_advantages(torch.ones(number), ids, num_groups=1, groups=groups, layout=layout)
 
     padded = SequenceLayout.padded
-    other = 1 + (rank == 1)
+    other_rank = 1 + (rank == 1)
     uses = {
-        f"cp_rank={other}": lambda: padded(2, 4, cp_rank=other, cp_group=four),
+        f"cp_rank={other_rank}": lambda: padded(2, 4, cp_rank=other_rank, cp_group=four),
         "cp_size=2": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
         "cp_group is a list": lambda: padded(2, 4, cp_group=[0, 1]),
         "groups.dp_cp": lambda: correct(padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)),
         f"rank {rank % 2} of 2": lambda: correct(padded(2, 4, cp_rank=rank % 2, cp_size=2)),
         "layout has 2 sequences": lambda: advantages(3, padded(2, 4)),
     }
-    return {words: outcome(use) for words, use in uses.items()}
+    return {fragment: outcome(use) for fragment, use in uses.items()}
 
 
 def test_wrong_groups_are_refused(ranks):
-    for found in ranks.run(wrong_uses, RANKS):
-        for words, said in found.items():
-            assert words in said
+    for messages in ranks.run(wrong_uses, RANKS):
+        for fragment, message in messages.items():
+            assert fragment in message
 
 
 def bad_data(batch):
@@ -345,30 +353,31 @@ def advantages_dealt(batch, rewards, values):
     mine = my_micro_batches(batch, by_size)
     rows, layouts, *_ = columns_of(mine)
     rows = torch.cat(rows)
-    found = {"rewards": [], "gae": []}
+    results = {"rewards": [], "gae": []}
     for estimator in GROUP_ESTIMATORS:
         told = {"lengths": batch.mask[rows].sum(1), "num_groups": 5, "groups": groups, "layout": layouts}
         advantages = group_advantages(rewards[rows], batch.sides["group_ids"][rows], estimator=estimator, **told)
-        found[estimator] = [(rows, None, advantages)]
-    tokens = [torch.cat(one) for one in zip(*(my_places(one[0], one[1]) for one in mine.values()), strict=True)]
+        results[estimator] = [(rows, None, advantages)]
+    places_of_all = (my_places(rows, layout) for rows, layout, *_ in mine.values())
+    tokens = [torch.cat(indices) for indices in zip(*places_of_all, strict=True)]
     row = values[tuple(tokens)].unsqueeze(0), batch.mask[tuple(tokens)].unsqueeze(0)
-    found["whiten"] = [(*tokens, whiten(*row, groups=groups)[0])]
+    results["whiten"] = [(*tokens, whiten(*row, groups=groups)[0])]
     for number in sorted(mine):
         rows, layout, (*_, mask), _ = mine[number]
-        place = my_places(rows, layout)
-        given = {"layout": layout, "groups": groups}
-        value = values[place].view(layout.shape)
-        scores = outcome_rewards(rewards[rows], mask, **given)
-        found["rewards"].append((*place, scores.flatten()))
-        estimated = gae(scores, value, mask, gamma=0.9, lam=0.8, **given).advantages
-        found["gae"].append((*place, estimated.flatten()))
+        places = my_places(rows, layout)
+        options = {"layout": layout, "groups": groups}
+        value = values[places].view(layout.shape)
+        scores = outcome_rewards(rewards[rows], mask, **options)
+        results["rewards"].append((*places, scores.flatten()))
+        estimated = gae(scores, value, mask, gamma=0.9, lam=0.8, **options).advantages
+        results["gae"].append((*places, estimated.flatten()))
         if number in ONE_EACH:
             per_token = value.requires_grad_()
-            loss = aggregate_loss(per_token, mask, "seq-mean-token-mean", **given)
+            loss = aggregate_loss(per_token, mask, "seq-mean-token-mean", **options)
             loss.backward()
-            found["gradient"] = [(*place, per_token.grad.flatten())]
-            found["loss"] = float(loss)
-    return found
+            results["gradient"] = [(*places, per_token.grad.flatten())]
+            results["loss"] = float(loss)
+    return results
 
 
 ONE_EACH = (2, 7, 8)  # micro-batches of which every rank has one: a pair's, and two of one rank
@@ -386,15 +395,15 @@ def test_advantages_and_losses_of_a_mix_of_sizes_match_the_oracle(ranks):
     shares = torch.zeros(ROWS, WIDTH).double()
     counts = batch.mask[some].sum(1, keepdim=True)
     shares[some] = batch.mask[some] / counts.double().clamp(min=1) / (counts > 0).sum()
-    wanted = {"rewards": ended, "gae": advantages_oracle.gae(ended, values.tolist(), mask, 0.9, 0.8)[0]}
+    expected = {"rewards": ended, "gae": advantages_oracle.gae(ended, values.tolist(), mask, 0.9, 0.8)[0]}
     for estimator in GROUP_ESTIMATORS:
         lengths = batch.mask.sum(1).tolist()
-        wanted[estimator] = advantages_oracle.group(estimator, rewards.tolist(), ids, [True] * ROWS, lengths)
-    wanted |= {"whiten": advantages_oracle.whiten(values.tolist(), mask), "gradient": shares}
+        expected[estimator] = advantages_oracle.group(estimator, rewards.tolist(), ids, [True] * ROWS, lengths)
+    expected |= {"whiten": advantages_oracle.whiten(values.tolist(), mask), "gradient": shares}
     for rank in ranks.run(advantages_dealt, RANKS, batch, rewards, values):
         assert rank.pop("loss") == pytest.approx(float((shares * values).sum()), rel=1e-12)
         for name, pieces in rank.items():
-            for rows, positions, found in pieces:
-                whole = torch.as_tensor(wanted[name], dtype=torch.float64)
+            for rows, positions, got in pieces:
+                whole = torch.as_tensor(expected[name], dtype=torch.float64)
                 want = whole[rows] if positions is None else whole[rows, positions]
-                torch.testing.assert_close(found.double(), want, rtol=1e-9, atol=1e-12, msg=name)
+                torch.testing.assert_close(got.double(), want, rtol=1e-9, atol=1e-12, msg=name)

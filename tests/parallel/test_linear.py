@@ -104,7 +104,7 @@ def test_lower_precision(ranks, dtype, tolerance):
 def test_autocast_changes_no_bit(dtype, backward_inside):
     """Autocast would compute the matmuls in bfloat16, and log-probs would differ from the engine's by percents."""
     hidden, weight, bias, labels, coefficients = make(dtype)
-    found = []
+    outcomes = []
     for enabled in (False, True):
         leaves = [value.clone().requires_grad_() for value in (hidden, weight, bias)]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -114,10 +114,10 @@ def test_autocast_changes_no_bit(dtype, backward_inside):
                 loss.backward()
         if not backward_inside:
             loss.backward()
-        found.append([*results, *(leaf.grad for leaf in leaves)])
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+        outcomes.append([*results, *(leaf.grad for leaf in leaves)])
+    for without, with_autocast in zip(*outcomes, strict=True):
+        assert without.dtype == with_autocast.dtype
+        assert torch.equal(without, with_autocast)
 
 
 def test_a_frozen_weight_gets_no_gradient():
@@ -168,9 +168,9 @@ def test_no_logits_are_held():
 
     run()
     hidden.grad = weight.grad = None
-    largest, held = allocated(run)
+    largest, allocated_at_end = allocated(run)
     gradients = 4 * (hidden.numel() + weight.numel())
-    assert held >= gradients
+    assert allocated_at_end >= gradients
     assert largest - gradients <= 2.2 * 4 * chunk * width
 
 

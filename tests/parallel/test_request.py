@@ -60,10 +60,10 @@ def backward_of(results, inputs):
 
 
 def compare(found, expected, inputs):
-    for one, other in zip(
+    for got, expected_value in zip(
         [*found, *backward_of(found, inputs)], [*expected, *backward_of(expected, inputs)], strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, expected_value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -72,9 +72,9 @@ def test_every_form(form, kind):
     hidden, layer, labels, mask = data(form)
     logits = layer(hidden)
     expected = reference(2 * logits[..., : VOCABULARY - 2], labels, mask, 0.7)
-    given = {"logits": in_form(logits, form)}
+    source = {"logits": in_form(logits, form)}
     if kind == "hidden states":
-        given = {"hidden_states": in_form(hidden, form), "output_layer": layer}
+        source = {"hidden_states": in_form(hidden, form), "output_layer": layer}
     request = LogProbRequest(
         labels=labels,
         layout=form,
@@ -82,7 +82,7 @@ def test_every_form(form, kind):
         vocab_size=VOCABULARY - 2,
         temperature=0.7,
         scale_logits=lambda values: 2 * values,
-        **given,
+        **source,
     )
     compare(request.answer(), expected, [hidden, layer.weight])
 
@@ -93,23 +93,23 @@ def test_kept_tokens(kind):
     kept = torch.rand(ROWS * LENGTH, VOCABULARY) < 0.5
     kept.scatter_(1, labels.view(-1, 1), True)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
-    given = {"logits": layer(hidden)} if kind == "logits" else {"hidden_states": hidden, "output_layer": layer}
+    source = {"logits": layer(hidden)} if kind == "logits" else {"hidden_states": hidden, "output_layer": layer}
     support = {"support_ids": kept.nonzero()[:, 1], "support_offsets": offsets}
-    found = LogProbRequest(labels=labels, layout="bs", mask=mask, **given, **support).answer()
+    answer = LogProbRequest(labels=labels, layout="bs", mask=mask, **source, **support).answer()
     logits = layer(hidden)
     over_kept = logits.masked_fill(~kept.view(ROWS, LENGTH, -1), -torch.inf)
     log_probs = torch.log_softmax(over_kept, -1).gather(2, labels.unsqueeze(2)).squeeze(2)
     expected = torch.where(mask, log_probs, 0), reference(logits, labels, mask)[1]
-    compare(found, expected, [hidden, layer.weight])
+    compare(answer, expected, [hidden, layer.weight])
 
 
 def test_a_bias_tied_weights_and_tokens_without_a_label():
     hidden, _, labels, mask = data("sb")
     layer = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
     tied = torch.randn(VOCABULARY, HIDDEN).double()
-    given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "layout": "sb"}
-    found = LogProbRequest(labels=labels.where(mask, -100), output_weight=tied.requires_grad_(), **given).answer()
-    compare(found, reference(hidden @ tied.t() + layer.bias, labels, mask), [hidden, tied, layer.bias])
+    source = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "layout": "sb"}
+    answer = LogProbRequest(labels=labels.where(mask, -100), output_weight=tied.requires_grad_(), **source).answer()
+    compare(answer, reference(hidden @ tied.t() + layer.bias, labels, mask), [hidden, tied, layer.bias])
 
 
 SOFT_CAP = 0.5
@@ -147,15 +147,15 @@ def of_tp_ranks(form, mode, is_sequence_parallel):
     # With sequence parallelism a rank has its share of the tokens, and of their gradients.
     share = torch.zeros(LENGTH, dtype=torch.bool).index_fill(0, torch.arange(LENGTH).chunk(2)[rank], True)
     share = share if is_sequence_parallel else torch.ones_like(share)
-    given = {"hidden_states": in_form(hidden[:, share], form), "output_layer": layer, "scale_logits": scale}
-    request = {"labels": labels, "layout": form, "mask": mask, **given}
-    found = LogProbRequest(**request, tp_group=group).answer(mode)
+    source = {"hidden_states": in_form(hidden[:, share], form), "output_layer": layer, "scale_logits": scale}
+    request = {"labels": labels, "layout": form, "mask": mask, **source}
+    results = LogProbRequest(**request, tp_group=group).answer(mode)
     of_hidden = of_hidden * share.view(1, -1, 1)
     with pytest.raises(ValueError, match="tp_group has 1 ranks and the output layer is split over 2"):
         LogProbRequest(**request).answer(mode)
     expected = [*expected, of_hidden, of_weight.chunk(2)[rank]]
-    found = [*found, *backward_of(found, [hidden, layer.weight])]
-    return [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]
+    results = [*results, *backward_of(results, [hidden, layer.weight])]
+    return [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_an_output_layer_that_does_more_is_refused_or_its_logits_are_stored(capl
     with pytest.raises(ValueError, match=r"test_request\.Linear.*mode='auto'"):
         request.answer()
     with caplog.at_level(logging.WARNING, "megatron_rc"):
-        found = [request.answer("auto") for _ in range(2)]
+        answers = [request.answer("auto") for _ in range(2)]
     assert [record.message.count("test_request.Linear") for record in caplog.records] == [1]
-    compare(found[1], reference(adapted(hidden), labels, mask), [hidden, layer.weight])
+    compare(answers[1], reference(adapted(hidden), labels, mask), [hidden, layer.weight])
 
 
 def test_a_soft_cap_is_refused_or_its_logits_are_stored():
     hidden, layer, labels, mask = data("sb")
-    given = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "scale_logits": capped}
-    request = LogProbRequest(labels=labels, layout="sb", mask=mask, **given)
+    source = {"hidden_states": in_form(hidden, "sb"), "output_layer": layer, "scale_logits": capped}
+    request = LogProbRequest(labels=labels, layout="sb", mask=mask, **source)
     with pytest.raises(ValueError, match="scale_logits"):
         request.answer("strict")
     compare(request.answer("auto"), reference(capped(layer(hidden)), labels, mask), [hidden, layer.weight])
@@ -216,7 +216,7 @@ def test_a_layer_that_gathers_its_logits_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({}, "logits and hidden_states"),
         ({"hidden_states": torch.zeros(1, 2, 3)}, "output_layer"),
@@ -224,8 +224,8 @@ def test_a_layer_that_gathers_its_logits_is_refused():
         ({"logits": torch.zeros(1, 2, 3), "mode": "try"}, "mode='try'"),
     ],
 )
-def test_wrong_requests(given, words):
-    given = {"labels": torch.zeros(1, 2, dtype=torch.int64), "layout": "bs"} | given
-    mode = given.pop("mode", "strict")
+def test_wrong_requests(arguments, words):
+    arguments = {"labels": torch.zeros(1, 2, dtype=torch.int64), "layout": "bs"} | arguments
+    mode = arguments.pop("mode", "strict")
     with pytest.raises(ValueError, match=words):
-        LogProbRequest(**given).answer(mode)
+        LogProbRequest(**arguments).answer(mode)

@@ -44,13 +44,13 @@ def interpret(path):
     from megatron_rc.parallel import triton_kernels
 
     kernels.uses_triton = lambda logits: True
-    found = {name: results(case) for name, case in CASES.items() if case.large}
+    outcomes = {name: results(case) for name, case in CASES.items() if case.large}
     vars(triton_kernels).update(SMALL)
-    found |= {name: results(case) for name, case in CASES.items() if name not in found}
-    found["bad"] = bad_logits()
+    outcomes |= {name: results(case) for name, case in CASES.items() if name not in outcomes}
+    outcomes["bad"] = bad_logits()
     # Rows without any probability, and a rank whose columns are all padding.
-    found["nothing"] = [triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(n)) for n in (200, 0)]
-    torch.save(found, path)
+    outcomes["nothing"] = [triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(n)) for n in (200, 0)]
+    torch.save(outcomes, path)
 
 
 # The public functions, against the textbook in float64.
@@ -82,26 +82,26 @@ def rounding(dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_match_the_textbook(interpreted, name):
     case = CASES[name]
-    found = interpreted[name]
+    outcome = interpreted[name]
     *expected, grad = textbook(case)
-    for got, value in zip(found["values"], expected, strict=False):
+    for got, value in zip(outcome["values"], expected, strict=False):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), value, rtol=3e-6, atol=3e-6)
-    assert found["grad"].dtype == case.dtype
-    torch.testing.assert_close(found["grad"].double(), grad, rtol=2e-5 + rounding(case.dtype), atol=2e-6)
+    assert outcome["grad"].dtype == case.dtype
+    torch.testing.assert_close(outcome["grad"].double(), grad, rtol=2e-5 + rounding(case.dtype), atol=2e-6)
     exact = torch.zeros_like(grad, dtype=torch.bool)
     exact[3] = True
     exact[:, case.columns :] = True
-    assert torch.equal(found["grad"][exact], torch.zeros_like(found["grad"][exact]))
+    assert torch.equal(outcome["grad"][exact], torch.zeros_like(outcome["grad"][exact]))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_logits_are_written_to_in_place_alone(interpreted, name):
     case = CASES[name]
-    found = interpreted[name]
-    expected = found["grad"] if case.inplace else case.logits().detach()
-    torch.testing.assert_close(found["after"], expected, rtol=0, atol=0, equal_nan=True)
+    outcome = interpreted[name]
+    expected = outcome["grad"] if case.inplace else case.logits().detach()
+    torch.testing.assert_close(outcome["after"], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.processes
@@ -113,8 +113,8 @@ def test_a_bad_logit_is_not_hidden(interpreted):
 @pytest.mark.processes
 def test_a_row_without_any_probability_adds_nothing(interpreted):
     """Another rank of the vocabulary may have probabilities."""
-    for found in interpreted["nothing"]:
-        assert found.tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
+    for statistics in interpreted["nothing"]:
+        assert statistics.tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
 
 
 # The kernels themselves, against PyTorch's.
@@ -173,12 +173,12 @@ def assembly(request, monkeypatch, tmp_path):
     from megatron_rc.parallel import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = []
+    sources = []
     for name in ("_statistics_kernel", "_gradient_kernel"):
-        monkeypatch.setattr(triton_kernels, name, Compiled(getattr(triton_kernels, name), found))
+        monkeypatch.setattr(triton_kernels, name, Compiled(getattr(triton_kernels, name), sources))
     # triton.runtime.driver.set_active cannot be undone where there is no GPU.
     monkeypatch.setattr("triton.runtime.jit.driver", types.SimpleNamespace(active=NoGpu(request.param)))
-    return found
+    return sources
 
 
 def test_the_kernels_compile_for_a_gpu(assembly):

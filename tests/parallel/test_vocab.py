@@ -133,7 +133,7 @@ def bits(tensor):
 def whole(outcomes):
     """(results, gradient over the whole vocabulary) from the ranks' outcomes, whose results are equal."""
     results, _ = outcomes[0]
-    assert all(torch.equal(bits(other), bits(results)) for other, _ in outcomes)
+    assert all(torch.equal(bits(results_of_rank), bits(results)) for results_of_rank, _ in outcomes)
     return results, torch.cat([grad for _, grad in outcomes], dim=-1)
 
 
@@ -165,10 +165,10 @@ def test_gradients_pass_gradcheck(sum_squares):
 def test_shards_match_the_textbook(ranks, tp, dtype):
     for vocab_size in (PADDED, VOCABULARY, 3):
         batch = make(dtype, vocab_size=vocab_size)
-        found = list(zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, OPTIONS), strict=True))
-        for outcomes in found:
+        of_options = list(zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, OPTIONS), strict=True))
+        for outcomes in of_options:
             assert_textbook(outcomes, batch)
-        for apart, inplace in zip(found[::2], found[1::2], strict=True):
+        for apart, inplace in zip(of_options[::2], of_options[1::2], strict=True):
             assert torch.equal(whole(apart)[1], whole(inplace)[1])
 
 
@@ -323,10 +323,10 @@ def test_masked_positions_are_zero_whatever_stands_there(ranks, tp, bad):
     batch.coefficients[1].abs_()
     spoiled = replace(spoiled, coefficients=batch.coefficients)
     choices = [options | {"sum_squares": sum_squares} for options in OPTIONS for sum_squares in (False, True)]
-    clean, found = (ranks.run(outcomes_of, Layout(tp=tp), each, choices) for each in (batch, spoiled))
+    clean, got = (ranks.run(outcomes_of, Layout(tp=tp), case, choices) for case in (batch, spoiled))
     for index in range(len(choices)):
         results, grad = whole([rank[index] for rank in clean])
-        got_results, got_grad = whole([rank[index] for rank in found])
+        got_results, got_grad = whole([rank[index] for rank in got])
         assert torch.equal(bits(got_results), bits(results))
         assert torch.equal(bits(got_grad), bits(grad))
         assert not got_results[:, ~mask].any()
@@ -402,8 +402,8 @@ def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp, shape):
         (log_probs_alone, {}, 2),
     ):
         expected = [("MAX", tp, tokens), ("SUM", tp, numbers * tokens)] if tp > 1 else []
-        found = ranks.run(collectives, Layout(tp=tp), batch, [options | more for options in OPTIONS], function)
-        assert found == [[(expected, [])] * len(OPTIONS)] * tp
+        calls = ranks.run(collectives, Layout(tp=tp), batch, [options | more for options in OPTIONS], function)
+        assert calls == [[(expected, [])] * len(OPTIONS)] * tp
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
