@@ -142,15 +142,15 @@ def test_a_comparison_needs_a_batch(capsys):
 
 
 def test_differences_are_relative_and_nan_is_one():
-    one = torch.ones(2)
+    ones = torch.ones(2)
     inf = torch.tensor([torch.inf, 1.0])
-    assert Comparison.of("a", one * 100, one * 101).difference == pytest.approx(1 / 101)
-    assert Comparison.of("a", one / 100, one / 50).difference == pytest.approx(0.01)
-    assert Comparison.of("a", torch.tensor([torch.nan, 1.0]), one).difference == torch.inf
-    assert Comparison.of("a", inf, one).difference == torch.inf
+    assert Comparison.of("a", ones * 100, ones * 101).difference == pytest.approx(1 / 101)
+    assert Comparison.of("a", ones / 100, ones / 50).difference == pytest.approx(0.01)
+    assert Comparison.of("a", torch.tensor([torch.nan, 1.0]), ones).difference == torch.inf
+    assert Comparison.of("a", inf, ones).difference == torch.inf
     assert Comparison.of("a", inf, inf.clone()).difference == 0
     with pytest.raises(ValueError, match="a: ours has shape"):
-        Comparison.of("a", one, torch.ones(3))
+        Comparison.of("a", ones, torch.ones(3))
     text, code = report("verl", [Comparison("a", 0.5, 0.1, 3), Comparison("b", 0.0, 0.0, 4)])
     assert code == 1
     assert text.splitlines() == [
