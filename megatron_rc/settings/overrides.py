@@ -12,7 +12,7 @@ _WORDS: Mapping[str, Any] = {"none": None, "null": None, "true": True, "false": 
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a field from its text: None, true or false in words, a float for one number, else the text."""
+    """Return the value of a field from its text: None or a bool in words, a float for one number, else the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     # Python reads 0.5_2 as 0.52; in settings it is a pair.
@@ -34,12 +34,9 @@ def overridden(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
         changes: some fields by name.
     """
     result = {**fields, **changes}
-    if (
-        _masks_by_a_pair(fields)
-        and isinstance(changes.get("rollout_is_threshold"), (int, float))
-        and result["rollout_is"]
-    ):
-        # The pair of bounds meant the mode mask. IcePop with one new bound stays IcePop.
+    has_one_new_bound = isinstance(changes.get("rollout_is_threshold"), (int, float))
+    if has_one_new_bound and _masks(fields) and result["rollout_is"]:
+        # A pair of bounds alone means the mode mask. IcePop with one new bound stays IcePop.
         result["rollout_is_mode"] = changes.get("rollout_is_mode", "mask")
 
     became_idle = _meaningless(fields, result) - _meaningless(fields, fields)
@@ -48,7 +45,7 @@ def overridden(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     return result
 
 
-def _masks_by_a_pair(fields: Mapping[str, Any]) -> bool:
+def _masks(fields: Mapping[str, Any]) -> bool:
     """Return whether the weights' mode is ``mask``, by its name or by a pair of bounds."""
     has_pair = "_" in str(fields["rollout_is_threshold"])
     return fields["rollout_is_mode"] == "mask" or (fields["rollout_is_mode"] is None and has_pair)

@@ -1,7 +1,7 @@
 """Presets: published corrections by name, each with its numbers and its paper.
 
-ρ = π_train / π_rollout; every bound is on ρ. A preset is a row of ``PRESETS``; ``ALIASES`` has the other names of verl's
-releases. ``RolloutCorrectionConfig`` has a constructor for every name, whose arguments stand here, too.
+ρ = π_train / π_rollout; every bound is on ρ. A preset is a row of ``PRESETS``; ``ALIASES`` has the other names that
+verl's releases gave them. ``RolloutCorrectionConfig`` has a constructor for every name, with the arguments of its row.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Preset:
 
     Attributes:
         fields: fields of the config, by name; the other fields have their defaults.
-        summary: one sentence about its formula and its use.
+        summary: its formula and its use.
         paper: its source; empty for ``disabled``.
         arguments: names of the arguments of its constructor, in order; each sets the field that the table
             ``_FIELD_OF_ARGUMENT`` says. Presets in ``_FIELDS_FROM_ARGUMENTS`` have other arguments.
@@ -96,16 +96,16 @@ PRESETS: dict[str, Preset] = {
     "decoupled_token_icepop": Preset(
         fields=_ICEPOP,
         summary=(
-            "Tokens whose ratio is out of bounds get weight 0 and stay in the denominators of the loss; the others get "
-            "ρ_t (IcePop, for mixtures of experts)."
+            "IcePop, for mixtures of experts: tokens whose ratio is out of bounds get weight 0 and stay in the "
+            "denominators of the loss; the others get ρ_t."
         ),
         paper=_LING,
     ),
     "decoupled_token_kpop": Preset(
         fields=_TOKEN_UNTRUNCATED | {"rollout_rs": "token_kpop", "rollout_rs_threshold": 0.1} | _ALL_TOKENS,
         summary=(
-            "Reject tokens for which the KL of the events 'this token' and 'another one' is above a bound in nats, "
-            "which leaves rare tokens more room than likely ones, and weigh the others by ρ_t (KPop)."
+            "KPop: reject tokens if the KL of two events, this token and any other, is above a bound in nats, and "
+            "weigh the others by ρ_t. Rare tokens have more room than likely ones."
         ),
         paper=_GUO,
         arguments=("rs_threshold", "is_threshold"),
@@ -113,8 +113,8 @@ PRESETS: dict[str, Preset] = {
     "decoupled_prefix_is": Preset(
         fields=_PREFIX,
         summary=(
-            "Prefix-level truncated importance sampling, w_t = min(Π ρ_j over j <= t, u): less bias than token weights, "
-            "and a variance that grows with the position."
+            "Prefix-level truncated importance sampling, w_t = min(Π ρ_j over j <= t, u): less bias than token "
+            "weights, and a variance that grows with the position."
         ),
         paper=_PRECUP,
         arguments=_WEIGHTS,
@@ -122,8 +122,8 @@ PRESETS: dict[str, Preset] = {
     "decoupled_min_prefix_is": Preset(
         fields=_MIN_PREFIX,
         summary=(
-            "MinPRO weights, w_t = min(ρ_t · min ρ_j over j < t, u): the smallest ratio stands for the product of all "
-            "ratios before, whose variance grows with the position."
+            "MinPRO weights, w_t = min(ρ_t · min ρ_j over j < t, u): the smallest ratio before the token stands for "
+            "the product of all, whose variance grows with the position."
         ),
         paper=_LEI,
         arguments=_WEIGHTS,
@@ -131,7 +131,7 @@ PRESETS: dict[str, Preset] = {
     "decoupled_turn_is": Preset(
         fields=_TURN,
         summary=(
-            "Turn-level truncated importance sampling, w = min(Π ρ_t over a turn, u), for responses of several turns, "
+            "Turn-level truncated importance sampling, w = min(Π ρ_t over a turn, u). For responses of several turns, "
             "which are runs of trained tokens between observations."
         ),
         paper=_WANG,
@@ -140,8 +140,8 @@ PRESETS: dict[str, Preset] = {
     "decoupled_seq_is": Preset(
         fields=_SEQUENCE,
         summary=(
-            "Sequence-level truncated importance sampling, w = min(Π ρ_t, u), for short responses: unbiased except for "
-            "the truncation, with a variance that grows with the length."
+            "Sequence-level truncated importance sampling, w = min(Π ρ_t, u): unbiased except for the truncation, with "
+            "a variance that grows with the length. For short responses."
         ),
         paper=_LIU,
         arguments=_WEIGHTS,
@@ -149,7 +149,7 @@ PRESETS: dict[str, Preset] = {
     "decoupled_seq_is_rs": Preset(
         fields=_SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
         summary=(
-            "Sequence weights, and sequences whose product of ratios is out of bounds are rejected (Seq-MIS), for a "
+            "Seq-MIS: sequence weights, and rejection of sequences whose product of ratios is out of bounds. For a "
             "large mismatch, at which the tail of the weights is noise."
         ),
         paper=_LIU,
@@ -158,7 +158,7 @@ PRESETS: dict[str, Preset] = {
     "decoupled_geo_rs": Preset(
         fields=_NO_WEIGHTS | _GEOMETRIC,
         summary=(
-            "Reject sequences whose geometric mean ratio is out of bounds, without weights, for long chains of thought: "
+            "Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought: "
             "unlike a product, the mean does not depend on the length."
         ),
         paper=_LIU,
@@ -166,13 +166,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "decoupled_geo_rs_seq_tis": Preset(
         fields=_SEQUENCE | _GEOMETRIC,
-        summary="The rejection of decoupled_geo_rs, and the weights of decoupled_seq_is for the sequences that are left.",
+        summary="The rejection of decoupled_geo_rs and the weights of decoupled_seq_is.",
         paper=_LIU,
         arguments=_BOTH_GEOMETRIC,
     ),
     "decoupled_geo_rs_token_tis": Preset(
         fields=_TOKEN | _GEOMETRIC,
-        summary="The rejection of decoupled_geo_rs, and the weights of decoupled_token_is, which have a low variance.",
+        summary="The rejection of decoupled_geo_rs and the weights of decoupled_token_is.",
         paper=_LIU,
         arguments=_BOTH,
     ),
@@ -188,8 +188,8 @@ PRESETS: dict[str, Preset] = {
     "decoupled_k3_rs": Preset(
         fields=_NO_WEIGHTS | _K3,
         summary=(
-            "Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound in nats, without weights: steadier than the "
-            "geometric mean for a small mismatch, because ratios on both sides of 1 cannot cancel."
+            "Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound in nats; no weights. For a small mismatch "
+            "steadier than the geometric mean: ratios on both sides of 1 cannot cancel."
         ),
         paper=f"{_SCHULMAN_KL}; {_LI}",
         arguments=_REJECTION,
@@ -211,15 +211,15 @@ PRESETS: dict[str, Preset] = {
         # bounds the exact divergence; for samples it uses k3 for the mean and |log ρ| for the maximum.
         fields=_NO_WEIGHTS | {"rollout_rs": "seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.01,2.5"},
         summary=(
-            "Reject sequences that leave the trust region on average (mean k3) or at any token (largest k2), without "
-            "weights, for long responses, in which one token can make the surrogate objective invalid."
+            "Reject sequences that leave the trust region on average (mean k3) or at any token (largest k2); no "
+            "weights. For long responses, in which one token can make the surrogate objective invalid."
         ),
         paper=_LI,
     ),
     # Bypass mode, in which the ratio of the objective is the correction.
     "bypass_ppo_clip": Preset(
         fields=_NO_WEIGHTS | _BYPASS,
-        summary="PPO clips π_θ / π_rollout, and this is the correction, without weights: the fastest, for a small mismatch.",
+        summary="PPO clips π_θ / π_rollout, which is the correction; no weights. The fastest, for a small mismatch.",
         paper=_SCHULMAN_PPO,
     ),
     "bypass_ppo_clip_geo_rs": Preset(
@@ -237,27 +237,27 @@ PRESETS: dict[str, Preset] = {
     # The bounds of these objectives are fields of the loss.
     "bypass_dppo_tv": Preset(
         fields=_NO_WEIGHTS | _BYPASS | {"loss_type": "dppo_tv"},
-        summary="DPPO bounds π_θ - π_rollout of each token, without weights.",
+        summary="DPPO bounds π_θ - π_rollout of each token; no weights.",
         paper=_QI,
     ),
     "bypass_dppo_kl": Preset(
         fields=_NO_WEIGHTS | _BYPASS | {"loss_type": "dppo_kl"},
-        summary="DPPO bounds the KL of the events 'this token' and 'another one', without weights.",
+        summary="DPPO bounds the KL of two events, this token and any other; no weights.",
         paper=_QI,
     ),
     "bypass_cppo": Preset(
         fields=_NO_WEIGHTS | _BYPASS | {"loss_type": "cppo"},
-        summary="CPPO bounds π_θ - π_rollout of a token and of the tokens before it, without weights.",
+        summary="CPPO bounds π_θ - π_rollout of a token and of the tokens before it; no weights.",
         paper=_MAO,
     ),
     "bypass_sapo": Preset(
         fields=_NO_WEIGHTS | _BYPASS | {"loss_type": "sapo"},
-        summary="SAPO dampens π_θ / π_rollout by a sigmoid, without weights.",
+        summary="SAPO dampens π_θ / π_rollout by a sigmoid; no weights.",
         paper=_GAO,
     ),
     "bypass_gmpo": Preset(
         fields=_NO_WEIGHTS | _BYPASS | {"loss_type": "gmpo"},
-        summary="GMPO takes the geometric mean of a sequence's clipped ratios, without weights.",
+        summary="GMPO takes the geometric mean of a sequence's clipped ratios; no weights.",
         paper=_ZHAO,
     ),
     # REINFORCE in bypass mode: -w A log π_θ.
@@ -286,7 +286,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "bypass_pg_geo_rs": Preset(
         fields=_NO_WEIGHTS | _GEOMETRIC | _REINFORCE,
-        summary="REINFORCE with the rejection of decoupled_geo_rs, without weights.",
+        summary="REINFORCE with the rejection of decoupled_geo_rs; no weights.",
         paper=_LIU,
         arguments=_GEOMETRIC_REJECTION,
     ),
