@@ -7,18 +7,19 @@ and descriptions follow from the object.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
 
 from megatron_rc.numerics import factor_error, k2, k3, larger_two_point_kl
-from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, UPPER_NUMBER, Bounds, Threshold
+from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, UPPER_NUMBER, Threshold
 from megatron_rc.settings.criterion import Criterion, Divergence, Need, SequenceValues
 from megatron_rc.settings.definition import check_criterion
 
 # Schulman's k1 is -log ρ. The test uses log ρ, so that the bounds are on ρ; metrics describe -log ρ, as verl's do.
-K1 = Divergence("k1", "log ρ", of=None, least=-float("inf"))
+K1 = Divergence("k1", "log ρ", of=None, least=-math.inf)
 K2 = Divergence("k2", "k2 = ½(log ρ)²", of=k2, least=0.0)
 K3 = Divergence("k3", "k3 = ρ - 1 - log ρ", of=k3, least=0.0)
 # NeMo-RL's "multiplicative probability error", less 1.
@@ -139,104 +140,94 @@ def _texts_by_criterion(field: str, value: Threshold, names: list[str]) -> dict[
     )
 
 
-def _sum_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
-    return lambda values: values.sum(divergence)
-
-
-def _mean_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
-    return lambda values: values.sum(divergence) / values.num_tokens
-
-
-def _max_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
+def _statistic(how: str, divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
+    """Return the function that computes the ``sum``, ``mean`` or ``max`` of x over the tokens of each sequence."""
+    if how == "sum":
+        return lambda values: values.sum(divergence)
+    if how == "mean":
+        return lambda values: values.sum(divergence) / values.num_tokens
     return lambda values: values.max(divergence)
 
 
-def _bounds_of(divergence: Divergence) -> Bounds:
-    """Return the form of bounds on a divergence: two on ρ for k1, else one upper bound in nats."""
-    return RATIO if divergence is K1 else UPPER
+def _quantity(how: str, divergence: Divergence) -> str:
+    """Return the statistic in words; k1's is a ratio, because its bounds are on ρ."""
+    if divergence is K1:
+        return "Π ρ_t" if how == "sum" else "geometric mean ρ"
+    adjective = {"sum": "sum of", "mean": "mean", "max": "largest"}[how]
+    return f"{adjective} {divergence.words}"
+
+
+def _criterion(
+    name: str,
+    unit: Literal["turn", "sequence", "prompt"],
+    words: str,
+    *,
+    how: Literal["sum", "mean", "max"],
+    divergence: Divergence,
+) -> Criterion:
+    """Return the criterion that bounds the sum, mean or largest x of each unit: two bounds on ρ for k1, else one."""
+    return Criterion(
+        name=name,
+        unit=unit,
+        words=words,
+        bounds=RATIO if divergence is K1 else UPPER,
+        needs=(Need("max" if how == "max" else "sum", divergence),),
+        statistic=_statistic(how, divergence),
+    )
 
 
 def _token_criterion(divergence: Divergence) -> Criterion:
-    """Return the criterion that tests each token's x."""
+    """Return the criterion that bounds the x of each token."""
     return Criterion(
         name=f"token_{divergence.name}",
         unit="token",
         words=f"tokens whose {'ρ_t' if divergence is K1 else divergence.words}",
-        bounds=_bounds_of(divergence),
+        bounds=RATIO if divergence is K1 else UPPER,
         needs=(Need("sum", divergence),),
-        statistic=_mean_of(divergence),
+        statistic=_statistic("mean", divergence),
         tested=divergence,
     )
 
 
-def _part_criteria(prefix: str, unit: Literal["sequence", "turn"]) -> list[Criterion]:
-    """Return the criteria that test the sum, the mean and the largest x of each sequence or turn."""
+def _sequence_criteria(prefix: str, unit: Literal["sequence", "turn"]) -> list[Criterion]:
+    """Return the criteria that bound a statistic of each sequence or turn; k1 has no largest value to bound."""
+    combinations: list[tuple[Literal["sum", "mean", "max"], tuple[Divergence, ...]]] = [
+        ("sum", (K1, K2, K3)),
+        ("mean", (K1, K2, K3)),
+        ("max", (K2, K3)),
+    ]
     criteria = []
-    for divergence in (K1, K2, K3):
-        criteria.append(
-            Criterion(
-                name=f"{prefix}_sum_{divergence.name}",
-                unit=unit,
-                words=f"{unit}s whose {'Π ρ_t' if divergence is K1 else f'sum of {divergence.words}'}",
-                bounds=_bounds_of(divergence),
-                needs=(Need("sum", divergence),),
-                statistic=_sum_of(divergence),
-            )
-        )
-    for divergence in (K1, K2, K3):
-        criteria.append(
-            Criterion(
-                name=f"{prefix}_mean_{divergence.name}",
-                unit=unit,
-                words=f"{unit}s whose {'geometric mean ρ' if divergence is K1 else f'mean {divergence.words}'}",
-                bounds=_bounds_of(divergence),
-                needs=(Need("sum", divergence),),
-                statistic=_mean_of(divergence),
-            )
-        )
-    for divergence in (K2, K3):
-        criteria.append(
-            Criterion(
-                name=f"{prefix}_max_{divergence.name}",
-                unit=unit,
-                words=f"{unit}s whose largest {divergence.words}",
-                bounds=UPPER,
-                needs=(Need("max", divergence),),
-                statistic=_max_of(divergence),
-            )
-        )
+    for how, divergences in combinations:
+        for divergence in divergences:
+            name = f"{prefix}_{how}_{divergence.name}"
+            words = f"{unit}s whose {_quantity(how, divergence)}"
+            criteria.append(_criterion(name, unit, words, how=how, divergence=divergence))
     return criteria
 
 
 def _prompt_criterion(divergence: Divergence) -> Criterion:
-    """Return the criterion that tests the mean x over the tokens of all responses of a prompt."""
-    mean = "geometric mean ρ" if divergence is K1 else f"mean {divergence.words}"
-    return Criterion(
-        name=f"group_mean_{divergence.name}",
-        unit="prompt",
-        words=f"all responses of a prompt whose {mean} over their tokens",
-        bounds=_bounds_of(divergence),
-        needs=(Need("sum", divergence),),
-        statistic=_mean_of(divergence),
-    )
+    """Return the criterion that bounds the mean x over the tokens of all responses of a prompt."""
+    words = f"all responses of a prompt whose {_quantity('mean', divergence)} over their tokens"
+    return _criterion(f"group_mean_{divergence.name}", "prompt", words, how="mean", divergence=divergence)
 
 
 _TABLE = (
     _token_criterion(K1),
     _token_criterion(K2),
     _token_criterion(K3),
-    *_part_criteria("seq", "sequence"),
-    *_part_criteria("turn", "turn"),
+    *_sequence_criteria("seq", "sequence"),
+    *_sequence_criteria("turn", "turn"),
     _prompt_criterion(K1),
     _prompt_criterion(K2),
     _prompt_criterion(K3),
+    # Off-policy sequence masking.
     Criterion(
         name="opsm",
         unit="sequence",
         words="sequences with A < 0 whose mean of -log ρ",
         bounds=MARGIN,
         needs=(Need("sum", K1),),
-        statistic=_mean_of(K1),
+        statistic=_statistic("mean", K1),
         only_negative=True,
     ),
     Criterion(
@@ -254,7 +245,7 @@ _TABLE = (
         words=f"sequences whose mean {ERROR.words}",
         bounds=UPPER_NUMBER,
         needs=(Need("sum", ERROR),),
-        statistic=_mean_of(ERROR),
+        statistic=_statistic("mean", ERROR),
     ),
     _token_criterion(KPOP),
 )

@@ -77,44 +77,24 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     """
     parser.allow_abbrev = False
     group = parser.add_argument_group("rollout correction")
-    _add(
-        parser,
-        group,
-        _PRESET,
-        metavar="NAME",
-        help=f"preset of correction settings, which other flags override: {', '.join(presets.NAMES)}; default: none",
-    )
-    _add(
-        parser,
-        group,
-        _FILE,
-        metavar="FILE",
-        help="YAML file of correction settings, which other flags override; default: none",
-    )
-    _add(
-        parser,
-        group,
-        _DIALECT,
-        metavar="NAME",
-        help=f"program whose settings {_FILE} has: {', '.join(DIALECTS)}; default: megatron_rc",
-    )
+    names = ", ".join(presets.NAMES)
+    preset_help = f"preset of correction settings, which other flags override: {names}; default: none"
+    _add(parser, group, _PRESET, metavar="NAME", help=preset_help)
+    file_help = "YAML file of correction settings, which other flags override; default: none"
+    _add(parser, group, _FILE, metavar="FILE", help=file_help)
+    dialect_help = f"program whose settings {_FILE} has: {', '.join(DIALECTS)}; default: megatron_rc"
+    _add(parser, group, _DIALECT, metavar="NAME", help=dialect_help)
+
     for field in FIELDS:
         action: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if field in SWITCHES else {}
         _add(parser, group, flag_of(field), help=help_of(field), **action)
-    _add(
-        parser,
-        group,
-        _MEGATRON_SWITCH,
-        action=argparse.BooleanOptionalAction,
-        help=f"weight each token by its ratio, as Megatron-LM does, bounded by {_MEGATRON_LIMIT} alone; default: no",
+
+    switch_help = (
+        f"weight each token by its ratio, as Megatron-LM does, bounded by {_MEGATRON_LIMIT} alone; default: no"
     )
-    _add(
-        parser,
-        group,
-        _MEGATRON_LIMIT,
-        type=float,
-        help=f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound",
-    )
+    _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=switch_help)
+    limit_help = f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound"
+    _add(parser, group, _MEGATRON_LIMIT, type=float, help=limit_help)
 
     loss_group = _group(parser, "loss")
     for field, (name, text) in _LOSS_OPTIONS.items():

@@ -220,7 +220,9 @@ def test_the_projects_own_criteria_fit_together(name):
 
 def define_with(divergence):
     """Define a criterion of this divergence."""
-    define(Criterion(**SOUND | {"needs": (Need("sum", divergence),), "statistic": lambda values: values.sum(divergence)}))
+    define(
+        Criterion(**SOUND | {"needs": (Need("sum", divergence),), "statistic": lambda values: values.sum(divergence)})
+    )
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,9 @@ def test_tokens_of_no_step_are_as_they_were_scored():
     left_out = torch.arange(12).unsqueeze(1) >= 6
     some = dataclasses.replace(batch, log_probs=torch.where(left_out, torch.nan, batch.log_probs))
     same = dataclasses.replace(batch, log_probs=torch.where(left_out, batch.old_log_probs, batch.log_probs))
-    (data, found), (_, expected) = (replayed([one], RolloutCorrectionConfig.preset("bypass_ppo_clip")) for one in (some, same))
+    (data, found), (_, expected) = (
+        replayed([one], RolloutCorrectionConfig.preset("bypass_ppo_clip")) for one in (some, same)
+    )
     assert data.unscored == 0
     assert found.metrics == expected.metrics
     assert found.effect.cosine == expected.effect.cosine

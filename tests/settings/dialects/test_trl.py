@@ -25,7 +25,7 @@ mode: token_truncate | rollout_is: token, rollout_is_threshold: 3.0
 mode: token_truncate, clip_max: 2.0, clip_min: 0.5
     | rollout_is: token, rollout_is_threshold: 0.5_2.0, rollout_is_mode: clamp
 mode: sequence_truncate, clip_max: null, clip_min: 0.5
-    | rollout_is: sequence, rollout_is_threshold: 0.5_1e+300, rollout_is_mode: clamp
+    | rollout_is: sequence, rollout_is_threshold: '0.5_1e+300', rollout_is_mode: clamp
 mode: token_mask, clip_min: 0.5, clip_max: 5 | rollout_is: token, rollout_is_threshold: 0.5_5.0, rollout_is_mode: mask
 mode: sequence_mask | rollout_is: sequence, rollout_is_threshold: 1e-300_3.0, rollout_is_mode: mask
 mode: token_mask, clip_max: null | rollout_is: token, rollout_is_threshold: UNTRUNCATED
@@ -42,7 +42,13 @@ mode: token_truncate, off_policy_mask_threshold: 0.5
 
 @table("{given} {expected} *notes", READ)
 def test_trl(given, expected, notes):
-    reads("trl", {"use_vllm": True, "beta": 0.0, **named(given)}, expected, *notes, "not read, no part of the correction: beta")
+    reads(
+        "trl",
+        {"use_vllm": True, "beta": 0.0, **named(given)},
+        expected,
+        *notes,
+        "not read, no part of the correction: beta",
+    )
 
 
 def test_a_part_of_a_file_is_read_as_with_vllm():
