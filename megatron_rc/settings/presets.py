@@ -73,7 +73,7 @@ class Preset:
 
     Attributes:
         fields: fields of the config, by name; the other fields have their defaults.
-        summary: its formula and its use.
+        summary: its formula and its use, in one line.
         paper: its source; empty for ``disabled``.
         arguments: names of the arguments of its constructor, in order; each sets the field that the table
             ``_FIELD_OF_ARGUMENT`` says. Presets in ``_FIELDS_FROM_ARGUMENTS`` have other arguments.
@@ -89,78 +89,54 @@ PRESETS: dict[str, Preset] = {
     # Decoupled mode: π_old is computed, ρ = π_old / π_rollout, and PPO clips π_θ / π_old.
     "decoupled_token_is": Preset(
         fields=_TOKEN,
-        summary="Token-level truncated importance sampling, w_t = min(ρ_t, u): low variance, biased; the first to try.",
+        summary="Token weights w_t = min(ρ_t, u): low variance, biased; the first to try.",
         paper=f"{_YAO}, fengyao.notion.site/off-policy-rl",
         arguments=_WEIGHTS,
     ),
     "decoupled_token_icepop": Preset(
         fields=_ICEPOP,
-        summary=(
-            "IcePop, for mixtures of experts: tokens whose ratio is out of bounds get weight 0 and stay in the "
-            "denominators of the loss; the others get ρ_t."
-        ),
+        summary="IcePop: w_t = ρ_t in bounds, else 0, and all tokens in the denominators. For mixtures of experts.",
         paper=_LING,
     ),
     "decoupled_token_kpop": Preset(
         fields=_TOKEN_UNTRUNCATED | {"rollout_rs": "token_kpop", "rollout_rs_threshold": 0.1} | _ALL_TOKENS,
-        summary=(
-            "KPop: reject tokens if the KL of two events, this token and any other, is above a bound in nats, and "
-            "weigh the others by ρ_t. Rare tokens have more room than likely ones."
-        ),
+        summary="KPop: reject a token if the KL of two events, this token and any other, is above a bound; w_t = ρ_t.",
         paper=_GUO,
         arguments=("rs_threshold", "is_threshold"),
     ),
     "decoupled_prefix_is": Preset(
         fields=_PREFIX,
-        summary=(
-            "Prefix-level truncated importance sampling, w_t = min(Π ρ_j over j <= t, u): less bias than token "
-            "weights, and a variance that grows with the position."
-        ),
+        summary="Prefix weights w_t = min(Π ρ_j over j <= t, u): less bias than token weights, more variance.",
         paper=_PRECUP,
         arguments=_WEIGHTS,
     ),
     "decoupled_min_prefix_is": Preset(
         fields=_MIN_PREFIX,
-        summary=(
-            "MinPRO weights, w_t = min(ρ_t · min ρ_j over j < t, u): the smallest ratio before the token stands for "
-            "the product of all, whose variance grows with the position."
-        ),
+        summary="MinPRO weights w_t = min(ρ_t · min ρ_j over j < t, u): prefix weights of less variance.",
         paper=_LEI,
         arguments=_WEIGHTS,
     ),
     "decoupled_turn_is": Preset(
         fields=_TURN,
-        summary=(
-            "Turn-level truncated importance sampling, w = min(Π ρ_t over a turn, u). For responses of several turns, "
-            "which are runs of trained tokens between observations."
-        ),
+        summary="Turn weights w = min(Π ρ_t over a turn, u), for turns of trained tokens between observations.",
         paper=_WANG,
         arguments=_WEIGHTS,
     ),
     "decoupled_seq_is": Preset(
         fields=_SEQUENCE,
-        summary=(
-            "Sequence-level truncated importance sampling, w = min(Π ρ_t, u): unbiased except for the truncation, with "
-            "a variance that grows with the length. For short responses."
-        ),
+        summary="Sequence weights w = min(Π ρ_t, u), for short responses: unbiased but for u, more variance.",
         paper=_LIU,
         arguments=_WEIGHTS,
     ),
     "decoupled_seq_is_rs": Preset(
         fields=_SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        summary=(
-            "Seq-MIS: sequence weights, and rejection of sequences whose product of ratios is out of bounds. For a "
-            "large mismatch, at which the tail of the weights is noise."
-        ),
+        summary="Seq-MIS, for a large mismatch: sequence weights, and reject sequences whose Π ρ_t is out of bounds.",
         paper=_LIU,
         arguments=("is_threshold", "rs_threshold", "rs_threshold_lower"),
     ),
     "decoupled_geo_rs": Preset(
         fields=_NO_WEIGHTS | _GEOMETRIC,
-        summary=(
-            "Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought: "
-            "unlike a product, the mean does not depend on the length."
-        ),
+        summary="Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought.",
         paper=_LIU,
         arguments=_GEOMETRIC_REJECTION,
     ),
@@ -178,19 +154,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "seq_mask_tis": Preset(
         fields=_TOKEN_UNTRUNCATED | _GEOMETRIC | {"rollout_rs_threshold": "0.999_1.002"} | _ALL_TOKENS,
-        summary=(
-            "The rejection of decoupled_geo_rs with token weights that are not truncated; rejected tokens stay in the "
-            "denominators (the GRPO reference of MLPerf Training v6.1, under NeMo-RL's name)."
-        ),
+        summary="The rejection of decoupled_geo_rs, w_t = ρ_t, and all tokens in the denominators (MLPerf v6.1).",
         paper=_LIU,
         arguments=_REJECTION,
     ),
     "decoupled_k3_rs": Preset(
         fields=_NO_WEIGHTS | _K3,
-        summary=(
-            "Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound in nats; no weights. For a small mismatch "
-            "steadier than the geometric mean: ratios on both sides of 1 cannot cancel."
-        ),
+        summary="Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound; no weights. For a small mismatch.",
         paper=f"{_SCHULMAN_KL}; {_LI}",
         arguments=_REJECTION,
     ),
@@ -304,7 +274,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "disabled": Preset(
         fields=_TOKEN | {"rollout_is_apply": False},
-        summary="Correct nothing and measure everything: a first run with it shows how large the mismatch is.",
+        summary="Reject sequences whose mean k3 or largest k2 is above a bound; no weights. For long responses.",
         paper="",
     ),
 }

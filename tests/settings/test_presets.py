@@ -91,7 +91,7 @@ def test_changes_of_a_preset_are_those_of_flags():
     assert preset("token_is", rollout_is_threshold=3.0) == RolloutCorrectionConfig.decoupled_token_is(3.0)
     assert preset("decoupled_token_is", rollout_is=None) == RolloutCorrectionConfig(rollout_is=None)
     assert preset("decoupled_token_icepop", rollout_is_threshold=4).is_mode == "mask"
-    with pytest.raises(ValueError, match="rollout_rs_threshold=2.0 does nothing"):
+    with pytest.raises(ValueError, match=r"rollout_rs_threshold=2\.0 does nothing"):
         preset("decoupled_token_is", rollout_rs_threshold=2.0)
 
 
