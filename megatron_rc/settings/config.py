@@ -199,13 +199,9 @@ def _preset_constructor(name: str) -> Any:
     def construct(cls: type[RolloutCorrectionConfig], *args: Any, **kwargs: Any) -> RolloutCorrectionConfig:
         return cls(**presets.fields_of(name, *args, **kwargs))
 
-    preset = presets.preset_of(name)
-    documentation = [preset.summary, "", f"{preset.paper}." if preset.paper else ""]
-    if name in presets.ALIASES:
-        documentation = [f"Alias of ``{presets.ALIASES[name]}``.", "", *documentation]
     construct.__name__ = name
     construct.__qualname__ = f"RolloutCorrectionConfig.{name}"
-    construct.__doc__ = "\n".join(documentation).rstrip()
+    construct.__doc__ = presets.documentation_of(name)
     # For ``help`` and editors: (cls, threshold=2.0), and not (cls, *args, **kwargs).
     signature = presets.signature_of(name)
     class_parameter = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)

@@ -306,10 +306,24 @@ def preset_of(name: str) -> Preset:
     return PRESETS[ALIASES.get(name, name)]
 
 
+def documentation_of(name: str) -> str:
+    """Return the docstring of a preset's constructor: its formula, its special arguments, and its paper."""
+    preset = preset_of(name)
+    paragraphs = [preset.summary]
+    if name in ALIASES:
+        paragraphs.insert(0, f"Alias of ``{ALIASES[name]}``.")
+    if name in _FIELDS_FROM_ARGUMENTS:
+        paragraphs.append(str(_FIELDS_FROM_ARGUMENTS[name].__doc__))
+    if preset.paper:
+        paragraphs.append(f"{preset.paper}.")
+    return "\n\n".join(paragraphs)
+
+
 def signature_of(name: str) -> inspect.Signature:
     """Return the arguments of a preset's constructor, each with the preset's number as its default."""
     if name in _FIELDS_FROM_ARGUMENTS:
-        return inspect.signature(_FIELDS_FROM_ARGUMENTS[name])
+        function_signature = inspect.signature(_FIELDS_FROM_ARGUMENTS[name])
+        return function_signature.replace(return_annotation=inspect.Signature.empty)
     preset = preset_of(name)
     return inspect.Signature(
         [
