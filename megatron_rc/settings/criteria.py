@@ -44,7 +44,9 @@ def define(*criteria: Criterion) -> None:
         if criterion.name in CRITERIA or criterion.name in ALIASES:
             raise ValueError(f"criterion {criterion.name!r} is defined already: give it another name")
 
-        divergences = {divergence.name: divergence for known in CRITERIA.values() for divergence in known.divergences}
+        divergences = {
+            divergence.name: divergence for defined in CRITERIA.values() for divergence in defined.divergences
+        }
         for divergence in criterion.divergences:
             if divergences.get(divergence.name, divergence) != divergence:
                 raise ValueError(

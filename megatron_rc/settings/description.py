@@ -102,12 +102,12 @@ def flag_of(field: str) -> str:
 
 def flags_of(config: CorrectionFields) -> str:
     """Return the flags that make this config: ``--rollout-is``, and each field that differs from its default."""
-    words: list[str] = []
+    flags: list[str] = []
     for name, value in config.to_dict().items():
         if value == DEFAULTS[name] and name != "rollout_is":
             continue
         if isinstance(value, bool):
-            words.append(flag_of(name) if value else flag_of(f"no_{name}"))
+            flags.append(flag_of(name) if value else flag_of(f"no_{name}"))
         else:
-            words.append(f"{flag_of(name)}={'none' if value is None else value}")
-    return shlex.join(words)
+            flags.append(f"{flag_of(name)}={'none' if value is None else value}")
+    return shlex.join(flags)

@@ -163,8 +163,8 @@ def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGro
 
 def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option: str, **arguments: Any) -> None:
     """Add an option to the group, unless the parser has it already."""
-    known = {text for action in parser._actions for text in action.option_strings}
-    if option not in known and f"--no-{option[2:]}" not in known:
+    options = {text for action in parser._actions for text in action.option_strings}
+    if option not in options and f"--no-{option[2:]}" not in options:
         group.add_argument(option, default=None, **arguments)
 
 
@@ -175,7 +175,7 @@ def _attribute(option: str) -> str:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of the correction, by attribute; the text ``none`` becomes None."""
-    given = {}
+    values = {}
     for name in (*FIELDS, *_NO_FIELDS):
         value = getattr(args, name, None)
         if value is None:
@@ -183,8 +183,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         # A prefix is a text, whatever it looks like.
         if name in FIELDS and name != "metric_prefix" and isinstance(value, str):
             value = value_of(value)
-        given[name] = value
-    return given
+        values[name] = value
+    return values
 
 
 def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:

@@ -351,19 +351,20 @@ def fields_of(name: str, *values: Any, **values_by_name: Any) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{name}{signature}: {error}") from error
 
-    given = {argument: value for argument, value in arguments.items() if value is not None}
+    arguments = {argument: value for argument, value in arguments.items() if value is not None}
     if name in _FIELDS_FROM_ARGUMENTS:
-        changes = _FIELDS_FROM_ARGUMENTS[name](**given)
+        changes = _FIELDS_FROM_ARGUMENTS[name](**arguments)
     else:
-        changes = {_FIELD_OF_ARGUMENT[argument]: value for argument, value in given.items()}
+        changes = {_FIELD_OF_ARGUMENT[argument]: value for argument, value in arguments.items()}
     return {**preset.fields, **changes}
 
 
-# Changes of a preset's fields by arguments that are more than the value of one field.
+# Functions from the arguments of a constructor to changed fields, for presets with an argument that is not the value
+# of one field. Their docstrings become a part of the constructors' docstrings.
 
 
 def _icepop(threshold: float | str = "0.5_5.0", threshold_lower: float | None = None) -> dict[str, Any]:
-    """One bound is the upper one; the lower one is then ``threshold_lower`` or 0.5, so that IcePop stays IcePop."""
+    """Set the bounds of the weights: a pair, or an upper bound with ``threshold_lower`` (0.5) below it."""
     if "_" in str(threshold):
         return {"rollout_is_threshold": threshold, "rollout_is_threshold_lower": threshold_lower}
     lower = 0.5 if threshold_lower is None else threshold_lower
@@ -371,7 +372,7 @@ def _icepop(threshold: float | str = "0.5_5.0", threshold_lower: float | None = 
 
 
 def _seq_mis(threshold: float = 2.0) -> dict[str, Any]:
-    """One number u bounds the weights by u, and the product of a sequence's ratios by [1/u, u]."""
+    """Bound the weights by u = ``threshold``, and the product of a sequence's ratios by [1/u, u]."""
     return {"rollout_is_threshold": threshold, "rollout_rs_threshold": f"{1 / threshold!r}_{threshold!r}"}
 
 
@@ -380,7 +381,7 @@ def _geo_mis(
     rs_threshold_lower: float | None = None,
     veto_threshold: float | None = None,
 ) -> dict[str, Any]:
-    """One bound is the upper one; the lower one is then ``rs_threshold_lower`` or 0.999."""
+    """Set the bounds on the mean: a pair, or an upper bound with ``rs_threshold_lower`` (0.999) below it."""
     if "_" not in str(rs_threshold) and rs_threshold_lower is None:
         rs_threshold_lower = 0.999
     return {
@@ -391,19 +392,19 @@ def _geo_mis(
 
 
 def _trust_region_masking(mean_threshold: float = 0.01, max_threshold: float = 2.5) -> dict[str, Any]:
-    """Bounds on the mean k3 and on the largest k2 of a sequence, in nats."""
+    """Set the bounds, in nats, on the mean k3 and on the largest k2 of a sequence."""
     return {"rollout_rs_threshold": f"{mean_threshold!r},{max_threshold!r}"}
 
 
 def _ppo_is_bypass(threshold: float | None = None) -> dict[str, Any]:
-    """With a bound, token weights that are truncated there are measured, not applied, as in verl's first releases."""
+    """Measure token weights truncated at ``threshold``, if it is given, as verl's first releases; do not apply them."""
     if threshold is None:
         return {}
     return {"rollout_is": "token", "rollout_is_threshold": threshold}
 
 
 def _bypass_ppo_clip(threshold: float | None = None) -> dict[str, Any]:
-    """A bound is an argument of verl's first releases, which measured weights; this preset has none."""
+    """Refuse ``threshold``: verl's first releases measured weights with this bound; this preset has no weights."""
     if threshold is None:
         return {}
     raise ValueError(

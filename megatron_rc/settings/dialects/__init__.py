@@ -38,13 +38,13 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     """
     one_of("dialect", dialect, DIALECTS)
     program = BY_NAME[dialect]
-    given, unread = _own_settings(fields, program)
-    for name in given:
+    own_settings, other_keys = _own_settings(fields, program)
+    for name in own_settings:
         if name not in program.defaults:
             remedy = other_dialects(name, fields) or f"known are {', '.join(program.defaults)}"
             raise ValueError(f"unknown setting {name!r} of {dialect}: {remedy}")
 
-    settings = Settings(given, program.defaults)
+    settings = Settings(own_settings, program.defaults)
     try:
         translated = program.read(settings)
     except ValueError as error:
@@ -55,8 +55,8 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
 
     became = ", ".join(f"{name}={value!r}" for name, value in translated.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
-    if unread:
-        notes.append(f"not read, no part of the correction: {', '.join(unread)}")
+    if other_keys:
+        notes.append(f"not read, no part of the correction: {', '.join(other_keys)}")
     return translated, notes
 
 
@@ -65,10 +65,10 @@ def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
     known_names: dict[str, int] = {}
     for name, program in BY_NAME.items():
         try:
-            given, _ = _own_settings(fields, program)
-            if given.keys() <= program.defaults.keys():
-                program.read(Settings(given, program.defaults))
-                known_names[name] = len(given)
+            own_settings, _ = _own_settings(fields, program)
+            if own_settings.keys() <= program.defaults.keys():
+                program.read(Settings(own_settings, program.defaults))
+                known_names[name] = len(own_settings)
         except ValueError:
             continue
 
@@ -107,28 +107,28 @@ def _own_settings(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str
     Raises:
         ValueError: a section that holds no settings, or a setting with two values.
     """
-    fields, moved, unread = _out_of_other_sections(fields, program)
+    fields, moved, other_keys = _out_of_other_sections(fields, program)
 
     for section in program.sections:
         if section not in fields:
             continue
-        unread += [str(name) for name in fields if name != section]
+        other_keys += [str(name) for name in fields if name != section]
         inner = program.switched_off if fields[section] is None else fields[section]
         if not isinstance(inner, Mapping):
             raise ValueError(f"{section}={inner!r} must hold settings, one `name: value` a line")
         fields = inner
         if program.shares_section and section == program.sections[-1]:
-            fields = _without_others(fields, program, unread)
+            fields = _without_others(fields, program, other_keys)
     if program.shares_section and not program.sections:
-        fields = _without_others(fields, program, unread)
+        fields = _without_others(fields, program, other_keys)
 
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in [*fields.items(), *moved]:
         name = program.spelled(str(key))
-        if name in given and given[name] != value:
-            raise ValueError(f"{name} has two values, {given[name]!r} and {value!r}: keep one of them")
-        given[name] = value
-    return given, unread
+        if name in settings and settings[name] != value:
+            raise ValueError(f"{name} has two values, {settings[name]!r} and {value!r}: keep one of them")
+        settings[name] = value
+    return settings, other_keys
 
 
 def _out_of_other_sections(
@@ -136,28 +136,28 @@ def _out_of_other_sections(
 ) -> tuple[Mapping[str, Any], list[tuple[str, Any]], list[str]]:
     """Return (the fields without these sections, their settings of the correction, their other keys)."""
     moved: list[tuple[str, Any]] = []
-    unread: list[str] = []
+    other_keys: list[str] = []
     for section, names in program.elsewhere.items():
         inner = fields.get(section)
         if not isinstance(inner, Mapping) or not set(names) & set(inner):
             continue
         moved += [(name, inner[name]) for name in names if name in inner]
-        unread += [f"{section}.{name}" for name in inner if name not in names]
+        other_keys += [f"{section}.{name}" for name in inner if name not in names]
         fields = {name: value for name, value in fields.items() if name != section}
-    return fields, moved, unread
+    return fields, moved, other_keys
 
 
-def _without_others(fields: Mapping[str, Any], program: Dialect, unread: list[str]) -> dict[str, Any]:
-    """Return the settings of a section that belong to the correction; the others are added to ``unread``.
+def _without_others(fields: Mapping[str, Any], program: Dialect, other_keys: list[str]) -> dict[str, Any]:
+    """Return the settings of a section that belong to the correction; the others are added to ``other_keys``.
 
     An unknown name with the correction's prefix stays, so that a misspelt setting is an error.
     """
-    own = {}
+    settings = {}
     for key, value in fields.items():
         name = str(key)
         is_reserved = program.reserved_prefix is not None and name.startswith(program.reserved_prefix)
         if name in program.defaults or is_reserved:
-            own[name] = value
+            settings[name] = value
         else:
-            unread.append(name)
-    return own
+            other_keys.append(name)
+    return settings

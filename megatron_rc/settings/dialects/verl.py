@@ -178,13 +178,13 @@ def _criteria_of(text: object) -> list[str]:
     """Return this package's names of the criteria in verl's comma list; ValueError for one that verl does not have."""
     if not isinstance(text, str):
         raise ValueError(f"rollout_rs={text!r} must be a comma list of criteria, for example 'token_k1,seq_mean_k3'")
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
+    verl_names = [part.strip() for part in text.split(",") if part.strip()]
+    if not verl_names:
         raise ValueError(f"rollout_rs={text!r} names no criterion: name one, or set it to null")
-    for word in words:
-        if word not in _CRITERIA:
-            raise ValueError(f"rollout_rs={word!r} is unknown to verl: use {', '.join(_CRITERIA)}")
-    return criterion_names(",".join(RENAMED.get(word, word) for word in words))
+    for name in verl_names:
+        if name not in _CRITERIA:
+            raise ValueError(f"rollout_rs={name!r} is unknown to verl: use {', '.join(_CRITERIA)}")
+    return criterion_names(",".join(RENAMED.get(name, name) for name in verl_names))
 
 
 def _on_rho(settings: Settings, name: str, bound: str) -> str:
@@ -279,8 +279,8 @@ def _agreed(settings: Settings, *names: str) -> bool:
         else:
             answers[name] = settings.boolean(name)
     if len(set(answers.values())) > 1:
-        given = " and ".join(f"{name}={settings[name]!r}" for name in answers)
-        raise ValueError(f"{given} contradict: keep one of them")
+        contradiction = " and ".join(f"{name}={settings[name]!r}" for name in answers)
+        raise ValueError(f"{contradiction} contradict: keep one of them")
     return any(answers.values())
 
 

@@ -55,13 +55,12 @@ def _meaning(config: CorrectionFields) -> dict[str, Any]:
     has_weights = _has_weights(config)
     rejects = bool(config.criteria) or config.rejecting_veto is not None
     bounds = config.weight_bounds
+    # The lower bound of truncated weights changes nothing.
+    ratios = bounds.upper if bounds.mode == "truncate" else (bounds.lower, bounds.upper)
     return {
         "rollout_is": config.rollout_is if has_weights else None,
         "rollout_is_mode": bounds.mode if has_weights else None,
-        # The lower bound of truncated weights changes nothing.
-        "rollout_is_threshold": (
-            (bounds.upper if bounds.mode == "truncate" else (bounds.lower, bounds.upper)) if has_weights else None
-        ),
+        "rollout_is_threshold": ratios if has_weights else None,
         "rollout_is_batch_normalize": (
             config.rollout_is_batch_normalize_scope if has_weights and config.rollout_is_batch_normalize else None
         ),
