@@ -18,6 +18,7 @@ from megatron_rc.numerics import k2
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
+from megatron_rc.settings.definition import check_criterion
 from tests.correction.test_properties import correct_split
 from tests.support import user_objects
 
@@ -162,6 +163,7 @@ SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name"
         ({"tested": K3}, "tested, .* token alone"),
         ({"unit": "token", "tested": K3, "only_negative": True}, "only_negative is for the unit sequence"),
         ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "sums .* alone"),
+        ({"follows_others": True}, "follows_others is for the unit prompt"),
         ({"bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
         ({"needs": ()}, "use exactly needs"),
         ({"needs": (Need("max", K3),)}, "use exactly needs .*: max of k3"),
@@ -171,13 +173,26 @@ SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name"
         ({"statistic": lambda values: values.sum(K3) / 0}, "must be finite"),
         ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
         ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
-        ({"follows_others": True}, r"use exactly needs .*\(follows_others\)"),
+        ({"unit": "prompt", "follows_others": True}, r"use exactly needs .*\(follows_others\)"),
     ],
 )
 def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
-    Criterion(**SOUND)
+    check_criterion(Criterion(**SOUND))
     with pytest.raises(ValueError, match=f"criterion '.*{message}"):
-        Criterion(**SOUND | changed)
+        define(Criterion(**SOUND | changed))
+    assert SOUND["name"] not in CRITERIA
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_the_projects_own_criteria_fit_together(name):
+    check_criterion(CRITERIA[name])
+
+
+def define_with(divergence):
+    """Define a criterion of this divergence."""
+    define(
+        Criterion(**SOUND | {"needs": (Need("sum", divergence),), "statistic": lambda values: values.sum(divergence)})
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +211,7 @@ def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
 )
 def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
-        dataclasses.replace(DISTANCE, **changed)
+        define_with(dataclasses.replace(DISTANCE, **changed))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,7 @@ def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, messag
 )
 def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"divergence 'gap': .*{message}"):
-        dataclasses.replace(BOTH, **changed)
+        define_with(dataclasses.replace(BOTH, **changed))
 
 
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
