@@ -14,7 +14,7 @@ from megatron_rc.advantages.token_baseline import optimal_token_baseline
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch
-from megatron_rc.loss.policy import kl_penalty
+from megatron_rc.loss.kl import kl_penalty
 from megatron_rc.numerics import exp_weight, is_log_prob
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
