@@ -110,10 +110,10 @@ def group_advantages(
         lengths = rows.total(lengths)
     counted_weights = _weights(rewards, chosen, lengths=lengths, weights=weights)
 
+    batch_groups = ParallelGroups.given(groups)
     _check_together(chosen, num_groups=num_groups, groups=groups)
     if layout is not None and groups is None:
         raise ValueError("layout does nothing without groups, whose ranks share sequences: pass both, or drop layout")
-    batch_groups = ParallelGroups.given(groups)
     counts_here = _counts_here(group_ids, layout, batch_groups)
     prompts = PromptSums(group_ids, num_groups=num_groups, groups=batch_groups, counts_here=counts_here)
 
