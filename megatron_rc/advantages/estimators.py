@@ -194,10 +194,12 @@ def define(*estimators: AdvantageEstimator) -> None:
         GROUP_ESTIMATORS[estimator.name] = estimator
 
 
-def estimator_of(name: str) -> AdvantageEstimator:
-    """Return the estimator of this name; ValueError for an unknown one."""
-    one_of("estimator", name, GROUP_ESTIMATORS)
-    return GROUP_ESTIMATORS[name]
+def estimator_of(estimator: str | AdvantageEstimator) -> AdvantageEstimator:
+    """Return the estimator of this name, or the estimator itself; ValueError for an unknown name."""
+    if isinstance(estimator, AdvantageEstimator):
+        return estimator
+    one_of("estimator", estimator, GROUP_ESTIMATORS)
+    return GROUP_ESTIMATORS[estimator]
 
 
 # The functions. Papers are in the docstring of ``megatron_rc.advantages.group.group_advantages``.

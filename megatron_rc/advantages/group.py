@@ -25,7 +25,7 @@ def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
-    estimator: str = "grpo",
+    estimator: str | AdvantageEstimator = "grpo",
     lengths: Tensor | None = None,
     weights: Tensor | None = None,
     kept: Tensor | None = None,
@@ -65,7 +65,7 @@ def group_advantages(
     Args:
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
-        estimator: see above.
+        estimator: see above, or an :class:`.AdvantageEstimator` of your own.
         lengths: [n], tokens of each response that count; needed and used by ``opo`` alone.
         weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
             ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.

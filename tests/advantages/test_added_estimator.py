@@ -85,6 +85,8 @@ def by_loops(name, rewards, group_ids, kept, lengths, weights):
 def test_the_advantages_are_the_formulas(name, num_groups):
     found = group_advantages(**responses(), estimator=name, num_groups=num_groups)
     torch.testing.assert_close(found, by_loops(name, **responses()), **EXACT)
+    itself = group_advantages(**responses(), estimator=GROUP_ESTIMATORS[name], num_groups=num_groups)
+    assert torch.equal(itself, found)
     assert found.abs().max() > 0.1
 
 
