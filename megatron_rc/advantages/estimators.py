@@ -115,7 +115,7 @@ class PromptTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """One estimator of the advantages of whole responses.
+    """An estimator of the advantages of whole responses: its function, and what the caller must give it.
 
     Attributes:
         name: as the user writes it.

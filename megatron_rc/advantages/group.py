@@ -66,7 +66,7 @@ def group_advantages(
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above, or an :class:`.AdvantageEstimator` of your own.
-        lengths: [n], tokens of each response that count; needed and used by ``opo`` alone.
+        lengths: [n], tokens of each response that count; needed by ``opo``, and by estimators of your own that use them.
         weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
             ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
             Default: all count alike.
@@ -78,8 +78,9 @@ def group_advantages(
         f_norm: used by ``gpg`` alone.
         num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
-        groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
-            over the batch: all responses to a prompt then lie on this rank. Default: this process alone.
+        groups: the ranks that hold the other responses; needs ``num_groups``. Estimators with sums over the whole batch,
+            as the α of ``gpg``, take it without: all responses to a prompt then lie on this rank. Default: this process
+            alone.
         layout: which responses these are, a layout or a list with one a micro-batch: needed if micro-batches have CP
             groups of their own. Default: all ranks of ``groups.cp`` hold the same responses.
 
@@ -88,9 +89,9 @@ def group_advantages(
         of its prompt, except those that are 0 in any case; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 5] doubles (6 with ``rollout_ids``)
-    and of [num_groups + 1], and
-    for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
-    two doubles over ``dp_cp``.
+    and of [num_groups + 1], and for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1]
+    more. For ``gpg`` one SUM of two doubles over ``dp_cp``. For an estimator of your own, those of the methods of
+    :class:`.PromptTerms` that it calls.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
@@ -261,7 +262,7 @@ def _weights(
 
 
 def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGroups) -> Tensor:
-    """[n] bool: the rows that count on this rank, because it is the first of their CP group."""
+    """Return [n] bool: the rows that count on this rank, because it is the first of their CP group."""
     if layout is None:
         return torch.full_like(group_ids, group_rank(groups.cp) == 0, dtype=torch.bool)
     layouts = [layout] if isinstance(layout, SequenceLayout) else [*layout]

@@ -90,11 +90,11 @@ def _check_none_outside(num_outside: Tensor) -> None:
 
     On a GPU this is a device-side assertion: the host would have to wait for the number.
     """
-    words = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"
+    message = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"
     if num_outside.device.type != "cpu":
-        torch._assert_async(num_outside == 0, words)
+        torch._assert_async(num_outside == 0, message)
     elif num_outside:
-        raise ValueError(f"{int(num_outside)} {words}")
+        raise ValueError(f"{int(num_outside)} {message}")
 
 
 def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:

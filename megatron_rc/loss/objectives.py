@@ -92,7 +92,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Objective:
-    """One policy objective.
+    """A policy objective: the loss of a token, and what flags, settings and metrics must know about it.
 
     Attributes:
         name: as the user writes it.
@@ -305,9 +305,9 @@ def _least_cppo_bound(distances: Tensor, mask: Tensor) -> Tensor:
         [n, s] float64.
     """
     num_tokens = mask.double().sum(1, keepdim=True)
-    place = mask.double().cumsum(1) - 1  # 0 for the first token that counts
+    index_of_token = mask.double().cumsum(1) - 1  # 0 for the first token that counts
     # w_t falls evenly from 1 for the first token to CPPO_LEAST_WEIGHT for the last.
-    token_weights = 1 - (1 - CPPO_LEAST_WEIGHT) * place / (num_tokens - 1).clamp(min=1)
+    token_weights = 1 - (1 - CPPO_LEAST_WEIGHT) * index_of_token / (num_tokens - 1).clamp(min=1)
     token_weights = torch.where(mask, token_weights, 0.0)
     weighted = token_weights * distances
 

@@ -244,10 +244,9 @@ def token_loss(
         old_log_probs: log π_old, like ``log_probs``.
         rollout_log_probs: log π_rollout, like ``log_probs``; used with ``kl_importance_weight`` alone.
         advantages: [n], one a sequence, or like ``log_probs``.
-        response_mask: bool, like ``log_probs``; other positions change no bit of the policy objective and the KL.
+        response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
         weights: w, like ``log_probs``, detached; None: 1. They multiply the objective alone.
-        entropy: entropy of π_θ at each token, like ``log_probs``, differentiated and not masked here; None without an
-            entropy bonus.
+        entropy: entropy of π_θ at each token, like ``log_probs``; differentiated. None without an entropy bonus.
         ref_log_probs: log π_ref, like ``log_probs``; None without a KL penalty.
         layout: which tokens these are.
         groups: as for :func:`policy_loss`.
@@ -287,28 +286,23 @@ def token_loss(
     statistics = policy.statistics
 
     if entropy is not None:
-        entropy = entropy.to(arithmetic(entropy.dtype))
+        entropy = torch.where(response_mask, entropy.to(arithmetic(entropy.dtype)), 0)
         per_token = per_token - objective.entropy_coef * entropy
-        statistics = statistics.plus(entropy=_masked_sum(entropy, response_mask))
+        statistics = statistics.plus(entropy=entropy.double().sum())
 
     if objective.kl_coef and ref_log_probs is not None:
+        # With zeros at masked positions the penalty is 0 there.
+        rollout_of_mask = torch.where(response_mask, rollout_log_probs, 0) if objective.kl_importance_weight else None
         penalty = kl_penalty(
             torch.where(response_mask, log_probs, 0),
             torch.where(response_mask, ref_log_probs, 0),
             objective.kl_estimator,
-            rollout_log_probs=(
-                torch.where(response_mask, rollout_log_probs, 0) if objective.kl_importance_weight else None
-            ),
+            rollout_log_probs=rollout_of_mask,
         )
         per_token = per_token + objective.kl_coef * penalty
-        statistics = statistics.plus(reference_kl=_masked_sum(penalty, response_mask))
+        statistics = statistics.plus(reference_kl=penalty.double().sum())
 
     return PolicyLoss(per_token, statistics)
-
-
-def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum over the tokens of the mask, 0-D float64, detached."""
-    return torch.where(mask, values.detach(), 0).double().sum()
 
 
 def _statistics(log_ratio: Tensor, mask: Tensor, result: TokenLoss) -> LossStatistics:

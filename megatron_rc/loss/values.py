@@ -58,8 +58,8 @@ def value_loss(
     check_alike("values", values, returns=returns, mask=mask, old_values=old_values, weights=weights)
     check_mask("mask", mask)
     if clip is not None:
-        words = "must be positive and finite, and needs old_values: pass both, or neither"
-        check_number("clip", clip, lambda c: 0 < c < torch.inf and old_values is not None, words)
+        expected = "must be positive and finite, and needs old_values: pass both, or neither"
+        check_number("clip", clip, lambda c: 0 < c < torch.inf and old_values is not None, expected)
     dtype = arithmetic(values.dtype)
     # Masked positions may hold anything, NaN too.
     values = torch.where(mask, values.to(dtype), 0)
