@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig, StepError
+from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
 from tests.support import one_step

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.loss.aggregation import AGGREGATIONS
+from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings import presets
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -58,12 +59,18 @@ _LOSS_OPTIONS = {
     ),
     "kl_coef": ("grpo_kl_beta", "weight of the KL penalty to the reference policy"),
     "kl_estimator": ("kl_estimator", "estimator of --grpo-kl-beta's KL; see docs/mathematics.md"),
+    "kl_importance_weight": (
+        "kl_importance_weight",
+        "weight each token's KL by its ratio π_θ/π_rollout, so that its expected gradient is that of the KL; with the "
+        "estimators k1, k3, k1+ and k3+",
+    ),
     "entropy_coef": ("grpo_entropy_term_weight", "weight of the entropy bonus"),
 }
 _LOSS_WORDS: dict[str, dict[str, Any]] = {  # the other fields of the objective are numbers
     "algorithm": {"metavar": f"{{{','.join(OBJECTIVES)}}}"},
     "aggregation": {"choices": AGGREGATIONS},
     "kl_estimator": {"choices": KL_ESTIMATORS},
+    "kl_importance_weight": {"action": argparse.BooleanOptionalAction},
 }
 LOSS_FLAGS = {field: flag for field, (flag, _) in _LOSS_OPTIONS.items()}
 

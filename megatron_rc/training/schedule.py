@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import on_device
 from megatron_rc.loss.aggregation import loss_sum
-from megatron_rc.loss.total import token_loss
+from megatron_rc.loss.policy import token_loss
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_alike, check_tensors
 from megatron_rc.parallel.groups import group_size
@@ -58,10 +58,11 @@ def masked_loss(
         found = correction.corrected(micro_batch, log_probs, step)
         losses = token_loss(
             correction.loss,
-            log_probs,
-            found.old_log_probs,
-            micro_batch.advantages,
-            _usable(correction, micro_batch, log_probs, found.old_log_probs),
+            log_probs=log_probs,
+            old_log_probs=found.old_log_probs,
+            rollout_log_probs=micro_batch.rollout_log_probs,
+            advantages=micro_batch.advantages,
+            response_mask=_usable(correction, micro_batch, log_probs, found.old_log_probs),
             weights=found.weights,
             entropy=entropy,
             ref_log_probs=micro_batch.ref_log_probs,

@@ -266,12 +266,13 @@ def test_the_objective_has_flags_and_they_are_read():
     """Megatron-LM's own defaults stay for its flags."""
     words = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
     words += "--loss-scale-factor 9 --kl-estimator k3+ --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
+    words += ["--kl-importance-weight"]
     alone = add_rollout_correction_args(argparse.ArgumentParser())
     assert policy_loss_config_from_args(alone.parse_args([])) == PolicyLossConfig()
     assert policy_loss_config_from_args(argparse.Namespace()) == PolicyLossConfig()
     some = argparse.Namespace(grpo_clamp_eps_lower=0.1, grpo_kl_beta=0.0, ppo_dual_clip=None)
     assert policy_loss_config_from_args(some) == PolicyLossConfig(clip_low=0.1, kl_coef=0.0)
-    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2)
+    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2, kl_importance_weight=True)
     assert policy_loss_config_from_args(alone.parse_args(words)) == wanted
     megatrons = argparse.ArgumentParser()
     megatrons.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)
