@@ -68,12 +68,11 @@ class StepHeader(Generic[N]):
     micro_batches: N  # that were counted
     expected_micro_batches: N  # that the LossScale was made for; as many as were counted if there was no LossScale
     idle_ranks: N  # ranks that counted no micro-batch
-    # The sums that the plan expects, and the factor of the gradients; unknown until the ranks' numbers were reduced.
-    planned: StepSums[N]
-    factor: N
+    planned: StepSums[N]  # the sums that the plan expects; NaN if not known
     # The number of tokens that Megatron divided the gradients by, and the one that the LossScale was made for; 0: none.
     divisor: N = largest()
     expected_divisor: N = largest()
+    factor: N = largest()  # the gradients are multiplied by it
 
 
 class OpenStep:
@@ -115,9 +114,9 @@ class OpenStep:
         """
         if self.step is not None and not self.step.is_same(step):
             raise StepError(
-                f"a micro-batch of mini_batch={step.mini_batch} of a plan, and the open step is of mini-batch "
-                f"{self.step.mini_batch} of {'the same' if self.step.plan is step.plan else 'another'} plan: end each "
-                f"step with finish_step(), as wrap_finalize() does; if that step is given up, {_RESET}"
+                f"a loss of mini_batch={step.mini_batch} in the open step of mini-batch {self.step.mini_batch} of "
+                f"{'this' if self.step.plan is step.plan else 'another'} plan: end each step with finish_step(), as "
+                f"wrap_finalize() does; if that step is given up, {_RESET}"
             )
         self.step = step
         self.num_micro_batches += 1
@@ -128,36 +127,20 @@ class OpenStep:
         """Note the number of tokens that Megatron has divided the gradients by; None: by none."""
         self._divisor = 0 if num_tokens is None else num_tokens
 
-    def header(self, nothing: StepCounts[Tensor]) -> StepHeader[Tensor]:
-        """The numbers of this rank; ``nothing`` are the counts of a rank without a micro-batch. Collectives: none."""
-        counts = nothing if self._counts is None else self._counts
-        number = functools.partial(torch.full_like, counts.sums.tokens)
-        expected_micro_batches, expected_divisor = self.num_micro_batches, 0
-        if self.step is not None:
-            expected_micro_batches = self.step.num_microbatches or self.num_micro_batches
-            expected_divisor = self.step.total_tokens or 0
-        divisor = number(expected_divisor)
-        if self._divisor is not None:
-            divisor = torch.as_tensor(self._divisor, dtype=torch.float64, device=divisor.device).reshape(())
-        return StepHeader(
-            counts=counts,
-            micro_batches=number(self.num_micro_batches),
-            expected_micro_batches=number(expected_micro_batches),
-            idle_ranks=number(self.num_micro_batches == 0),
-            divisor=divisor,
-            expected_divisor=number(expected_divisor),
-            planned=StepSums(tokens=number(math.nan), ids=number(math.nan), weights=number(math.nan)),
-            factor=number(math.nan),
-        )
+    def header(self, nothing: StepCounts[Tensor], groups: ParallelGroups) -> StepHeader[Tensor]:
+        """The numbers of the step over all ranks of the last stage, with the plan's; on other stages their form alone.
 
-    def reduced(self, header: StepHeader[Tensor], groups: ParallelGroups) -> StepHeader[Tensor]:
-        """The header of the step, from this rank's: with the sums that the plan expects, and the gradients' factor.
+        ``nothing`` are the counts of a rank without a micro-batch, on the device of the header.
 
-        Collectives: one SUM and one MAX over ``dp_cp``.
+        Collectives: one SUM and one MAX over ``dp_cp``, on the last stage.
         """
-        header = unpack(header, reduce_batch(pack(header), groups))
+        local = self._local_header(nothing)
+        if not groups.is_last_stage:
+            return local
+        local = dataclasses.replace(local, idle_ranks=local.idle_ranks + (self.num_micro_batches == 0))
+        header = unpack(local, reduce_batch(pack(local), groups))
         if self.step is None:
-            return dataclasses.replace(header, factor=torch.ones_like(header.factor))
+            return header
         plan, mini_batch = self.step.plan, self.step.mini_batch
         measures, factor = plan.gradient_factor(header.counts.header, mini_batch)
         return dataclasses.replace(
@@ -165,6 +148,30 @@ class OpenStep:
             counts=dataclasses.replace(header.counts, header=measures),
             planned=plan.step_sums(mini_batch),
             factor=factor,
+        )
+
+    def _local_header(self, nothing: StepCounts[Tensor]) -> StepHeader[Tensor]:
+        """The numbers of this rank, without any that only the plan knows."""
+        counts = nothing if self._counts is None else self._counts
+        number = functools.partial(torch.full_like, counts.sums.tokens)
+
+        expected_micro_batches, expected_divisor = self.num_micro_batches, 0
+        if self.step is not None:
+            expected_micro_batches = self.step.num_microbatches or self.num_micro_batches
+            expected_divisor = self.step.total_tokens or 0
+        divisor = number(expected_divisor)
+        if self._divisor is not None:
+            divisor = torch.as_tensor(self._divisor, dtype=torch.float64, device=divisor.device).reshape(())
+
+        return StepHeader(
+            counts=counts,
+            micro_batches=number(self.num_micro_batches),
+            expected_micro_batches=number(expected_micro_batches),
+            idle_ranks=number(0),
+            planned=StepSums(tokens=number(math.nan), ids=number(math.nan), weights=number(math.nan)),
+            divisor=divisor,
+            expected_divisor=number(expected_divisor),
+            factor=number(1),
         )
 
 
@@ -218,11 +225,13 @@ def check_step(step: StepHeader[float]) -> None:
         )
 
     counted, planned = step.counts.sums, step.planned
+    # A single micro-batch without ids makes their sum unknown.
+    planned_ids = math.nan if math.isnan(counted.ids) else planned.ids
     weight_tolerance = _TOLERANCE * planned.weights + _LEAST_WEIGHT * counted.tokens
     comparisons = [
         ("micro-batches", step.micro_batches, step.expected_micro_batches, 0.0),
         ("tokens", counted.tokens, planned.tokens, 0.0),
-        ("sum of (sequence id + 1) over tokens", counted.ids, planned.ids, 0.0),
+        ("sum of (sequence id + 1) over tokens", counted.ids, planned_ids, 0.0),
         ("sum of weights over tokens", counted.weights, planned.weights, weight_tolerance),
         ("total_tokens of calculate_per_token_loss", step.divisor, step.expected_divisor, 0.0),
     ]
@@ -233,10 +242,10 @@ def check_step(step: StepHeader[float]) -> None:
     ]
     if differences:
         raise StepError(
-            f"this step is not the one of its plan and its plan.loss_scale(): {', '.join(differences)}: a micro-batch "
-            "is missing, was counted twice (as after a schedule that failed) or belongs to another mini-batch; or it "
-            "has the mask or the weights of other tokens; or loss_scale() was told other numbers than Megatron has; "
-            f"{_RESET}"
+            "the micro-batches that this step has counted are not those of its mini-batch in the plan "
+            f"({', '.join(differences)}): one is missing, was counted twice (as after a schedule that failed) or "
+            "belongs to another mini-batch; or one has the mask or the weights of other tokens; or plan.loss_scale() "
+            f"was told other numbers than Megatron has: {_RESET}"
         )
 
 

@@ -211,10 +211,8 @@ class RolloutCorrection:
             StepError: on every rank alike, if the micro-batches of all ranks are not those of the mini-batch in the
                 plan, each of them once. They are kept until ``reset_step``.
         """
-        header = self.open_step.header(self._no_counts(device or group_device(self.groups.pp)))
-        if self.groups.is_last_stage:
-            header = self.open_step.reduced(header, self.groups)
-        header = broadcast_record(header, self.groups.pp)
+        nothing = self._no_counts(device or group_device(self.groups.pp))
+        header = broadcast_record(self.open_step.header(nothing, self.groups), self.groups.pp)
         measures: Any = header.counts.header
         result = StepResult(
             config=self.config,
