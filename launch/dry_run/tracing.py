@@ -237,6 +237,8 @@ def _finish(correction: RolloutCorrection) -> None:
         if correction.step is not None:
             correction.step.check()
             correction.step.metrics()
+    # A step that was refused stays open.
+    correction.reset_step()
 
 
 def once(calls: Sequence[Call], batch: Batch) -> list[Call]:

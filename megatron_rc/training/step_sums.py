@@ -50,8 +50,8 @@ def micro_batch_sums(
         ids = torch.full_like(tokens, torch.nan)
     elif sequence_ids.shape != (layout.num_sequences,):
         raise ValueError(
-            f"sequence_ids has shape {tuple(sequence_ids.shape)}: expected one for each of {layout.num_sequences} "
-            "sequences"
+            f"sequence_ids or plan_ids has shape {tuple(sequence_ids.shape)}: expected one for each of "
+            f"{layout.num_sequences} sequences"
         )
     else:
         # Out of range ids are reported by check(); here they are clamped as the plan clamps them.
