@@ -1,6 +1,5 @@
 """From shards: the oracle's numbers on every rank, the budget of collectives, and errors alike everywhere."""
 
-import dataclasses
 import math
 
 import pytest
@@ -261,35 +260,6 @@ def test_every_pipeline_stage_knows_the_plan(ranks, name):
     assert (first[3], last[3]) == (True, False)
     assert first[4] == last[4]
     assert [call[:2] for call in first[4]] == [("BROADCAST", 2)]
-
-
-def a_plan_of_other_shapes(change):
-    """What a plan says, on every stage, of inputs that do not fit together on the last one."""
-    groups = ParallelGroups.from_megatron()
-    correction = RolloutCorrection(RolloutCorrectionConfig(), groups, loss=PolicyLossConfig())
-    tensors = {name: torch.full((2, 4), -1.0) for name in ("train_log_probs", "rollout_log_probs")}
-    inputs = PlanInputs(**tensors, response_mask=torch.ones(2, 4, dtype=torch.bool))
-
-    def counts(given):
-        plan = correction.plan(given if groups.is_last_stage else None)
-        plan.check()
-        return plan.on_host.denominators.counts
-
-    return [outcome(counts, given) for given in (dataclasses.replace(inputs, **change), inputs)]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rollout_log_probs": torch.zeros(2, 5)}, "rollout_log_probs has shape (2, 5)"),
-        ({"response_mask": torch.ones(2, 4)}, "response_mask is torch.float32: expected bool"),
-    ],
-)
-def test_inputs_that_the_last_stage_refuses_are_the_same_error_on_all(ranks, change, message):
-    first, last = ranks.run(a_plan_of_other_shapes, Layout(pp=2), change)
-    assert first == last
-    assert first[0].startswith(message)
-    assert first[1] == [[8, 2, 8, 2]]
 
 
 def messages(thresholds, kind):
