@@ -34,8 +34,7 @@ from megatron_rc.settings.flags import (
     rollout_correction_config_from_args,
 )
 from megatron_rc.training.micro_batch import MicroBatch
-from megatron_rc.training.misuse import StepError
-from megatron_rc.training.plan import LossScale
+from megatron_rc.training.plan import LossScale, StepError
 from megatron_rc.training.rollout_correction import RolloutCorrection
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
