@@ -385,43 +385,34 @@ class SequenceLayout:
         )
 
     def followed(self, places: Tensor) -> Tensor:
-        """Return whether a local token and the next local token are neighbours in the same chunk of a sequence.
+        """Whether the next local token has the next position of the same sequence: bool, like ``places``.
 
-        ``places``, int64 of any shape, are indices of local tokens; the result is bool, like them. The last token of a
-        chunk has no neighbour here: the token behind it is on another rank, or begins another chunk or sequence.
+        ``places``, int64 of any shape, are indices of local tokens.
         """
-        chunks_per_rank = self.num_chunks // self.cp_size
+        chunks = self.num_chunks // self.cp_size
         if len(self.shape) == 2:
-            chunk_length = max(self.shape[1] // chunks_per_rank, 1)
-            return (places + 1) % chunk_length != 0
-
-        local_lengths = self._lengths_on(places.device)
-        ends = local_lengths.cumsum(0)
+            return (places + 1) % max(self.shape[1] // chunks, 1) != 0
+        local = self._lengths_on(places.device)
+        ends = local.cumsum(0)
         sequences = torch.searchsorted(ends, places, right=True)
-        tokens_behind = ends[sequences] - places - 1  # in the same sequence, on this rank
-        is_not_last = tokens_behind != 0
-        # Of two chunks, exactly half of the sequence's local tokens stand behind the first one's last token. With one
-        # chunk a rank this test equals the one above.
-        is_within_chunk = tokens_behind * chunks_per_rank != local_lengths[sequences] * (chunks_per_rank - 1)
-        return is_not_last & is_within_chunk
+        behind = ends[sequences] - places - 1
+        # False at a sequence's last local token and, of two chunks, at the last token of the first.
+        return (behind != 0) & (behind * chunks != local[sequences] * (chunks - 1))
 
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
-        """Positions of local tokens in their whole sequences, [k] int64.
+        """[k] int64: positions in their whole sequences of local tokens.
 
         ``offsets``, [k] int64, are indices among the local tokens of a sequence; ``sequences`` are the sequences, [k]
-        int64, or [1] if all tokens are of the same sequence.
+        int64, or [1] for all tokens.
         """
         if self.cp_size == 1:
             return offsets
-        local_lengths = self._lengths_on(sequences.device)[sequences]
+        local = self._lengths_on(sequences.device)[sequences]
         if self.split == "contiguous":
-            return offsets + local_lengths * self.cp_rank
-        # Zigzag: this rank's first chunk is chunk cp_rank of the sequence, its second 2·cp-1-cp_rank. In the local
-        # offsets the second chunk already stands one chunk behind the first one's start.
-        chunk_length = local_lengths // 2
-        is_in_second = offsets >= chunk_length
-        chunks_before = torch.where(is_in_second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
-        return offsets + chunk_length * chunks_before
+            return offsets + local * self.cp_rank
+        chunk = local // 2
+        second = offsets >= chunk
+        return offsets + chunk * torch.where(second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
 
     @cached_property
     def local_lengths(self) -> Tensor:
