@@ -176,7 +176,7 @@ class RolloutCorrectionConfig(CorrectionFields):
         known = (*FIELDS, "use_policy_gradient")
         for name in fields:
             if name not in known:
-                remedy = other_dialects(name, fields) or f"known are {', '.join(known)}"
+                remedy = other_dialects(name, fields, "megatron_rc") or f"known are {', '.join(known)}"
                 raise ValueError(f"unknown field {name!r} of the rollout correction: {remedy}")
         config = cls(**fields)
         if dialect is None and "verl" in probable_dialects(fields):

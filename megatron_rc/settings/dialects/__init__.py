@@ -41,7 +41,7 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     own_settings, other_keys = _own_settings(fields, program)
     for name in own_settings:
         if name not in program.defaults:
-            remedy = other_dialects(name, fields) or f"known are {', '.join(program.defaults)}"
+            remedy = other_dialects(name, fields, dialect) or f"known are {', '.join(program.defaults)}"
             raise ValueError(f"unknown setting {name!r} of {dialect}: {remedy}")
 
     settings = Settings(own_settings, program.defaults)
@@ -76,21 +76,23 @@ def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
     return [name for name, count in known_names.items() if 0 < count == most]
 
 
-def other_dialects(name: object, fields: Mapping[str, Any]) -> str:
-    """Return the remedy for a name that a dialect does not have: the dialects that have it; empty if none has it.
+def other_dialects(name: object, fields: Mapping[str, Any], dialect: str) -> str:
+    """Return the remedy for a name that a dialect does not have: other dialects that have it; empty if none has it.
 
     Dialects that can read all the settings are preferred.
 
     Args:
         name: the unknown name.
         fields: all settings, as the user gave them.
+        dialect: the dialect that they were read with.
     """
     owners = ["megatron_rc"] if name in FIELDS else []
     for program in BY_NAME.values():
         is_section = name in program.sections or name in program.elsewhere
         if is_section or program.spelled(str(name)) in program.defaults:
             owners.append(program.name)
-    if not owners:
+    # A section of the dialect itself may stand in the wrong place.
+    if not owners or dialect in owners:
         return ""
 
     probable = [owner for owner in owners if owner in probable_dialects(fields)] or owners

@@ -24,6 +24,7 @@ nemo-rl | grpo: {error: 1.5}, ppo: {error: 2} | seq_logprob_error_threshold .* 1
 slime | --tis-clip: 3.0, tis_clip: 2.0 | tis_clip .* 3.0 and 2.0: keep one
 verl-2026 | - | dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl, trl
 verl | rolout_is: token | unknown setting 'rolout_is' of verl: known are rollout_is
+verl | algorithm: {algorithm: {}} | unknown setting 'algorithm' of verl: known are rollout_is
 slime | loss_fn: {} | 'loss_fn' .*name of nemo-rl: read these settings with dialect='nemo-rl'
 nemo-rl | bad_log_probs: error | name of megatron_rc: read these settings with
 verl | rollout_correction: 3 | rollout_correction=3 must hold settings
