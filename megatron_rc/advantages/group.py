@@ -66,7 +66,8 @@ def group_advantages(
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above, or an :class:`.AdvantageEstimator` of your own.
-        lengths: [n], tokens of each response that count; needed by ``opo``, and by estimators of your own that use them.
+        lengths: [n], tokens of each response that count; needed by ``opo``, and by estimators of your own that use
+            them.
         weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
             ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
             Default: all count alike.
@@ -78,9 +79,9 @@ def group_advantages(
         f_norm: used by ``gpg`` alone.
         num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
-        groups: the ranks that hold the other responses; needs ``num_groups``. Estimators with sums over the whole batch,
-            as the α of ``gpg``, take it without: all responses to a prompt then lie on this rank. Default: this process
-            alone.
+        groups: the ranks that hold the other responses; needs ``num_groups``. Estimators with sums over the whole
+            batch, as the α of ``gpg``, take it without: all responses to a prompt then lie on this rank. Default: this
+            process alone.
         layout: which responses these are, a layout or a list with one a micro-batch: needed if micro-batches have CP
             groups of their own. Default: all ranks of ``groups.cp`` hold the same responses.
 
