@@ -57,10 +57,10 @@ def masked_loss(
     corrected = correction.corrected(micro_batch, log_probs, step)
     losses = token_loss(
         correction.loss,
-        log_probs,
-        corrected.old_log_probs,
-        micro_batch.advantages,
-        _usable(correction, micro_batch, log_probs, corrected.old_log_probs),
+        log_probs=log_probs,
+        old_log_probs=corrected.old_log_probs,
+        advantages=micro_batch.advantages,
+        response_mask=_usable(correction, micro_batch, log_probs, corrected.old_log_probs),
         weights=corrected.weights,
         entropy=entropy,
         ref_log_probs=micro_batch.ref_log_probs,
