@@ -245,7 +245,8 @@ def check_step(step: StepHeader[float]) -> None:
             "the micro-batches that this step has counted are not those of its mini-batch in the plan "
             f"({', '.join(differences)}): one is missing, was counted twice (as after a schedule that failed) or "
             "belongs to another mini-batch; or one has the mask or the weights of other tokens; or plan.loss_scale() "
-            f"was told other numbers than Megatron has: {_RESET}"
+            "was told another num_microbatches, local_microbatches, calculate_per_token_loss or total_tokens than "
+            f"Megatron's schedule has: {_RESET}"
         )
 
 
