@@ -1,6 +1,7 @@
 """Policy losses, KL penalties, aggregations, statistics and schedule factors by hand."""
 
 import math
+import re
 
 import pytest
 import torch
