@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_rc.adaptors.shared import checked_tensor, corrected, refuse, refuse_criteria
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
 from megatron_rc.loss.metrics import SUMS, LossStatistics
-from megatron_rc.loss.objective import Objective
-from megatron_rc.loss.objectives import SAPO_TEMPERATURES, objective_of
+from megatron_rc.loss.objectives import SAPO_TEMPERATURES, Objective, objective_of
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_number, one_of

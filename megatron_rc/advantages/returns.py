@@ -56,11 +56,17 @@ def outcome_rewards(
     groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
     check_floats("rewards", rewards, (layout.num_sequences,), "sequences")
+
+    # The last counted position of each whole sequence, -1 without one.
     device = response_mask.device
-    positions = torch.where(response_mask, layout.positions().to(device, non_blocking=True), -1)
+    positions = layout.positions().to(device, non_blocking=True)
+    counted_positions = torch.where(response_mask, positions, -1)
+    sequence_of_token = layout.sequence_index.to(device, non_blocking=True)
     last = torch.full((layout.num_sequences,), -1, dtype=torch.int64, device=device)
-    last.scatter_reduce_(0, layout.sequence_index.to(device, non_blocking=True), positions.flatten(), "amax")
-    is_last = response_mask & (positions == layout.expand(all_reduce_max(last, layout.cp(groups.cp))))
+    last.scatter_reduce_(0, sequence_of_token, counted_positions.flatten(), "amax")
+    last = all_reduce_max(last, layout.cp(groups.cp))
+
+    is_last = response_mask & (positions == layout.expand(last))
     return torch.where(is_last, layout.expand(rewards.detach()), 0)
 
 
@@ -98,21 +104,29 @@ def gae(
     Raises:
         ValueError: shapes or dtypes are wrong, or γ or λ lies outside [0, 1].
     """
-    layout, groups = layout_of(response_mask, layout, groups), ParallelGroups.given(groups)
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        check_number(name, factor, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
-    reward, value = (_counted(*one, response_mask) for one in (("rewards", rewards), ("values", values)))
-    # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
+    layout = layout_of(response_mask, layout, groups)
+    groups = ParallelGroups.given(groups)
+    check_number("gamma", gamma, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
+    check_number("lam", lam, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
+    reward = _counted_values("rewards", rewards, response_mask)
+    value = _counted_values("values", values, response_mask)
+
+    # A_t needs one number of the token behind it, H_{t+1}, where H_t = V_t + λ A_t. Put into the definition of A_t:
+    # A_t = r_t - V_t + γ H_{t+1}, and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
+    # A masked token has the coefficient 1 and the offset 0: it hands H on to the counted token before it.
     coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)
-    recurrence = Recurrence(layout, coefficients, (1 - lam) * value + lam * reward, backward=True)
-    (after,) = neighbouring_values([recurrence], groups.cp)
-    advantages = torch.where(response_mask, reward - value + gamma * after, 0)
+    offsets = (1 - lam) * value + lam * reward
+    recurrence = Recurrence(layout, coefficients, offsets, backward=True)
+    (h_behind,) = neighbouring_values([recurrence], groups.cp)
+
+    advantages = torch.where(response_mask, reward - value + gamma * h_behind, 0)
+    returns = advantages + value
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))
+    return TokenAdvantages(advantages.to(dtype), returns.to(dtype))
 
 
-def _counted(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """The values in float64, checked, 0 outside of the mask."""
+def _counted_values(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """Return the values in float64, 0 outside the mask; ValueError with their ``name`` for another shape or dtype."""
     check_floats(name, values, mask.shape, "tokens")
     return torch.where(mask, values.detach().double(), 0)
 
@@ -125,7 +139,10 @@ def discounted_returns(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """r_t + γ r_{t+1} + γ² r_{t+2} + …, over the counted tokens: GAE's returns without a critic, for λ = 1."""
+    """The return of each token, r_t + γ r_{t+1} + γ² r_{t+2} + …, over the counted tokens of its sequence.
+
+    These are the returns of :func:`gae` for λ = 1 and values of 0, which has the arguments, collectives and errors.
+    """
     without_critic = torch.zeros_like(rewards)
     return gae(rewards, without_critic, response_mask, gamma=gamma, layout=layout, groups=groups).returns
 
@@ -137,7 +154,9 @@ def whiten(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), over all counted tokens of all ranks; the variance is a sample's (n - 1).
+    """Whitened values: (x - mean) / sqrt(variance + 1e-8), over all counted tokens of all ranks.
+
+    The variance is a sample's (n - 1).
 
     The deviations are taken from the mean of the whole batch, in a second pass, so that the result is the same for
     every split, and no large moments are subtracted.
@@ -160,11 +179,15 @@ def whiten(
     groups = ParallelGroups.given(groups)
     groups.check_sums(layout_of(response_mask, layout, groups).cp_group)
     check_floats("values", values, response_mask.shape, "tokens")
-    exact = torch.where(response_mask, values.detach().double(), 0)
-    sums = torch.stack([response_mask.sum(dtype=torch.float64), exact.sum()])
-    count, total = all_reduce_sum(sums, groups.dp_cp)
-    centred = torch.where(response_mask, exact - total / count.clamp(min=1), 0)
-    variance = all_reduce_sum(centred.square().sum(), groups.dp_cp) / (count - 1).clamp(min=1)
+    counted = torch.where(response_mask, values.detach().double(), 0)
+
+    sums = torch.stack([response_mask.sum(dtype=torch.float64), counted.sum()])
+    num_tokens, total = all_reduce_sum(sums, groups.dp_cp)
+    mean = total / num_tokens.clamp(min=1)
+    centred = torch.where(response_mask, counted - mean, 0)
+
+    squares = all_reduce_sum(centred.square().sum(), groups.dp_cp)
+    variance = squares / (num_tokens - 1).clamp(min=1)
     white: Tensor = centred / (variance + EPSILON).sqrt()
     return white.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -177,7 +200,7 @@ def reinforce_plus_plus(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> TokenAdvantages:
-    """Discounted returns, whitened over the whole batch: no critic, and no group of responses.
+    """Discounted returns, whitened over the whole batch: they need no critic and no group of responses.
 
     return_t = r_t + γ return_{t+1}.    (Hu et al. 2025, "REINFORCE++")
 
@@ -198,7 +221,8 @@ def reinforce_plus_plus(
         ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
     """
     returns = discounted_returns(rewards, response_mask, gamma=gamma, layout=layout, groups=groups)
-    return TokenAdvantages(whiten(returns, response_mask, layout=layout, groups=groups), returns)
+    advantages = whiten(returns, response_mask, layout=layout, groups=groups)
+    return TokenAdvantages(advantages, returns)
 
 
 def remax(
@@ -232,4 +256,5 @@ def remax(
     layout = layout_of(response_mask, layout, groups)
     check_floats("baselines", baselines, (layout.num_sequences,), "sequences")
     returns = discounted_returns(rewards, response_mask, layout=layout, groups=groups)
-    return TokenAdvantages(torch.where(response_mask, returns - layout.expand(baselines.detach()), 0), returns)
+    baseline = layout.expand(baselines.detach())
+    return TokenAdvantages(torch.where(response_mask, returns - baseline, 0), returns)

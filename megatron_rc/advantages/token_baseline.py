@@ -57,17 +57,31 @@ def optimal_token_baseline(
     """
     groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
-    values = {"rewards": rewards, "log_probs": log_probs, "sum_pi_squared": sum_pi_squared}
-    for name, tensor in (values if weights is None else {**values, "weights": weights}).items():
-        check_floats(name, tensor, response_mask.shape, "tokens")
-    counted = response_mask & layout.expand(kept_sequences(group_ids, kept, layout.num_sequences))
+    check_floats("rewards", rewards, response_mask.shape, "tokens")
+    check_floats("log_probs", log_probs, response_mask.shape, "tokens")
+    check_floats("sum_pi_squared", sum_pi_squared, response_mask.shape, "tokens")
+    if weights is not None:
+        check_floats("weights", weights, response_mask.shape, "tokens")
+    kept = kept_sequences(group_ids, kept, layout.num_sequences)
+    counted = response_mask & layout.expand(kept)
+
     returns = discounted_returns(rewards.double(), response_mask, layout=layout, groups=groups)
     energy = 1 - 2 * log_probs.detach().double().exp() + sum_pi_squared.detach().double()
     if weights is not None:
         energy = energy * weights.detach().double().square()
-    energy, step = _sums_so_far(torch.where(counted, energy, 0), counted, layout, groups)
-    baseline = _means(returns, energy, step.long() - 1, counted, group_ids, layout, groups)
+    energy = torch.where(counted, energy, 0)
+    total_energy, num_tokens = _sums_so_far(energy, counted, layout, groups)
+    baseline = _prompt_means(
+        returns,
+        total_energy,
+        step=num_tokens.long() - 1,
+        counted=counted,
+        group_ids=group_ids,
+        layout=layout,
+        groups=groups,
+    )
     advantages = returns - baseline
+
     # A mean of equal returns is not these to the last bit. An infinite return is no such rounding.
     is_rounding = returns.isfinite() & (advantages.abs() <= ROUNDING * returns.abs())
     advantages = torch.where(counted & ~is_rounding, advantages, 0)
@@ -78,28 +92,67 @@ def optimal_token_baseline(
 def _sums_so_far(
     energy: Tensor, counted: Tensor, layout: SequenceLayout, groups: ParallelGroups
 ) -> tuple[Tensor, Tensor]:
-    """(W_t, t) of each token, like the tokens, float64: sums over the counted tokens of its sequence up to this one."""
-    parts = (energy, counted.double())
-    before = neighbouring_values([Recurrence(layout, torch.ones_like(part), part) for part in parts], groups.cp)
-    return energy + before[0], counted + before[1]
+    """Return W_t and t of each token: the energy and the number of the counted tokens up to this one.
+
+    Args:
+        energy: w_t² (1 - 2 π_t + Σ π²), of the layout's local shape, float64; 0 for tokens that do not count.
+        counted: bool, like ``energy``.
+        layout: which tokens these are.
+        groups: ``cp`` holds the other slices of the sequences.
+
+    Returns:
+        Two tensors like ``energy``.
+
+    Collectives: one SUM of [2 n · chunks of a sequence, 2] doubles over ``cp``.
+    """
+    is_counted = counted.double()
+    # A recurrence with coefficients of 1 is a running sum; it gives each token the sum before it.
+    recurrences = [
+        Recurrence(layout, torch.ones_like(energy), energy),
+        Recurrence(layout, torch.ones_like(is_counted), is_counted),
+    ]
+    energy_before, tokens_before = neighbouring_values(recurrences, groups.cp)
+    return energy + energy_before, is_counted + tokens_before
 
 
-def _means(
+def _prompt_means(
     returns: Tensor,
-    energy: Tensor,
+    total_energy: Tensor,
+    *,
     step: Tensor,
     counted: Tensor,
     group_ids: Tensor,
     layout: SequenceLayout,
     groups: ParallelGroups,
 ) -> Tensor:
-    """B_t of each counted token, like the tokens; other tokens have any value."""
-    known, prompt = group_ids.unique(return_inverse=True)
+    """Return B_t of each counted token: the mean return of its prompt's responses at their t-th token, weighted by W_t.
+
+    Args:
+        returns: G_t, of the layout's local shape, float64.
+        total_energy: W_t, like ``returns``.
+        step: t - 1, int64, like ``returns``.
+        counted: bool, like ``returns``.
+        group_ids: [n] int64, the prompt of each sequence.
+        layout: which tokens these are.
+        groups: ``cp`` holds the other slices of the sequences.
+
+    Returns:
+        Like ``returns``; 0 if no other response has a t-th token. Tokens that do not count have any value.
+
+    Collectives: one SUM of [prompts, longest sequence, 3] doubles over ``cp``.
+    """
+    # One entry of a flat table for each prompt and step.
+    prompt_ids, prompt_of_sequence = group_ids.unique(return_inverse=True)
     longest = max(layout.full_lengths, default=0)
-    place = torch.where(counted, layout.expand(prompt) * longest + step, 0).flatten()
-    columns = torch.stack([counted.double(), energy, energy * returns], dim=-1).view(-1, 3)
+    num_entries = max(len(prompt_ids) * longest, 1)
+    entry = layout.expand(prompt_of_sequence) * longest + step
+    entry = torch.where(counted, entry, 0).flatten()
+
+    columns = torch.stack([counted.double(), total_energy, total_energy * returns], dim=-1).view(-1, 3)
     columns = torch.where(counted.view(-1, 1), columns, 0)
-    sums = columns.new_zeros(max(len(known) * longest, 1), 3).index_add_(0, place, columns)
-    number, weight, total = all_reduce_sum(sums, layout.cp(groups.cp)).unbind(1)
-    mean = torch.where(number > 1, total / torch.where(weight == 0, 1, weight), 0)
-    return mean[place].view(counted.shape)
+    sums = columns.new_zeros(num_entries, 3).index_add_(0, entry, columns)
+    num_responses, weight, weighted_returns = all_reduce_sum(sums, layout.cp(groups.cp)).unbind(1)
+
+    mean = weighted_returns / torch.where(weight == 0, 1, weight)
+    mean = torch.where(num_responses > 1, mean, 0)
+    return mean[entry].view(counted.shape)

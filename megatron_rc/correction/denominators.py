@@ -21,6 +21,7 @@ class Denominators(Generic[N]):
 
     counts: Any  # [num_mini_batches, 4] tokens and sequences under m, then under m'; lists on the host, like the next
     weights: Any  # [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights
+    id_sums: Any  # [num_mini_batches] Σ over accepted tokens of (sequence id + 1)
     total_weight: N  # the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences
     weight_count: N  # the number of these weights
 
@@ -34,7 +35,8 @@ def count_batch(
     weight = decisions.accepted.weight if shared is None else shared * accepted
     weight = torch.zeros_like(accepted) if weight is None else weight
     columns = [decisions.tokens, decisions.tokens > 0, accepted, accepted > 0, weight]
-    counts = accepted.new_zeros(shards.counts.num_mini_batches, 5)
+    columns.append(accepted * (shards.sequence_ids + 1))
+    counts = accepted.new_zeros(shards.counts.num_mini_batches, 6)
     counts.index_add_(0, shards.mini_batch_ids, torch.stack(columns, dim=1) * first.unsqueeze(1))
     # The weights that batch normalisation averages, and how many each sequence has.
     only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
@@ -45,4 +47,6 @@ def count_batch(
         total, count = weight, accepted
     else:
         total, count = sums.weight, sums.valid
-    return Denominators(counts[:, :4], counts[:, 4], (total * first).sum(), (count.double() * first).sum())
+    return Denominators(
+        counts[:, :4], counts[:, 4], counts[:, 5], (total * first).sum(), (count.double() * first).sum()
+    )

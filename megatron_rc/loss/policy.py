@@ -1,25 +1,27 @@
-"""The policy loss of every token, the KL penalty, and their settings."""
+"""The policy's loss of every token, its terms and their settings.
+
+:func:`policy_loss` is the objective alone, times the importance weights. :func:`token_loss` adds the entropy bonus and
+the KL penalty, whose settings are in :class:`PolicyLossConfig` beside those of the objective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rc.loss.aggregation import check_aggregation
+from megatron_rc.loss.kl import KL_ESTIMATORS, WEIGHTED_KL_ESTIMATORS, kl_penalty
 from megatron_rc.loss.metrics import LossStatistics
-from megatron_rc.loss.objective import Objective, TokenLoss, TokenTerms
-from megatron_rc.loss.objectives import objective_of
-from megatron_rc.numerics import check_mask, k2, k3
+from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
+from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.parallel.whole import WholeSequences
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 _NOT_NEGATIVE = "must be 0 or more, and finite"
 
 
@@ -39,10 +41,13 @@ class PolicyLossConfig:
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
         loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``, which alone need it.
         kl_coef: weight of the KL penalty to the reference policy, per token.
-        kl_estimator: ``k1``, ``k2``, ``k3``, ``k1+`` or ``k3+`` (see :func:`kl_penalty`).
+        kl_estimator: ``k1``, ``k2``, ``k3``, ``abs``, ``k1+``, ``k3+`` or ``abs+`` (see :func:`.kl_penalty`).
         entropy_coef: weight of the entropy bonus, per token.
         tau_pos: temperature of ``sapo`` for A > 0; None: 1.
         tau_neg: temperature of ``sapo`` for A ≤ 0; None: 1.05.
+        kl_importance_weight: each token's KL penalty has the importance weight π_θ/π_rollout, and the gradient of the
+            weighted mean, which is the gradient of KL(π_θ ‖ π_ref) (see :func:`.kl_penalty`); with ``k1``, ``k3``,
+            ``k1+`` and ``k3+`` alone.
 
     Raises:
         ValueError: at construction: names the field and the value.
@@ -59,23 +64,27 @@ class PolicyLossConfig:
     entropy_coef: float = 0.0
     tau_pos: float | None = None
     tau_neg: float | None = None
+    kl_importance_weight: bool = False
 
     def __post_init__(self) -> None:
         objective = None if self.algorithm is None else objective_of(self.algorithm)
         check_aggregation(self.aggregation, self.loss_scale_factor)
-        _check_clips(objective, self.clip_low, self.clip_high, self.dual_clip)
+        _check_clips(objective, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
         _check_temperatures(objective, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
         check_number("clip_low", self.clip_low, lambda x: x <= 1, "must lie in [0, 1]")
         check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _check_kl_weight(self.kl_importance_weight, self.kl_estimator)
         check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """``per_token`` is like the log-probs, 0 at masked positions; ``statistics`` merge over micro-batches and ranks.
+    """The losses of the local tokens, and their measures.
 
-    ``per_token`` is float32 or wider, whatever the dtype of the log-probs.
+    Attributes:
+        per_token: like the log-probs, 0 at masked positions; float32 or wider, whatever the dtype of the log-probs.
+        statistics: sums and maxima over the tokens of the mask; they merge over micro-batches and ranks.
     """
 
     per_token: Tensor
@@ -154,109 +163,179 @@ def policy_loss(
             as many ranks as ``cp`` has.
     """
     objective = objective_of(algorithm)
-    _check_clips(objective, clip_low, clip_high, dual_clip)
+    _check_clips(objective, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     _check_temperatures(objective, tau_pos=tau_pos, tau_neg=tau_neg)
-    like = {"old_log_probs": old_log_probs, "response_mask": response_mask}
-    optional: dict[str, object] = {"weights": weights, "sequence_log_ratio": sequence_log_ratio}
-    check_tensors(optional, log_probs=log_probs, advantages=advantages, **like)
-    check_alike("log_probs", log_probs, **like, weights=weights)
-    check_mask("response_mask", response_mask)
-    given, groups = groups, ParallelGroups.given(groups)
-    # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
-    compared = objective.by_sequence or objective.whole_sequences or (layout is not None and given is not None)
-    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compared else None)
-    # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
-    log_probs, old_log_probs = (each.to(arithmetic(each.dtype)) for each in (log_probs, old_log_probs.detach()))
-    log_probs, old_log_probs = (torch.where(response_mask, each, 0) for each in (log_probs, old_log_probs))
-    log_ratio = log_probs - old_log_probs
-    measured, whole = log_ratio.detach(), WholeSequences(response_mask, layout, layout.cp(groups.cp))
-    if objective.by_sequence:
-        known = sequence_log_ratio
-        mean = whole.mean(measured) if known is None else layout.expand(known.to(measured.dtype))
-        log_ratio = mean + (log_probs - log_probs.detach())
-    terms = TokenTerms(
-        log_probs,
-        old_log_probs,
-        log_ratio,
-        advantages=torch.where(response_mask, _per_token(advantages, layout), 0),
-        whole=whole if objective.whole_sequences else None,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=objective.default_dual_clip if dual_clip is None else dual_clip,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
+    check_tensors(
+        {"weights": weights, "sequence_log_ratio": sequence_log_ratio},
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
     )
-    found = objective.loss(terms)
-    loss = found.loss if weights is None else found.loss * torch.where(response_mask, weights.detach(), 0)
-    return PolicyLoss(torch.where(response_mask, loss, 0), _measure(measured, response_mask, found))
+    check_alike("log_probs", log_probs, old_log_probs=old_log_probs, response_mask=response_mask, weights=weights)
+    check_mask("response_mask", response_mask)
+
+    # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
+    needs_cp = objective.by_sequence or objective.whole_sequences
+    compares_with_cp = needs_cp or (layout is not None and groups is not None)
+    groups = ParallelGroups.given(groups)
+    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compares_with_cp else None)
+    whole = WholeSequences(response_mask, layout, layout.cp(groups.cp))
+
+    # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
+    log_probs = log_probs.to(arithmetic(log_probs.dtype))
+    old_log_probs = old_log_probs.detach().to(arithmetic(old_log_probs.dtype))
+    # Masked positions may hold anything, NaN too.
+    log_probs = torch.where(response_mask, log_probs, 0)
+    old_log_probs = torch.where(response_mask, old_log_probs, 0)
+    advantages = torch.where(response_mask, _per_token(advantages, layout), 0)
+
+    token_log_ratio = log_probs - old_log_probs
+    log_ratio = token_log_ratio
+    if objective.by_sequence:
+        if sequence_log_ratio is None:
+            mean = whole.mean(token_log_ratio)
+        else:
+            mean = layout.expand(sequence_log_ratio.to(token_log_ratio.dtype))
+        # The value of the sequence's mean, with the gradient of the token's own log-prob.
+        log_ratio = mean + (log_probs - log_probs.detach())
+
+    result = objective.loss(
+        TokenTerms(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            log_ratio=log_ratio,
+            advantages=advantages,
+            whole=whole if objective.whole_sequences else None,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=objective.default_dual_clip if dual_clip is None else dual_clip,
+            tau_pos=tau_pos,
+            tau_neg=tau_neg,
+        )
+    )
+    loss = result.loss
+    if weights is not None:
+        loss = loss * torch.where(response_mask, weights.detach(), 0)
+    per_token = torch.where(response_mask, loss, 0)
+    return PolicyLoss(per_token, _statistics(token_log_ratio.detach(), response_mask, result))
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """Estimate KL(π_θ ‖ π_ref) at each token; d = log π_θ - log π_ref. Schulman 2020, "Approximating KL Divergence".
-
-    - ``k1``: d. Its gradient is ∇ log π_θ, which is 0 on average over tokens that π_θ sampled: it pulls nowhere.
-    - ``k2``: d²/2. Its gradient d · ∇ log π_θ is on average the gradient of KL(π_θ ‖ π_ref).
-    - ``k3``: exp(-d) - 1 + d. Its gradient is on average the one of the reverse, KL(π_ref ‖ π_θ). Below -20, d
-      counts as -20, so that exp is finite; the gradient is 0 there.
-    - ``k1+``, ``k3+``: the value of k1 or k3 with the gradient of k2, as verl's estimators of these names.
-
-    The default is k3: the penalty of GRPO (Shao et al. 2024, "DeepSeekMath"), Megatron-LM and verl. To follow
-    KL(π_θ ‖ π_ref) take ``k3+``, which reports the same values. docs/mathematics.md derives the gradients.
+def token_loss(
+    objective: PolicyLossConfig,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    weights: Tensor | None,
+    entropy: Tensor | None,
+    ref_log_probs: Tensor | None,
+    layout: SequenceLayout,
+    groups: ParallelGroups,
+    sequence_log_ratio: Tensor | None,
+) -> PolicyLoss:
+    """The whole loss of every token, and its measures: w · (policy objective) - entropy_coef · entropy + kl_coef · KL.
 
     Args:
-        log_probs: log π_θ, any shape; differentiated.
-        ref_log_probs: log π_ref, of the same shape, detached.
-        estimator: see above.
+        objective: the settings.
+        log_probs: log π_θ, of the layout's local shape, nats; differentiated.
+        old_log_probs: log π_old, like ``log_probs``.
+        rollout_log_probs: log π_rollout, like ``log_probs``; used with ``kl_importance_weight`` alone.
+        advantages: [n], one a sequence, or like ``log_probs``.
+        response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
+        weights: w, like ``log_probs``, detached; None: 1. They multiply the objective alone.
+        entropy: entropy of π_θ at each token, like ``log_probs``; differentiated. None without an entropy bonus.
+        ref_log_probs: log π_ref, like ``log_probs``; None without a KL penalty.
+        layout: which tokens these are.
+        groups: as for :func:`policy_loss`.
+        sequence_log_ratio: [n], as for :func:`policy_loss`.
+
+    Collectives: as :func:`policy_loss`.
 
     Raises:
-        ValueError: another estimator, or shapes that differ.
+        ValueError: a tensor that a coefficient needs is missing, or has another shape.
     """
-    check_tensors({}, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs)
-    one_of("estimator", estimator, KL_ESTIMATORS)
-    difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
-    # k3 is clamped in both terms: the gradient of an unclamped second one would point away from the reference.
-    values: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": k2, "k3": lambda d: k3(-d)}
-    value = values[estimator.removesuffix("+")](difference)
-    if not estimator.endswith("+"):
-        return value
-    gradient = k2(difference)
-    return value.detach() + (gradient - gradient.detach())
+    check_tensors({"entropy": entropy, "ref_log_probs": ref_log_probs}, log_probs=log_probs)
+    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
+    if objective.entropy_coef and entropy is None:
+        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
+    if objective.kl_coef and ref_log_probs is None:
+        raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
+
+    # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
+    log_probs = log_probs.to(arithmetic(log_probs.dtype))
+    policy = policy_loss(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        algorithm=objective.algorithm or "ppo_clip",
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        tau_pos=objective.tau_pos,
+        tau_neg=objective.tau_neg,
+        weights=weights,
+        layout=layout,
+        groups=groups,
+        sequence_log_ratio=sequence_log_ratio,
+    )
+    per_token = policy.per_token
+    statistics = policy.statistics
+
+    if entropy is not None:
+        entropy = torch.where(response_mask, entropy.to(arithmetic(entropy.dtype)), 0)
+        per_token = per_token - objective.entropy_coef * entropy
+        statistics = statistics.plus(entropy=entropy.double().sum())
+
+    if objective.kl_coef and ref_log_probs is not None:
+        # With zeros at masked positions the penalty is 0 there.
+        rollout_of_mask = torch.where(response_mask, rollout_log_probs, 0) if objective.kl_importance_weight else None
+        penalty = kl_penalty(
+            torch.where(response_mask, log_probs, 0),
+            torch.where(response_mask, ref_log_probs, 0),
+            objective.kl_estimator,
+            rollout_log_probs=rollout_of_mask,
+        )
+        per_token = per_token + objective.kl_coef * penalty
+        statistics = statistics.plus(reference_kl=penalty.double().sum())
+
+    return PolicyLoss(per_token, statistics)
 
 
-def _check_clips(objective: Objective | None, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    if dual_clip is not None and objective is not None and not objective.takes_dual_clip:
-        raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
-    check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
-    check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, lambda x: 1 < x < torch.inf, "must be above 1; leave it out for no cap")
+def _statistics(log_ratio: Tensor, mask: Tensor, result: TokenLoss) -> LossStatistics:
+    """The measures of an objective's losses.
 
-
-def _check_temperatures(objective: Objective | None, **given: float | None) -> None:
-    for name, value in given.items():
-        if value is None:
-            continue
-        if objective is not None and not objective.takes_temperatures:
-            raise ValueError(f"{name}={value!r} does nothing with algorithm={objective.name!r}: drop it")
-        check_number(name, value, lambda x: 0 < x < torch.inf, "must be positive and finite")
-
-
-def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistics:
+    Args:
+        log_ratio: each token's own log π_θ/π_old, detached; 0 outside the mask.
+        mask: bool, the tokens that count.
+        result: the objective's result, with the tokens that its bounds have clipped.
+    """
     sums = {
         "tokens": mask.sum(),
         "log_ratio": log_ratio.double().sum(),
         "abs_log_ratio": log_ratio.abs().double().sum(),
     }
-    flags = {"clipped_low": found.low, "clipped_high": found.high, "dual_clipped": found.dual}
-    sums |= {name: (mask & flag).sum() for name, flag in flags.items() if flag is not None}
-    both = torch.where(mask, torch.stack([log_ratio, -log_ratio]), -torch.inf).flatten(1)
-    # A shard may be empty, and amax has no value for that.
-    maxima = torch.cat([both, both.new_full((2, 1), -torch.inf)], dim=1).amax(1).double()
-    return LossStatistics(LossStatistics.nothing(mask.device).plus(**sums).sums, maxima)
+    for name, clipped in (
+        ("clipped_low", result.low),
+        ("clipped_high", result.high),
+        ("dual_clipped", result.dual),
+    ):
+        if clipped is not None:
+            sums[name] = (mask & clipped).sum()
+
+    # The largest log ratio, and the smallest one negated. A shard may be empty, and amax has no value for that.
+    both = torch.stack([log_ratio, -log_ratio])
+    both = torch.where(mask, both, -torch.inf).flatten(1)
+    both = torch.cat([both, both.new_full((2, 1), -torch.inf)], dim=1)
+    statistics = LossStatistics.nothing(mask.device).plus(**sums)
+    return LossStatistics(statistics.sums, maxima=both.amax(1).double())
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
+    """The advantage of each token, of the layout's local shape, from one for each sequence or for each token."""
     # If both shapes are the same, they are one a sequence, as in the correction.
     if tuple(advantages.shape) == (layout.num_sequences,):
         return layout.expand(advantages)
@@ -266,3 +345,34 @@ def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
             f"sequences, or one a token {layout.shape}"
         )
     return advantages
+
+
+def _check_clips(objective: Objective | None, *, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
+    """Raise ValueError for bounds that no objective takes, or not this one; None: the objective is not chosen yet."""
+    if dual_clip is not None and objective is not None and not objective.takes_dual_clip:
+        raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
+    check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+    check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, lambda x: 1 < x < torch.inf, "must be above 1; leave it out for no cap")
+
+
+def _check_temperatures(objective: Objective | None, *, tau_pos: float | None, tau_neg: float | None) -> None:
+    """Raise ValueError for temperatures that cannot be, or that this objective does not take; None: not chosen yet."""
+    for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+        if value is None:
+            continue
+        if objective is not None and not objective.takes_temperatures:
+            raise ValueError(f"{name}={value!r} does nothing with algorithm={objective.name!r}: drop it")
+        check_number(name, value, lambda x: 0 < x < torch.inf, "must be positive and finite")
+
+
+def _check_kl_weight(kl_importance_weight: object, kl_estimator: str) -> None:
+    """Raise ValueError unless the KL penalty's weight is a switch that gives this estimator the gradient of the KL."""
+    if not isinstance(kl_importance_weight, bool):
+        raise ValueError(f"kl_importance_weight={kl_importance_weight!r} must be True or False")
+    if kl_importance_weight and kl_estimator not in WEIGHTED_KL_ESTIMATORS:
+        raise ValueError(
+            f"kl_importance_weight=True with kl_estimator={kl_estimator!r}: its mean is not the KL, so that no weight "
+            f"makes its gradient the KL's: use one of {', '.join(WEIGHTED_KL_ESTIMATORS)}, or drop the weight"
+        )

@@ -22,10 +22,16 @@ def resolve_objective(
     has_auxiliary_losses: bool = False,
     one_pass: bool = False,
 ) -> PolicyLossConfig:
-    """The objective with its algorithm filled in: ``ppo_clip``, in bypass mode the correction's ``loss_type``.
+    """Return the objective with its algorithm filled in: ``ppo_clip``, in bypass mode the correction's ``loss_type``.
 
-    ValueError for settings that contradict each other, or cannot be exact together (``has_auxiliary_losses``: the model
-    adds losses of its own to the gradients; ``one_pass``: the loss corrects, with π_θ as π_old).
+    Args:
+        config: the settings of the correction.
+        loss: the objective; its ``algorithm`` may be None.
+        has_auxiliary_losses: the model adds losses of its own to the gradients.
+        one_pass: the loss computes the correction, with π_θ as π_old.
+
+    Raises:
+        ValueError: settings that contradict each other, or cannot be exact together.
     """
     algorithm = config.loss_type if config.bypass_mode else "ppo_clip"
     if one_pass:
@@ -36,44 +42,61 @@ def resolve_objective(
 
 
 def denominator_is_unknown(config: RolloutCorrectionConfig, loss: PolicyLossConfig, *, one_pass: bool = False) -> bool:
-    """Whether the loss's denominator is known only after the schedule."""
-    return (config.corrects_in_loss or one_pass) and (
-        config.rollout_is_batch_normalize
-        or (
-            loss.aggregation != "token-sum"
-            and config.rejects
-            and (config.rejection_denominator == "accepted" or config.bad_log_probs == "reject_token")
-        )
-    )
+    """Return whether the loss's denominator is known only after the schedule, because the loss rejects or weighs."""
+    if not (config.corrects_in_loss or one_pass):
+        return False
+    if config.rollout_is_batch_normalize:
+        return True
+    # A sum has a constant divisor, and original tokens are counted before the schedule, unless a bad log-prob takes
+    # one out of them.
+    counts_what_it_accepts = config.rejection_denominator == "accepted" or config.bad_log_probs == "reject_token"
+    return loss.aggregation != "token-sum" and config.rejects and counts_what_it_accepts
 
 
 def check_left_out(config: RolloutCorrectionConfig, one_pass: bool, given: Any, *names: str) -> None:
-    """Raise ValueError for inputs, these and ``train_log_probs``, that the loss would find for itself and ignore."""
-    mode, old = "proximal_interpolation", "interpolates log π_old from log π_θ and rollout_log_probs"
-    if one_pass:
-        mode, old = "one_pass", "takes log π_θ for log π_old"
-    elif config.bypass_mode:
-        mode, old = "bypass_mode", "takes rollout_log_probs for log π_old"
+    """Raise ValueError for inputs that the loss would find for itself and ignore.
+
+    Args:
+        config: the settings of the correction, which is computed inside the loss.
+        one_pass: the loss takes π_θ as π_old.
+        given: the record of inputs.
+        names: fields of the record that must be None; ``train_log_probs`` always is one of them.
+    """
+    mode = _mode_in_loss(config, one_pass)
+    old_log_probs = {
+        "one_pass": "takes log π_θ for log π_old",
+        "bypass_mode": "takes rollout_log_probs for log π_old",
+        "proximal_interpolation": "interpolates log π_old from log π_θ and rollout_log_probs",
+    }
     for name in ("train_log_probs", *names):
         if getattr(given, name) is not None:
-            why = old if name == "train_log_probs" else f"finds the {name} in the loss"
-            raise ValueError(f"{name} would be ignored: {mode}=True {why}: pass {name}=None, or use decoupled mode")
+            reason = old_log_probs[mode] if name == "train_log_probs" else f"finds the {name} in the loss"
+            raise ValueError(f"{name} would be ignored: {mode}=True {reason}: pass {name}=None, or use decoupled mode")
+
+
+def _mode_in_loss(config: RolloutCorrectionConfig, one_pass: bool) -> str:
+    """Return the name of the setting because of which the loss computes the correction."""
+    if one_pass:
+        return "one_pass"
+    return "bypass_mode" if config.bypass_mode else "proximal_interpolation"
 
 
 def _check_one_pass(config: RolloutCorrectionConfig) -> None:
     if config.corrects_in_loss:
-        name = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
-        raise ValueError(f"one_pass=True does nothing with {name}=True, which needs no pass either: drop one of them")
+        other = _mode_in_loss(config, one_pass=False)
+        raise ValueError(f"one_pass=True does nothing with {other}=True, which needs no pass either: drop one of them")
     check_prompts(config, "one_pass")
 
 
 def _check_in_loss(
     config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_auxiliary_losses: bool, one_pass: bool
 ) -> None:
-    mode = "one_pass" if one_pass else "bypass_mode" if config.bypass_mode else "proximal_interpolation"
+    mode = _mode_in_loss(config, one_pass)
     if config.bypass_mode and loss.algorithm not in (None, config.loss_type):
-        named = f"loss_type={config.loss_type!r}, which names the objective in bypass_mode"
-        raise ValueError(f"algorithm={loss.algorithm!r} contradicts {named}: set them alike, or leave algorithm out")
+        raise ValueError(
+            f"algorithm={loss.algorithm!r} contradicts loss_type={config.loss_type!r}, which names the objective in "
+            "bypass_mode: set them alike, or leave algorithm out"
+        )
     if config.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
         raise ValueError(
             f"rollout_is_batch_normalize=True in {mode} scales all gradients by one factor, which must not scale "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
@@ -18,8 +19,12 @@ from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
-from megatron_rc.training.misuse import StepError
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.step_sums import StepSums
+
+
+class StepError(ValueError, RuntimeError):
+    """An optimizer step that is not the one that its plan describes, or a call at the wrong moment of a step."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,12 @@ class PlannedStep:
 
     plan: Plan
     mini_batch: int
-    num_microbatches: int | None = None  # of this step, on this rank; None if it is not known
+    num_microbatches: int | None = None  # of this step, on this rank; None if the caller did not say it
     total_tokens: int | None = None  # Megatron's divisor of the gradients, with calculate_per_token_loss; else None
+
+    def is_same(self, other: PlannedStep) -> bool:
+        """Whether both are the same mini-batch of the same plan."""
+        return self.plan is other.plan and self.mini_batch == other.mini_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +70,7 @@ class LossScale:
         calculate_per_token_loss: Megatron's setting of that name.
         local_tokens: tokens of a micro-batch on this rank, padding included; 0: each one has its own number.
         total_tokens: their sum over all micro-batches and ranks of the step, below 2³¹.
-        step: the optimizer step: ``masked_loss`` counts for it, and the end of the step divides by its denominator.
+        step: the optimizer step: ``masked_loss`` counts for it, and its end compares the counts with its plan.
     """
 
     denominator: Tensor
@@ -73,11 +82,14 @@ class LossScale:
     step: PlannedStep | None = None
 
 
-class StepOwner(Protocol):
-    """The steps of the correction that a plan belongs to."""
+class OpenCounts(Protocol):
+    """The open optimizer step of a correction, as its plans see it."""
 
-    def check_ready(self) -> None:
-        """Raise StepError or ValueError if no step may begin."""
+    agreed: AgreedCounts  # of the plan that was made or gave a scale last
+    num_sequences: int  # sequences of the micro-batches that were counted so far
+
+    def check_ended(self) -> None:
+        """Raise StepError if a whole step was counted, and nothing has ended it."""
 
 
 @dataclass
@@ -95,8 +107,9 @@ class Plan(ABC):
     loss: PolicyLossConfig  # the objective: its aggregation decides the denominators
     agreed: AgreedCounts  # the counts that all ranks agreed on
     groups: ParallelGroups
-    steps: StepOwner  # of the correction that the plan belongs to
+    open_step: OpenCounts  # of the correction that the plan belongs to
     progress: Progress
+    has_sequence_ids: bool  # the plan's inputs had ``sequence_ids``
 
     @property
     def num_mini_batches(self) -> int:
@@ -125,12 +138,16 @@ class Plan(ABC):
         """The correction of one micro-batch; ValueError for something that the mode needs, or would ignore."""
 
     @abstractmethod
-    def ended(
-        self, batch: BatchHeader[Tensor] | None, counted: Counted[Tensor], mini_batch: int
-    ) -> tuple[BatchHeader[Tensor] | None, Tensor, Tensor]:
-        """(numbers of the step's correction, its tokens differ from the plan's, factor of its gradients), 0-D each.
+    def step_sums(self, mini_batch: int) -> StepSums[Tensor]:
+        """The sums that the micro-batches of an optimizer step must have, over all ranks, 0-D float64."""
 
-        ``batch`` and ``counted`` are the sums of all ranks of the last stage.
+    @abstractmethod
+    def gradient_factor(
+        self, header: BatchHeader[Tensor] | None, mini_batch: int
+    ) -> tuple[BatchHeader[Tensor] | None, Tensor]:
+        """The factor of the gradients of a step, 0-D float64, and the step's header as it is to be reported.
+
+        ``header`` has the numbers of the step's correction over all ranks; None in decoupled mode: the plan has them.
         """
 
     def loss_scale(
@@ -154,13 +171,12 @@ class Plan(ABC):
             total_tokens: tokens of all micro-batches of the step on all ranks with different tokens.
 
         Raises:
-            ValueError: a mini-batch that is not there, or none named although there are several; impossible counts; in
-                the loss, nothing would end the step: no ``wrap_finalize`` that anything has kept.
-            StepError: ``check()`` was never called; in the loss, a whole step was counted and nothing has ended it,
-                because ``wrap_finalize`` is not in the model's config. Only the last stage sees that; on every stage
+            ValueError: a mini-batch that is not there, or none named although there are several; impossible counts.
+            StepError: ``check()`` was never called; or a whole step was counted and nothing has ended it, because
+                ``wrap_finalize`` is not in the model's config. Only the last stage sees the latter; on every stage
                 ``loss_metrics()`` raises.
         """
-        self.steps.check_ready()
+        self.open_step.check_ended()
         if not self.progress.is_checked:
             raise StepError("plan.loss_scale() before plan.check(): call check() first, which raises for bad data")
         check_integer("num_microbatches", num_microbatches, least=1)
@@ -172,10 +188,22 @@ class Plan(ABC):
                 "of the whole step, padding included, below 2³¹, and not fewer than those of a micro-batch on this rank"
             )
         index = index_of(mini_batch, self.num_mini_batches)
-        divisor = total_tokens if calculate_per_token_loss else None
-        step = PlannedStep(self, index, local_microbatches or num_microbatches, divisor)
-        factors = self.denominator(index), num_microbatches, group_size(self.groups.dp_cp)
-        return LossScale(*factors, calculate_per_token_loss, local_tokens, total_tokens, step)
+        self.open_step.agreed = self.agreed
+        step = PlannedStep(
+            plan=self,
+            mini_batch=index,
+            num_microbatches=local_microbatches or num_microbatches,
+            total_tokens=total_tokens if calculate_per_token_loss else None,
+        )
+        return LossScale(
+            denominator=self.denominator(index),
+            num_microbatches=num_microbatches,
+            dp_cp_size=group_size(self.groups.dp_cp),
+            calculate_per_token_loss=calculate_per_token_loss,
+            local_tokens=local_tokens,
+            total_tokens=total_tokens,
+            step=step,
+        )
 
     def micro_batches(self, inputs: AnyInputs) -> list[MicroBatch]:
         """The inputs of the loss of each micro-batch, from the plan's inputs and its results; on the last stage.
@@ -184,17 +212,31 @@ class Plan(ABC):
         """
         if inputs.advantages is None:
             raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")
-        batches = split_inputs(inputs, self.groups)
+        inputs_of_each = split_inputs(inputs, self.groups)
         for name in PER_SEQUENCE:
             if getattr(inputs, name) is not None:
-                is_one_a_sequence(name, batches)
-        found = self._found([one.layout for one in batches if one.layout is not None])
-        of_each = ({name: column[index] for name, column in found.items()} for index in range(len(batches)))
-        return [MicroBatch(**vars(one), **results) for one, results in zip(batches, of_each, strict=True)]
+                is_one_a_sequence(name, inputs_of_each)
+        layouts = [each.layout for each in inputs_of_each if each.layout is not None]
+        results = self._results(layouts)
+        if not self.has_sequence_ids:
+            results["plan_ids"] = _local_indices(layouts, inputs_of_each[0].response_mask.device)
 
-    def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+        micro_batches = []
+        for index, each in enumerate(inputs_of_each):
+            results_of_each = {name: values[index] for name, values in results.items()}
+            micro_batches.append(MicroBatch(**vars(each), **results_of_each))
+        return micro_batches
+
+    def _results(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
         """The plan's results for each micro-batch, by the names of MicroBatch's fields."""
         return {}
+
+    def ids_of_step(self, sequence_ids: Tensor | None, plan_ids: Tensor | None = None) -> Tensor | None:
+        """The ids by which the end of a step recognises a micro-batch's sequences, [n]; None if it cannot.
+
+        Both arguments are fields of the micro-batch. ``sequence_ids`` that the plan does not know are not compared.
+        """
+        return sequence_ids if self.has_sequence_ids else plan_ids
 
     def denominator(self, mini_batch: int) -> Tensor:
         """0-D float64, above 0: the loss of a mini-batch is divided by it."""
@@ -213,7 +255,9 @@ class TrainingResult(CorrectionResult):
     def skip(self) -> Tensor:
         """[num_mini_batches] bool: no token is accepted, or none has a weight and the objective has no other term."""
         skip = super().skip
-        return skip | (self.header.denominators.weights == 0) if self._needs_weights else skip
+        if self._needs_weights:
+            skip = skip | (self.header.denominators.weights == 0)
+        return skip
 
     def skips(self, mini_batch: int | None = None) -> bool:
         """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes."""
@@ -224,8 +268,9 @@ class TrainingResult(CorrectionResult):
     @property
     def num_weightless(self) -> float:
         """Mini-batches with accepted tokens of which none has a weight."""
-        accepted = [counts[2] > 0 for counts in self.on_host.denominators.counts]
-        return float(sum(one and other for one, other in zip(accepted, self._is_weightless, strict=True)))
+        counts = self.on_host.denominators.counts
+        rows = zip(counts, self._is_weightless, strict=True)
+        return float(sum(1 for row, is_weightless in rows if row[2] > 0 and is_weightless))
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the correction; with the mode ``mask`` also how many mini-batches have no weight left."""
@@ -241,6 +286,7 @@ class TrainingResult(CorrectionResult):
 
     @property
     def _is_weightless(self) -> list[bool]:
+        """For each mini-batch whether the loss needs weights, and no accepted token has one."""
         return [self._needs_weights and weight == 0 for weight in self.on_host.denominators.weights]
 
 
@@ -252,3 +298,9 @@ def index_of(mini_batch: int | None, number: int) -> int:
     if not 0 <= index < number:
         raise ValueError(f"mini_batch={index} is not in [0, {number}) of the plan")
     return index
+
+
+def _local_indices(layouts: Sequence[SequenceLayout], device: torch.device) -> list[Tensor]:
+    """For each micro-batch the indices of its sequences among those of all micro-batches of this rank, int64."""
+    sizes = [layout.num_sequences for layout in layouts]
+    return list(torch.arange(sum(sizes), device=device).split(sizes))

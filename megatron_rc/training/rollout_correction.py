@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megatron_rc.batch.chain import empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, OneMicroBatch, check_needs
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.arguments import check_kind
-from megatron_rc.parallel.collectives import merged
+from megatron_rc.parallel.collectives import broadcast_record, merged
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.objective import ONE_STEP, denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
-from megatron_rc.training.misuse import StepError
-from megatron_rc.training.optimizer_step import StepResult, Steps
-from megatron_rc.training.plan import Plan, PlannedStep, Setup, TrainingResult, index_of
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.optimizer_step import OpenStep, StepCounts, StepResult, check_step
+from megatron_rc.training.plan import Plan, PlannedStep, Setup, StepError, TrainingResult, index_of
 
 
 class RolloutCorrection:
@@ -59,10 +61,21 @@ class RolloutCorrection:
         check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
         check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses, one_pass=one_pass)
-        self.config, self.groups = config, groups
-        self._setup = Setup(config, groups, self.loss, allow_zero_log_probs, compile, one_pass)
-        self.steps, self.corrects_in_loss = Steps(self._setup), self._setup.corrects_in_loss
+        self.config = config
+        self.groups = groups
+        self._setup = Setup(
+            config=config,
+            groups=groups,
+            loss=self.loss,
+            allow_zero_log_probs=allow_zero_log_probs,
+            compile=compile,
+            one_pass=one_pass,
+        )
+        self.corrects_in_loss = self._setup.corrects_in_loss
+        self.open_step = OpenStep()
         self._newest: Plan | None = None
+        self._last: StepResult | None = None
+        self._since_plan: list[StepResult] = []  # the steps that have ended since the newest plan was made
 
     @torch.no_grad()
     def plan(
@@ -107,11 +120,12 @@ class RolloutCorrection:
         if self._setup.one_pass and num_mini_batches > 1:
             raise ValueError(f"num_mini_batches={num_mini_batches} is more than 1: {ONE_STEP}")
         if self.corrects_in_loss:
-            self._newest = plan_in_loss(inputs, counts, self._setup, self.steps)
+            self._newest = plan_in_loss(inputs, counts, self._setup, self.open_step)
         else:
             device = device or group_device(self.groups.pp)
-            self._newest = plan_decoupled(inputs, counts, self._setup, self.steps, device)
-        self.steps.agreed, self.steps.since_plan = counts, []
+            self._newest = plan_decoupled(inputs, counts, self._setup, self.open_step, device)
+        self.open_step.agreed = counts
+        self._since_plan = []
         return self._newest
 
     def in_loss(
@@ -136,7 +150,8 @@ class RolloutCorrection:
             response_mask: bool.
             layout: which tokens these are.
             advantages: ``opsm`` needs them.
-            sequence_ids: error messages name them. Default: sequences are counted since the step began.
+            sequence_ids: the plan's, if it was given any: the end of the step compares them, and error messages name
+                them. Default: sequences are counted since the step began.
             policy_versions: needed if the plan was given the current version, else not used.
             rewards: for metrics by reward with ``one_pass``, else not used.
             turn_ids: the turn of each token. Default: each run of trained tokens is one.
@@ -155,26 +170,32 @@ class RolloutCorrection:
                 "in_loss belongs to bypass_mode, proximal_interpolation and one_pass, after plan() on the last stage"
             )
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
-        self.steps.check_goes_on(step)
-        of_tokens = (log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
         inputs = OneMicroBatch(
-            *of_tokens, sequence_ids=sequence_ids, policy_versions=policy_versions, turn_ids=turn_ids
+            train_log_probs=log_probs,
+            rollout_log_probs=rollout_log_probs,
+            response_mask=response_mask,
+            layout=layout,
+            advantages=advantages,
+            rewards=rewards,
+            sequence_ids=sequence_ids,
+            policy_versions=policy_versions,
+            turn_ids=turn_ids,
         )
         with torch.no_grad():
-            found = plan.from_theta(inputs)
+            corrected = plan.from_theta(inputs, plan.ids_of_step(sequence_ids))
         if torch.is_grad_enabled():
-            self.steps.count(step, found, Counted.of(response_mask, found))
-        return found
+            self.open_step.count(step, StepCounts.of(corrected), len(corrected.sequence_lengths))
+        return corrected
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         """The correction of a micro-batch in the loss; ValueError if the step is of a plan of another correction."""
-        if step.plan.steps is not self.steps:
+        if step.plan.open_step is not self.open_step:
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
         return step.plan.corrected(micro_batch, log_probs)
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:
-        """End one optimizer step, on every pipeline stage: reduce the sums of its micro-batches.
+        """End one optimizer step, on every pipeline stage: reduce its counts, and compare them with the plan.
 
         ``device`` holds the result on stages without log-probs; by default as for ``plan``.
 
@@ -187,17 +208,34 @@ class RolloutCorrection:
         synchronisations: one, shared with all that is read of the step.
 
         Raises:
-            StepError: on every rank alike, if any of them did not count one whole step. It is kept until
-                ``reset_step``.
+            StepError: on every rank alike, if the micro-batches of all ranks are not those of the mini-batch in the
+                plan, each of them once. They are kept until ``reset_step``.
         """
-        return self.steps.finish(device or group_device(self.groups.pp)).factor
+        nothing = self._no_counts(device or group_device(self.groups.pp))
+        header = broadcast_record(self.open_step.header(nothing, self.groups), self.groups.pp)
+        measures: Any = header.counts.header
+        result = StepResult(
+            config=self.config,
+            header=measures,
+            loss=self.loss,
+            allow_zero_log_probs=self._setup.allow_zero_log_probs,
+            step=header,
+        )
+        check_step(result.step_on_host)
+
+        if self.open_step.step is not None:
+            self.open_step.step.plan.progress.steps_ended += 1
+        self._last = result
+        self._since_plan.append(result)
+        self.open_step.reset()
+        return result.factor
 
     def reset_step(self) -> None:
         """Forget the micro-batches since the last step, on every rank, before a failed schedule is run again.
 
         The gradients must be zeroed too.
         """
-        self.steps.reset()
+        self.open_step.reset()
 
     @property
     def step(self) -> StepResult | None:
@@ -206,9 +244,8 @@ class RolloutCorrection:
         None before the first step, and in decoupled mode, because the plan knows it all. StepError as for
         ``loss_metrics()``.
         """
-        if not self.corrects_in_loss or (self.steps.last is None and not self.steps.is_pending):
-            return None
-        return self.steps.last_whole("step")
+        has_begun = self._last is not None or self.open_step.num_micro_batches > 0
+        return self._last_step("step") if self.corrects_in_loss and has_begun else None
 
     @property
     def scales_gradients(self) -> bool:
@@ -221,16 +258,34 @@ class RolloutCorrection:
         Raises:
             StepError: no step has ended yet, or micro-batches were counted that no ``finish_step`` has ended.
         """
-        return self.steps.last_whole("loss_metrics()").loss_metrics()
+        return self._last_step("loss_metrics()").loss_metrics()
 
     def metrics(self) -> dict[str, float]:
         """Metrics over all steps since the newest plan, in the loss; each step has another π_θ."""
-        ended, prefix = self.steps.since_plan, self.config.metric_prefix
-        if not self.corrects_in_loss or not ended:
+        if not self.corrects_in_loss or not self._since_plan:
             return {}
-        header = merged([step.header for step in ended])
+        header = merged([step.header for step in self._since_plan])
         metrics = TrainingResult(config=self.config, header=header, loss=self.loss).metrics()
+        prefix = self.config.metric_prefix
         if self.config.may_weigh_nothing:
             # Of several steps together that is not known: one of them may have weights.
-            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = sum(step.num_weightless for step in ended)
-        return metrics | {f"{prefix}mixed_policies": float(len(ended))}
+            num_weightless = sum(step.num_weightless for step in self._since_plan)
+            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = num_weightless
+        metrics[f"{prefix}mixed_policies"] = float(len(self._since_plan))
+        return metrics
+
+    def _last_step(self, name: str) -> StepResult:
+        """The step that ended last, for a user's call of this name; StepError if none did, or another one is open."""
+        if self._last is None or self.open_step.num_micro_batches:
+            raise StepError(
+                f"{name} before finish_step(): end every step, as wrap_finalize(correction) does as the "
+                "finalize_model_grads_func of Megatron's config"
+            )
+        return self._last
+
+    def _no_counts(self, device: torch.device) -> StepCounts[Tensor]:
+        """The counts of a rank without a micro-batch, in the form that those of all ranks have."""
+        header = None
+        if self.corrects_in_loss:
+            header = empty_header(self.config, self.open_step.agreed.one_step, device)
+        return StepCounts.nothing(header, device)

@@ -18,6 +18,7 @@ from megatron_rc.numerics import k2
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
+from megatron_rc.settings.definition import check_criterion
 from tests.correction.test_properties import correct_split
 from tests.support import user_objects
 
@@ -99,9 +100,9 @@ def test_flags_words_and_presets_know_it(tmp_path):
     path.write_text("rollout_is: token\nrollout_rs: seq_min_k1\nrollout_rs_threshold: 0.5_1.0\n")
     assert RolloutCorrectionConfig.from_yaml(path) == RolloutCorrectionConfig(**FIELDS)
     words[-1] = "--rollout-rs-threshold=2_1"
-    with pytest.raises(ValueError, match="--rollout-rs-threshold"):
+    with pytest.raises(ValueError, match="must not lie above the upper one"):
         rollout_correction_config_from_args(parser.parse_args(words))
-    with pytest.raises(ValueError, match="seq_min_k1"):
+    with pytest.raises(ValueError, match=r"use .*seq_min_k1"):
         RolloutCorrectionConfig(rollout_rs="seq_minimum", rollout_rs_threshold=1)
 
 
@@ -153,39 +154,80 @@ SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name"
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "message"),
     [
-        ({"name": "Another one"}, "name"),
-        ({"unit": "batch"}, "unit='batch'"),
-        ({"unit": "token"}, "tested"),
-        ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "sums"),
-        ({"bounds": RATIO}, "bounds"),
-        ({"needs": ()}, "needs"),
-        ({"statistic": lambda values: values.sum(K3) / 0}, "statistic"),
-        ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds"),
-        ({"follows_others": True}, "follows_others"),
+        ({"name": "Another one"}, "letters, digits and underscores"),
+        ({"unit": "batch"}, "must be token, turn, sequence or prompt"),
+        ({"words": ""}, "must all be given"),
+        ({"unit": "token"}, "tested, .* token alone"),
+        ({"tested": K3}, "tested, .* token alone"),
+        ({"unit": "token", "tested": K3, "only_negative": True}, "only_negative is for the unit sequence"),
+        ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "sums .* alone"),
+        ({"follows_others": True}, "follows_others is for the unit prompt"),
+        ({"bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
+        ({"needs": ()}, "use exactly needs"),
+        ({"needs": (Need("max", K3),)}, "use exactly needs .*: max of k3"),
+        ({"needs": "sum k3"}, "must be a tuple of Need"),
+        ({"needs": (Need("mean", K3),)}, "a need is a sum, max or min"),
+        ({"statistic": lambda values: values.sum(K3) * 0}, "differ between sequences that differ"),
+        ({"statistic": lambda values: values.sum(K3) / 0}, "must be finite"),
+        ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
+        ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
+        ({"unit": "prompt", "follows_others": True}, r"use exactly needs .*\(follows_others\)"),
     ],
 )
-def test_one_that_does_not_fit_together_cannot_be_defined(changed, named):
-    Criterion(**SOUND)
-    with pytest.raises(ValueError, match=f"criterion '.*{named}"):
-        Criterion(**SOUND | changed)
+def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
+    check_criterion(Criterion(**SOUND))
+    with pytest.raises(ValueError, match=f"criterion '.*{message}"):
+        define(Criterion(**SOUND | changed))
+    assert SOUND["name"] not in CRITERIA
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_the_projects_own_criteria_fit_together(name):
+    check_criterion(CRITERIA[name])
+
+
+def define_with(divergence):
+    """Define a criterion of this divergence."""
+    define(
+        Criterion(**SOUND | {"needs": (Need("sum", divergence),), "statistic": lambda values: values.sum(divergence)})
+    )
 
 
 @pytest.mark.parametrize(
-    ("divergence", "changed", "named"),
+    ("changed", "message"),
     [
-        (DISTANCE, {"words": ""}, "words"),
-        (DISTANCE, {"least": 0.5}, "least"),
-        (DISTANCE, {"of": torch.exp}, "of"),
-        (DISTANCE, {"of": lambda x: x.abs().sum()}, "of"),
-        (BOTH, {"of": torch.abs}, "of_both"),
-        (BOTH, {"of_both": lambda p, q: p - q}, "of_both"),
+        ({"words": ""}, "name and words must be given"),
+        ({"of": "abs"}, "must be a function"),
+        ({"least": None}, "and least a number"),
+        ({"least": 0.5}, "of gives 0, below least"),
+        ({"of": lambda x: x}, "of gives -50, below least"),
+        ({"of": torch.exp}, "0 where log ρ is 0"),
+        ({"of": lambda x: x / 0}, "must be finite"),
+        ({"of": lambda x: x.abs().sum()}, "one float64 number for each"),
+        ({"of": None}, "least must be -inf"),
     ],
 )
-def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(divergence, changed, named):
-    with pytest.raises(ValueError, match=f"divergence '{divergence.name}': .*{named}"):
-        dataclasses.replace(divergence, **changed)
+def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
+    with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
+        define_with(dataclasses.replace(DISTANCE, **changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"of": torch.abs}, "of and of_both exclude each other"),
+        ({"of_both": "gap"}, "of_both must be a function of each pair of log-probs"),
+        ({"of_both": lambda p, q: p - q}, "of_both gives -3e.38, below least"),
+        ({"of_both": lambda p, q: p.exp() + q.exp()}, "of_both must be finite, and 0 where log ρ is 0"),
+        ({"of_both": lambda p, q: ((p.exp() - q.exp()) / torch.expm1(q)).abs()}, "of_both must be finite"),
+        ({"of_both": lambda p, q: (p - q).sum()}, "of_both must give one float64 number for each pair of log-probs"),
+    ],
+)
+def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
+    with pytest.raises(ValueError, match=f"divergence 'gap': .*{message}"):
+        define_with(dataclasses.replace(BOTH, **changed))
 
 
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
@@ -212,12 +254,12 @@ def test_every_unit_has_both_log_probs(unit, monkeypatch):
 
 
 def test_a_name_stands_for_one_criterion_and_one_divergence():
-    with pytest.raises(ValueError, match="seq_min_k1"):
+    with pytest.raises(ValueError, match="'seq_min_k1' is defined already"):
         define(SEQ_MIN)
-    with pytest.raises(ValueError, match="'token'"):
+    with pytest.raises(ValueError, match="'token' is defined already"):
         define(Criterion(**SOUND | {"name": "token"}))
     other = Divergence("k3", "another k3", of=k2, least=0.0)
     needs = {"needs": (Need("sum", other),), "statistic": lambda values: values.sum(other)}
-    with pytest.raises(ValueError, match="'k3'"):
+    with pytest.raises(ValueError, match="another divergence is named 'k3'"):
         define(Criterion(**SOUND | needs))
     assert "another" not in CRITERIA

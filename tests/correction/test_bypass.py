@@ -238,10 +238,10 @@ def test_ids_out_of_range_are_reported_by_the_first_step():
     train = torch.full((2, 2), -1.0)
     correction.plan(PlanInputs(None, train, mask, mini_batch_ids=torch.tensor([1, 2])), num_mini_batches=2)
     correction.in_loss(train, train, mask, mini_batch=1)
-    with pytest.raises(ValueError, match="mini_batch=0"):
+    with pytest.raises(ValueError, match="mini_batch=0 in the open step of mini-batch 1"):
         correction.in_loss(train, train, mask, mini_batch=0)
     correction.finish_step()
-    with pytest.raises(ValueError, match="mini_batch_ids"):
+    with pytest.raises(ValueError, match="mini_batch_ids: 1 values"):
         correction.step.check()
 
 

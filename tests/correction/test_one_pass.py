@@ -9,13 +9,9 @@ from megatron_rc import (
     RolloutCorrectionConfig,
     StepError,
     correct_rollouts,
-    masked_loss,
-    wrap_finalize,
 )
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from tests.support.on_rank import outcome
-from tests.support.ranks import Layout
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]], dtype=torch.float64)
 ROLLOUT = TRAIN + torch.tensor([[0.4, -0.6, 0.1], [-1.2, 0.2, 0.3]], dtype=torch.float64)
@@ -63,30 +59,6 @@ def test_a_plan_allows_one_step():
         correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
-
-
-def second_step():
-    """What each stage says at the end of a second step."""
-    groups = ParallelGroups.from_megatron()
-    correction = one_pass(groups=groups)
-    end = wrap_finalize(correction, lambda model: None)
-    inputs = PlanInputs(None, ROLLOUT, MASK, advantages=torch.tensor([1.0, -1.0])) if groups.is_last_stage else None
-    plan = correction.plan(inputs)
-    for _ in range(2):
-        scale = plan.loss_scale(num_microbatches=1)
-        if inputs is not None:
-            (micro_batch,) = plan.micro_batches(inputs)
-            log_probs = TRAIN.clone().requires_grad_()
-            masked_loss(correction, micro_batch, log_probs, None, scale)[0].backward()
-        ended = outcome(correction.finish_step, torch.device("cpu"))
-    del end
-    return ended
-
-
-def test_a_second_step_is_refused_on_every_stage(ranks):
-    first, last = ranks.run(second_step, Layout(pp=2))
-    assert first == last
-    assert "one_pass=True" in first
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
+from megatron_rc.loss.kl import KL_ESTIMATORS, kl_penalty
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support.far_device import far_device
@@ -35,7 +36,9 @@ def kl_by_hand(estimator, difference):
     clamped = max(difference, -20.0)
     inside = float(difference >= -20)
     of_k3 = math.exp(-clamped) - 1 + clamped, (1 - math.exp(-clamped)) * inside
-    value, slope = {"k1": (difference, 1.0), "k2": (difference**2 / 2, difference), "k3": of_k3}[estimator[:2]]
+    of_abs = abs(difference), float(difference > 0) - float(difference < 0)
+    known = {"k1": (difference, 1.0), "k2": (difference**2 / 2, difference), "k3": of_k3, "abs": of_abs}
+    value, slope = known[estimator.removesuffix("+")]
     return value, difference if estimator.endswith("+") else slope
 
 
@@ -95,6 +98,14 @@ def test_masked_positions_change_no_bit(algorithm):
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
         ({"kl_coef": True}, "kl_coef=True"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
+        ({"kl_importance_weight": 1}, "kl_importance_weight=1 must be True or False"),
+        *(
+            (
+                {"kl_importance_weight": True, "kl_estimator": name},
+                f"^kl_importance_weight=True .*{re.escape(repr(name))}",
+            )
+            for name in ("k2", "abs", "abs+")
+        ),
         ({"entropy_coef": math.inf}, "entropy_coef=inf"),
         ({"aggregation": "mean"}, "aggregation='mean'"),
         ({"aggregation": "token-sum"}, "loss_scale_factor=None"),
