@@ -55,7 +55,9 @@ class Leaves:
 
     def map(self, function: Callable[[Tensor], Any]) -> Leaves:
         """Return ``function(tensor)`` for each tensor."""
-        return Leaves(*([function(tensor) for tensor in tensors] for tensors in (self.sums, self.largest, self.smallest)))
+        return Leaves(
+            *([function(tensor) for tensor in tensors] for tensors in (self.sums, self.largest, self.smallest))
+        )
 
 
 def flatten(record: Any) -> Leaves:

@@ -388,7 +388,7 @@ def _decide_block(tokens: Tokens, sequences: BlockSequences, config: RolloutCorr
     """Decide and measure one block: the arithmetic that may be compiled."""
     decisions = decide_tokens(tokens, config)
     sums, counts, moments = sum_tokens(tokens, decisions, sequences, config)
-    pairs, apart = distances(decisions.train, decisions.rollout, decisions.valid)
+    pairs, apart = distances(decisions.train, decisions.rollout, decisions.log_ratio, decisions.valid)
     weights = None if decisions.weights is None else decisions.weights.bounded
     return BlockResult(
         valid=decisions.valid,

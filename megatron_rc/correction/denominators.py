@@ -21,22 +21,24 @@ class Denominators(Generic[N]):
 
     counts: Any  # [num_mini_batches, 4] tokens and sequences under m, then under m'; lists on the host, like the next
     weights: Any  # [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights
+    id_sums: Any  # [num_mini_batches] Σ over accepted tokens of (sequence id + 1)
     total_weight: N  # the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences
     weight_count: N  # the number of these weights
 
 
 def mini_batch_table(decisions: SequenceDecisions, shards: Shards) -> Tensor:
-    """Return this rank's part of the counts of each mini-batch, [num_mini_batches, 5] float64.
+    """Return this rank's part of the counts of each mini-batch, [num_mini_batches, 6] float64.
 
-    The columns: tokens and sequences under m, then under m', then Σ w over accepted tokens. Each sequence counts on the
-    first rank of its CP group, since all of them know it whole.
+    The columns: tokens and sequences under m, then under m'; over accepted tokens Σ w and Σ (sequence id + 1). Each
+    sequence counts on the first rank of its CP group, since all of them know it whole.
     """
     accepted = decisions.accepted_tokens
     weight = accepted_weights(decisions)
     columns = [decisions.tokens, decisions.tokens > 0, accepted, accepted > 0]
     columns.append(torch.zeros_like(accepted) if weight is None else weight)
-    values = torch.stack(columns, dim=1).masked_fill(~shards.counts_here.unsqueeze(1), 0)
-    return values.new_zeros(shards.counts.num_mini_batches, 5).index_add_(0, shards.mini_batch_ids, values)
+    columns.append(accepted * (shards.sequence_ids + 1))
+    values = torch.stack(columns, dim=1).masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
+    return values.new_zeros(shards.counts.num_mini_batches, 6).index_add_(0, shards.mini_batch_ids, values)
 
 
 def accepted_weights(decisions: SequenceDecisions) -> Tensor | None:

@@ -188,6 +188,12 @@ class Shards:
         """The names of the values with one a sequence."""
         return tuple(name for name in PER_SEQUENCE if getattr(self, name) is not None)
 
+    def is_out_of_range(self, name: str) -> Tensor:
+        """[n] bool: the value of this name was not finite, or was moved into its range; False if it was not given."""
+        if name in self.out_of_range:
+            return self.out_of_range[name]
+        return torch.zeros_like(self.sequence_ids, dtype=torch.bool)
+
     @functools.cached_property
     def counts_here(self) -> Tensor:
         """[n] bool: the sequences that this rank counts: it is the first of their CP group, whose ranks know them."""
@@ -196,6 +202,11 @@ class Shards:
             for part in self.parts
         ]
         return flags[0] if len(flags) == 1 else torch.cat(flags)
+
+    @functools.cached_property
+    def counts_elsewhere(self) -> Tensor:
+        """[n] bool: the other sequences."""
+        return ~self.counts_here
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -281,9 +292,7 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=device.type != "cpu")
 
 
-def _part(
-    micro_batch: OneMicroBatch, layout: SequenceLayout, sequences: slice, per_sequence: Collection[str]
-) -> Part:
+def _part(micro_batch: OneMicroBatch, layout: SequenceLayout, sequences: slice, per_sequence: Collection[str]) -> Part:
     """Return a checked micro-batch; advantages and versions that are not ``per_sequence`` are one a token."""
     return Part(
         train=cast(Tensor, micro_batch.train_log_probs).detach(),
@@ -386,9 +395,7 @@ def is_one_a_sequence(name: str, micro_batches: Sequence[OneMicroBatch]) -> bool
     may_be_per_token = name in ("advantages", "policy_versions")
     layouts = [cast(SequenceLayout, micro_batch.layout) for micro_batch in micro_batches]
     values = [getattr(micro_batch, name) for micro_batch in micro_batches]
-    per_sequence = all(
-        value.shape == (layout.num_sequences,) for value, layout in zip(values, layouts, strict=True)
-    )
+    per_sequence = all(value.shape == (layout.num_sequences,) for value, layout in zip(values, layouts, strict=True))
     for value, layout in zip(values, layouts, strict=True):
         expected = layout.shape if may_be_per_token and not per_sequence else (layout.num_sequences,)
         right_dtype = value.is_floating_point() if is_float else value.dtype == torch.int64

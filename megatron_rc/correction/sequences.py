@@ -111,7 +111,7 @@ class SequenceDecisions:
     bound_scale: Tensor | None  # float64, the factor of the bounds, in nats: the one of the oldest valid token
     weights: Weights | None  # float64, the weights that all tokens of a sequence share; None unless they share one
     tokens: Tensor  # number of tokens under m, float64
-    accepted: Tensor  # bool: no criterion rejects the whole sequence
+    accepted: Tensor | None  # bool: no criterion rejects the whole sequence; None: nothing rejects whole sequences
     negative_accepted: Tensor | None  # bool: its tokens with A < 0 are accepted too; None unless A is one a token
     accepted_tokens: Tensor  # number of tokens under m', float64
     accepted_weight: Tensor | None  # sum of their weights, float64; None unless weights are token-level
@@ -136,8 +136,8 @@ def decide_sequences(
         raw = exp_weight(log_weight)
         weights = Weights(log=log_weight, raw=raw, bounded=bounded_weights(raw, log_weight, config, bound_scale))
 
-    accepted = torch.ones_like(sums.valid, dtype=torch.bool)
-    negative_accepted = None
+    verdicts = []  # of all that rejects whole sequences
+    negative_verdicts = []  # of all that rejects the tokens with A < 0 of a sequence
     by_criterion = {}
     for criterion in config.criteria:
         if criterion.unit == "prompt" and prompts is not None:
@@ -152,21 +152,26 @@ def decide_sequences(
             verdict = verdict | ~(shards.advantages < 0)
         by_criterion[criterion.name] = verdict
         if criterion.only_negative and shards.advantages is None:
-            negative_accepted = verdict if negative_accepted is None else negative_accepted & verdict
+            negative_verdicts.append(verdict)
         else:
-            accepted = accepted & verdict
+            verdicts.append(verdict)
     if config.rejecting_veto is not None:
-        accepted = accepted & (sums.sums["vetoed"] == 0)
+        verdicts.append(sums.sums["vetoed"] == 0)
     if config.bad_log_probs == "reject_sequence":
-        accepted = accepted & (sums.response == sums.valid)
+        verdicts.append(sums.response == sums.valid)
+    accepted = functools.reduce(torch.logical_and, verdicts) if verdicts else None
+    negative_accepted = functools.reduce(torch.logical_and, negative_verdicts) if negative_verdicts else None
 
-    accepted_tokens = torch.where(accepted, sums.passed, 0)
-    accepted_weight = None if sums.passed_weight is None else torch.where(accepted, sums.passed_weight, 0)
+    accepted_tokens, accepted_weight = sums.passed, sums.passed_weight
     if negative_accepted is not None:
-        lost = accepted & ~negative_accepted
-        accepted_tokens = accepted_tokens - torch.where(lost, sums.sums["negative_passed"], 0)
+        accepted_tokens = accepted_tokens - sums.sums["negative_passed"].masked_fill(negative_accepted, 0)
         if accepted_weight is not None:
-            accepted_weight = accepted_weight - torch.where(lost, sums.sums["negative_passed_weight"], 0)
+            lost_weight = sums.sums["negative_passed_weight"].masked_fill(negative_accepted, 0)
+            accepted_weight = accepted_weight - lost_weight
+    if accepted is not None:
+        rejected = ~accepted
+        accepted_tokens = accepted_tokens.masked_fill(rejected, 0)
+        accepted_weight = None if accepted_weight is None else accepted_weight.masked_fill(rejected, 0)
     return SequenceDecisions(
         bound_scale=bound_scale,
         weights=weights,
@@ -198,8 +203,9 @@ def accepted_masks(passed: Sequence[Tensor], shards: Shards, decisions: Sequence
     """
     masks = []
     for part, part_passed in zip(shards.parts, passed, strict=True):
-        accepted = part.expand(decisions.accepted)
-        mask = part_passed & accepted
+        mask = part_passed
+        if decisions.accepted is not None:
+            mask = mask & part.expand(decisions.accepted)
         if decisions.negative_accepted is not None and part.advantages is not None:
             mask = mask & (part.expand(decisions.negative_accepted) | ~(part.advantages < 0))
         masks.append(mask)
@@ -216,7 +222,7 @@ def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrection
     lost = (sums.response > 0) & (accepted_tokens == 0)
     values = sums.statistic_values.values
     columns = torch.stack([sums.valid, lost, *(values[name] for name in prompt_needs(config))], dim=1)
-    columns = columns.masked_fill(~shards.counts_here.unsqueeze(1), 0)
+    columns = columns.masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
     prompts = columns.new_zeros(shards.counts.num_groups or 0, columns.shape[1])
     return prompts.index_add_(0, shards.group_ids, columns)  # type: ignore[arg-type]
 

@@ -38,11 +38,14 @@ _RANGES = (
 
 def key_ids(shards: Shards) -> Tensor:
     """Return the id of each sequence in the keys of its tokens, [n] int64; without ids the rank and the index."""
+    ids = shards.sequence_ids
     if not shards.has_default_ids:
-        return shards.sequence_ids
+        return ids
     first = min(shards.rank * _LOCAL_IDS, NUM_SEQUENCE_IDS - 1)
     last = min(first + _LOCAL_IDS, NUM_SEQUENCE_IDS) - 1
-    return torch.arange(first, first + len(shards.sequence_ids), device=shards.device).clamp(max=last)
+    if first:
+        ids = ids + first
+    return ids.clamp(max=last) if len(ids) > _LOCAL_IDS or first + len(ids) > NUM_SEQUENCE_IDS else ids
 
 
 def first_bad_key(tokens: Tokens, valid: Tensor, part: Part, block: Block, ids: Tensor) -> Tensor:
@@ -62,20 +65,29 @@ def first_bad_key(tokens: Tokens, valid: Tensor, part: Part, block: Block, ids: 
     return keys.amin() if keys.numel() else keys.new_full((), NO_KEY)
 
 
-def data_sums(shards: Shards, sums: SequenceSums, config: RolloutCorrectionConfig) -> DataSums[Tensor]:
-    """Return the counts of this rank, from the sums over whole sequences.
-
-    Each sequence counts on the first rank of its CP group, values of tokens on the rank that holds them.
-    """
+def data_columns(sums: SequenceSums) -> dict[str, Tensor]:
+    """Return flags of whole sequences that are counted over the batch: ``zero_log_probs``, an engine gave none."""
     # Log-probs are at most 0: except for rounding above it, which may cancel, all are 0 if their sum is.
-    zero_log_probs = (sums.sums["rollout"] == 0) & (sums.valid > MAX_ZERO_LOG_PROBS)
-    in_response = [wrong & (sums.response > 0) for wrong in shards.out_of_range.values()]
-    table = torch.stack([sums.response - sums.valid, zero_log_probs, *in_response])
-    bad_tokens, num_zero, *wrong_sequences = table.masked_fill(~shards.counts_here, 0).sum(1)
+    return {"zero_log_probs": (sums.sums["rollout"] == 0) & (sums.valid > MAX_ZERO_LOG_PROBS)}
 
+
+def data_sums(
+    shards: Shards, sums: SequenceSums, config: RolloutCorrectionConfig, *, bad_tokens: Tensor, zero_log_probs: Tensor
+) -> DataSums[Tensor]:
+    """Return the counts of this rank.
+
+    Values of sequences count on the first rank of the CP group, values of tokens on the rank that holds them.
+
+    Args:
+        shards: the local input.
+        sums: the sums over whole sequences.
+        config: its fingerprint is compared between ranks.
+        bad_tokens: the number of unusable local tokens.
+        zero_log_probs: the number of sequences without rollout log-probs.
+    """
     out_of_range = sums.valid.new_zeros(len(PER_SEQUENCE))
-    for name, number in zip(shards.out_of_range, wrong_sequences, strict=True):
-        out_of_range[PER_SEQUENCE.index(name)] += number
+    for name, wrong in shards.out_of_range.items():
+        out_of_range[PER_SEQUENCE.index(name)] += (wrong & (sums.response > 0) & shards.counts_here).sum()
     for part in shards.parts:
         if part.advantages is not None:
             out_of_range[PER_SEQUENCE.index("advantages")] += (part.mask & ~part.advantages.isfinite()).sum()
@@ -86,7 +98,7 @@ def data_sums(shards: Shards, sums: SequenceSums, config: RolloutCorrectionConfi
     return DataSums(
         out_of_range=out_of_range,
         bad_tokens=bad_tokens,
-        zero_log_probs=num_zero,
+        zero_log_probs=zero_log_probs,
         config_max=fingerprint,
         config_min=fingerprint,
         has_default_ids=sums.valid.new_full((), shards.has_default_ids),

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from torch import Tensor
-
 from megatron_rc.correction.denominators import Denominators, N
 from megatron_rc.parallel.collectives import largest, smallest
 

@@ -58,8 +58,8 @@ def even_bins(
 
 def bin_index(values: Tensor) -> Tensor:
     """Return the index of each value's bin, int64, of any shape; bins are in ascending order."""
-    code = (values.float().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)
-    return _bin_of_code(values.device)[code]
+    # The sign is the highest bit that stays: the codes of negative numbers are negative, and count from the table's end.
+    return _bin_of_code(values.device)[values.float().view(torch.int32) >> _DROPPED_BITS]
 
 
 @functools.cache
@@ -77,8 +77,13 @@ def bins_of(values: Tensor, counts: Tensor) -> Tensor:
 
 def token_bins(log_ratio: Tensor) -> Tensor:
     """Return the histogram of the log-ratios of tokens, of any shape: [NUM_BINS] float64."""
-    ones = torch.ones(1, 1, dtype=torch.float64, device=log_ratio.device)
-    return bins_of(log_ratio.flatten(), ones.expand(1, log_ratio.numel()))[0]
+    return bins_of(log_ratio.flatten(), _one(log_ratio.device).expand(1, log_ratio.numel()))[0]
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """[1, 1] float64: a count of 1."""
+    return torch.ones(1, 1, dtype=torch.float64, device=device)
 
 
 class Histogram:

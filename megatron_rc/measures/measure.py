@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import SequenceDecisions, SequenceSums
 from megatron_rc.correction.tokens import blocks_of
 from megatron_rc.correction.weights import scaled_bounds
-from megatron_rc.measures.data import data_sums
+from megatron_rc.measures.data import data_columns, data_sums
 from megatron_rc.measures.header import BatchHeader, Breakdowns, Moments, TokenMeasures
 from megatron_rc.measures.histogram import bins_of
 from megatron_rc.measures.tokens import extremes_of, raw_excess_name
@@ -61,75 +61,105 @@ def measure_batch(
         mask: m' of each micro-batch.
     """
     shards, config = local.shards, local.config
-    not_here = ~shards.counts_here
-    has_tokens = sums.valid > 0
-
-    columns = policy_columns(sums, decisions, has_tokens) | criteria_columns(sums, decisions, has_tokens, config)
-    if config.rollout_is is not None:
-        columns |= weight_columns(sums, decisions, has_tokens, config)
-    total_of = dict(zip(columns, torch.stack([*columns.values()]).double().masked_fill(not_here, 0).sum(1), strict=True))
-
-    # A sequence without a valid token has no mean: it is in no moment.
-    left_out = not_here | ~has_tokens
-    per_sequence = policy_quantities(sums) | criteria_quantities(sums, has_tokens, config)
-    if config.rollout_is is not None:
+    has_weights = config.rollout_is is not None
+    columns = policy_columns(sums, decisions) | criteria_columns(sums, decisions, config) | data_columns(sums)
+    quantities = policy_quantities(sums) | criteria_quantities(sums, config)
+    if has_weights:
         mean_weight = mean_weights(sums, decisions)
-        per_sequence |= {"mean_weight": mean_weight, "mean_weight_excess": mean_weight - 1}
-    moments = moments_of(per_sequence, left_out, count=total_of["sequences"])
+        columns |= weight_columns(sums, decisions, config)
+        quantities |= {"mean_weight": mean_weight, "mean_weight_excess": mean_weight - 1}
 
-    # Quantities that all tokens of a sequence share count once for each token.
-    shared = shared_weights(decisions) | shared_statistics(sums, decisions, has_tokens, config)
-    token_moments = local.tokens.moments
-    if shared:
-        token_moments = token_moments | moments_of(shared, left_out, count=total_of["tokens"], times=sums.valid)
-
+    # A sequence without a valid token has no mean: it counts nowhere.
+    left_out = ~(shards.counts_here & (sums.valid > 0))
+    table = torch.stack([*columns.values(), *quantities.values()])
+    counted = table.masked_fill(left_out, 0)
+    totals = counted.sum(1)
+    total_of = dict(zip(columns, totals, strict=False))
+    first_quantity = len(columns)
+    sequence_moments = named_moments(
+        quantities,
+        count=total_of["sequences"],
+        totals=totals[first_quantity:],
+        squares=counted[first_quantity:].square().sum(1),
+        extremes=extremes_of(table[first_quantity:], left_out),
+    )
+    averaged_weight = total_of.pop("averaged_weight", None)
+    averaged_count = total_of.pop("averaged_count", None)
     mini_batches = mini_batch_table(decisions, shards)
     return BatchHeader(
         denominators=Denominators(
             counts=mini_batches[:, :4],
             weights=mini_batches[:, 4],
-            total_weight=total_of.pop("averaged_weight", mini_batches.new_zeros(())),
-            weight_count=total_of.pop("averaged_count", mini_batches.new_zeros(())),
+            id_sums=mini_batches[:, 5],
+            total_weight=mini_batches[:, 4].sum() if averaged_weight is None else averaged_weight,
+            weight_count=mini_batches[:, 2].sum() if averaged_count is None else averaged_count,
         ),
-        data=data_sums(shards, sums, config),
-        tokens=dataclasses.replace(local.tokens, moments=token_moments),
+        data=data_sums(
+            shards,
+            sums,
+            config,
+            bad_tokens=local.tokens.counts["bad"],
+            zero_log_probs=total_of.pop("zero_log_probs"),
+        ),
+        tokens=with_shared_moments(local.tokens, sums, decisions, left_out, total_of["tokens"], config),
         totals=total_of,
-        sequence_moments=moments,
-        weight_bins=weight_bins(sums, decisions, left_out) if config.rollout_is is not None else None,
-        breakdowns=breakdowns(sums, decisions, local, mask, not_here),
+        sequence_moments=sequence_moments,
+        # The first rows say how often each sequence counts: as a sequence, and as its tokens.
+        weight_bins=bins_of(mean_weight.log(), counted[: 1 if decisions.weights is None else 2])
+        if has_weights
+        else None,
+        breakdowns=breakdowns(sums, decisions, local, mask),
     )
 
 
-def moments_of(
-    quantities: Mapping[str, Tensor], left_out: Tensor, *, count: Tensor, times: Tensor | None = None
+def named_moments(
+    names: Iterable[str], *, count: Tensor, totals: Tensor, squares: Tensor, extremes: tuple[Tensor, Tensor]
 ) -> dict[str, Moments[Tensor]]:
-    """Return the moments of quantities, [n] float64 each, over sequences, or over their tokens.
+    """Return the moments of several quantities by name, from their number of values, [k] sums and ([k], [k]) extremes."""
+    rows = zip(names, totals, squares, *extremes, strict=True)
+    return {name: Moments(count, total, squared, largest, smallest) for name, total, squared, largest, smallest in rows}
+
+
+def with_shared_moments(
+    tokens: TokenMeasures[Tensor],
+    sums: SequenceSums,
+    decisions: SequenceDecisions,
+    left_out: Tensor,
+    num_tokens: Tensor,
+    config: RolloutCorrectionConfig,
+) -> TokenMeasures[Tensor]:
+    """Return the measures of tokens with those of quantities that all tokens of a sequence share.
+
+    The value of a sequence counts once for each of its tokens.
 
     Args:
-        quantities: by name.
-        left_out: [n] bool, the sequences that do not count here; their values may be infinite.
-        count: the number of values, 0-D.
-        times: [n] how often the value of each sequence counts; None: once.
+        tokens: the measures of this rank's tokens.
+        sums: the sums over whole sequences.
+        decisions: on whole sequences.
+        left_out: [n] bool, the sequences that do not count here.
+        num_tokens: 0-D, the number of tokens of the others.
+        config: the correction.
     """
+    quantities = shared_weights(decisions) | shared_statistics(sums, decisions, config)
+    if not quantities:
+        return tokens
     table = torch.stack([*quantities.values()])
-    inside = table.masked_fill(left_out, 0)
-    squares = inside.square()
-    if times is not None:
-        inside, squares = inside * times, squares * times
-    columns = inside.sum(1), squares.sum(1), *extremes_of(table, left_out)
-    moments = {}
-    for name, total, squared, largest, smallest in zip(quantities, *columns, strict=True):
-        moments[name] = Moments(count, total, squared, largest, smallest)
-    return moments
+    times = sums.valid.masked_fill(left_out, 0)
+    moments = named_moments(
+        quantities,
+        count=num_tokens,
+        totals=(table * times).sum(1),
+        squares=(table.square() * times).sum(1),
+        extremes=extremes_of(table, left_out),
+    )
+    return dataclasses.replace(tokens, moments=tokens.moments | moments)
 
 
-def policy_columns(
-    sums: SequenceSums, decisions: SequenceDecisions, has_tokens: Tensor
-) -> dict[str, Tensor]:
+def policy_columns(sums: SequenceSums, decisions: SequenceDecisions) -> dict[str, Tensor]:
     """Return numbers of each sequence that are added up over the batch: its size, and how far the policies differ."""
     return {
+        "sequences": torch.ones_like(sums.valid),
         "tokens": sums.valid,
-        "sequences": has_tokens,
         "log_ratio": sums.log_ratio,
         "rejected_sequences": decisions.accepted_tokens < sums.valid,
     }
@@ -162,7 +192,7 @@ def mean_weights(sums: SequenceSums, decisions: SequenceDecisions) -> Tensor:
 
 
 def weight_columns(
-    sums: SequenceSums, decisions: SequenceDecisions, has_tokens: Tensor, config: RolloutCorrectionConfig
+    sums: SequenceSums, decisions: SequenceDecisions, config: RolloutCorrectionConfig
 ) -> dict[str, Tensor]:
     """Return counts of each sequence's weights outside of their bounds, and what batch normalisation averages.
 
@@ -187,8 +217,8 @@ def weight_columns(
         "above": above,
         "below": below,
         "sequences_outside": above + below > 0,
-        "mean_above": mean_above & has_tokens,
-        "mean_below": mean_below & has_tokens,
+        "mean_above": mean_above,
+        "mean_below": mean_below,
         "averaged_weight": averaged_weight,
         "averaged_count": averaged_count,
     }
@@ -208,16 +238,8 @@ def shared_weights(decisions: SequenceDecisions) -> dict[str, Tensor]:
     }
 
 
-def weight_bins(sums: SequenceSums, decisions: SequenceDecisions, left_out: Tensor) -> Tensor:
-    """Return the histogram of log q over sequences, [1, bins]; of shared weights also over tokens, [2, bins]."""
-    counts = [(~left_out).double()]
-    if decisions.weights is not None:
-        counts.append(sums.valid.masked_fill(left_out, 0))
-    return bins_of(mean_weights(sums, decisions).log(), torch.stack(counts))
-
-
 def criteria_columns(
-    sums: SequenceSums, decisions: SequenceDecisions, has_tokens: Tensor, config: RolloutCorrectionConfig
+    sums: SequenceSums, decisions: SequenceDecisions, config: RolloutCorrectionConfig
 ) -> dict[str, Tensor]:
     """Return of each criterion, and of the veto, what it rejects by itself in each sequence, by name.
 
@@ -237,33 +259,31 @@ def criteria_columns(
             rejected = num_tested.masked_fill(decisions.by_criterion[name], 0)
         columns |= {f"{name}_rejected": rejected, f"{name}_rejected_sequences": rejected > 0}
         if criterion.is_measured:
-            statistic = statistic_of(criterion, sums, has_tokens)
+            statistic = statistic_of(criterion, sums)
             scaled = statistic if decisions.bound_scale is None else statistic / decisions.bound_scale
             columns[f"{name}_statistic"] = statistic * sums.valid
-            columns[f"{name}_above"] = has_tokens & (scaled > criterion.upper)
-            columns[f"{name}_below"] = has_tokens & (scaled < criterion.lower)
+            columns[f"{name}_above"] = scaled > criterion.upper
+            columns[f"{name}_below"] = scaled < criterion.lower
     if config.rollout_token_veto_threshold is not None:
         vetoed = sums.sums["vetoed"]
         columns |= {"veto_rejected": vetoed, "veto_rejected_sequences": vetoed > 0}
     return columns
 
 
-def criteria_quantities(
-    sums: SequenceSums, has_tokens: Tensor, config: RolloutCorrectionConfig
-) -> dict[str, Tensor]:
+def criteria_quantities(sums: SequenceSums, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
     """Return the statistic of each sequence, by the name of each measured criterion."""
     measured = [criterion for criterion in config.criteria if criterion.is_measured]
-    return {criterion.name: statistic_of(criterion, sums, has_tokens) for criterion in measured}
+    return {criterion.name: statistic_of(criterion, sums) for criterion in measured}
 
 
 def shared_statistics(
-    sums: SequenceSums, decisions: SequenceDecisions, has_tokens: Tensor, config: RolloutCorrectionConfig
+    sums: SequenceSums, decisions: SequenceDecisions, config: RolloutCorrectionConfig
 ) -> dict[str, Tensor]:
     """Return the statistic of each sequence clamped to its bounds, by the name of each measured sequence criterion."""
     clamped = {}
     for criterion in config.criteria:
         if criterion.is_measured and not criterion.of_tokens:
-            statistic = statistic_of(criterion, sums, has_tokens)
+            statistic = statistic_of(criterion, sums)
             if decisions.bound_scale is None:
                 clamped[criterion.name] = statistic.clamp(criterion.least, criterion.upper)
             else:
@@ -272,16 +292,16 @@ def shared_statistics(
     return clamped
 
 
-def statistic_of(criterion: Criterion, sums: SequenceSums, has_tokens: Tensor) -> Tensor:
+def statistic_of(criterion: Criterion, sums: SequenceSums) -> Tensor:
     """Return each sequence's statistic, [n]; 0 without a valid token. Turn criteria: the mean over tokens."""
     if criterion.unit == "turn":
         return sums.sums[f"turn_{criterion.name}"] / sums.num_tokens
     # Without a valid token the largest value is -inf.
-    return criterion.statistic(sums.statistic_values).masked_fill(~has_tokens, 0)
+    return criterion.statistic(sums.statistic_values).masked_fill(sums.valid == 0, 0)
 
 
 def breakdowns(
-    sums: SequenceSums, decisions: SequenceDecisions, local: LocalSums, mask: Sequence[Tensor], not_here: Tensor
+    sums: SequenceSums, decisions: SequenceDecisions, local: LocalSums, mask: Sequence[Tensor]
 ) -> Breakdowns:
     """Return valid and rejected tokens and Σ log ρ by length, by the reward's sign, by staleness and by turn.
 
@@ -290,7 +310,6 @@ def breakdowns(
         decisions: on whole sequences.
         local: the local tokens.
         mask: m' of each micro-batch.
-        not_here: [n] bool, the sequences that another rank counts.
     """
     shards, counts = local.shards, local.shards.counts
     sizes = (LENGTH_BUCKETS, len(REWARD_SIGNS), counts.max_staleness + 1, TURN_BUCKETS)
@@ -298,7 +317,7 @@ def breakdowns(
     by_length, by_reward, by_staleness, by_turn = sums.valid.new_zeros(sum(sizes), 3).split(sizes)
 
     columns = torch.stack([sums.valid, sums.valid - decisions.accepted_tokens, sums.log_ratio], dim=1)
-    columns = columns.masked_fill(not_here.unsqueeze(1), 0)
+    columns = columns.masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
     by_length.index_add_(0, torch.bucketize(sums.valid, _octaves(shards.device), right=True), columns)
     if shards.rewards is not None:
         by_reward.index_add_(0, shards.rewards.sign().long() + 1, columns)

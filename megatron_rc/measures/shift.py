@@ -35,7 +35,7 @@ class Shift:
     is_enough: bool  # there are enough pairs, and different ones, to judge
 
 
-def distances(train: Tensor, rollout: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+def distances(train: Tensor, rollout: Tensor, log_ratio: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Compare valid neighbours; return the number of their pairs, 0-D, and three sums of distances, [3] float64.
 
     The distances: of train_t and rollout_t (straight), of train_t and rollout_t+1 (small if the rollout tensor is late),
@@ -44,14 +44,14 @@ def distances(train: Tensor, rollout: Tensor, valid: Tensor) -> tuple[Tensor, Te
     Args:
         train: log π_train, [n, length] or [t], finite.
         rollout: log π_rollout, likewise.
+        log_ratio: their difference.
         valid: bool, the tokens that count.
     """
     here, following = slice(None, -1), slice(1, None)
     pairs = valid[..., here] & valid[..., following]
-    straight = train[..., here] - rollout[..., here]
     late = train[..., here] - rollout[..., following]
     early = train[..., following] - rollout[..., here]
-    apart = torch.stack([straight, late, early]).abs().clamp(max=_FARTHEST).masked_fill(~pairs, 0)
+    apart = torch.stack([log_ratio[..., here], late, early]).abs().clamp(max=_FARTHEST).masked_fill(~pairs, 0)
     return pairs.sum(), apart.flatten(1).sum(1, dtype=torch.float64)
 
 

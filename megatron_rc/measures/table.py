@@ -34,9 +34,7 @@ POLICY = (
         over="T",
         formula="ρ − 1 − l",
         values="≥ 0",
-        advice=(
-            "the same with less noise, never negative; far above `kl`: few tokens with a huge ρ. Reject them"
-        ),
+        advice=("the same with less noise, never negative; far above `kl`: few tokens with a huge ρ. Reject them"),
     ),
     Metric(
         name="training_ppl",
@@ -113,9 +111,7 @@ POLICY = (
     Metric(
         name="chi2_token",
         # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
-        numerator=lambda batch: (
-            batch.of_tokens("ratio_excess").squared + 2 * batch.of_tokens("ratio_excess").total
-        ),
+        numerator=lambda batch: batch.of_tokens("ratio_excess").squared + 2 * batch.of_tokens("ratio_excess").total,
         over="T",
         formula="ρ² − 1",
         values="≥ −1",
@@ -210,9 +206,7 @@ WEIGHTS = (
     _weight_metric(
         "raw_", "std", lambda batch: weight_std(batch.of_tokens("raw_weight"), batch.of_tokens(_raw_excess(batch)))
     ),
-    _weight_metric(
-        "", "std", lambda batch: weight_std(batch.of_tokens("weight"), batch.of_tokens("weight_excess"))
-    ),
+    _weight_metric("", "std", lambda batch: weight_std(batch.of_tokens("weight"), batch.of_tokens("weight_excess"))),
     _weight_metric(
         "applied_",
         "std",
@@ -240,7 +234,10 @@ WEIGHTS = (
             values="[0, 1]",
             advice="> 0.1: the bounds bias the gradient; bring the policies closer",
         )
-        for side, sequences, tokens, sign in (("high", "mean_above", "above", "> u"), ("low", "mean_below", "below", "< lo"))
+        for side, sequences, tokens, sign in (
+            ("high", "mean_above", "above", "> u"),
+            ("low", "mean_below", "below", "< lo"),
+        )
     ),
     Metric(
         name="rollout_is_oob_ratio",
@@ -293,9 +290,7 @@ WEIGHTS = (
             "the loss w̄ < 1e-25, because the float32 gradients that were multiplied by such weights have no digits left"
         ),
         values="0, 1",
-        advice=(
-            "1: no weight is left, the policies have nothing in common. Only with `rollout_is_batch_normalize`"
-        ),
+        advice=("1: no weight is left, the policies have nothing in common. Only with `rollout_is_batch_normalize`"),
         when=lambda batch: batch.config.rollout_is_batch_normalize,
     ),
 )
@@ -621,14 +616,13 @@ REWARD = (
 )
 STALENESS = (
     _masked_fraction("staleness_<steps>", "rising: old samples are useless; sample more often"),
-    _token_fraction(
-        "staleness_<steps>", "the last one large: raise `max_staleness` to see more, or sample more often"
-    ),
+    _token_fraction("staleness_<steps>", "the last one large: raise `max_staleness` to see more, or sample more often"),
     _bucket_kl("staleness_<steps>", "large at 0 already: not staleness, the engine"),
 )
 TURN = (
     _masked_fraction(
-        "turn_<turn>", "rising: the engines disagree more behind long contexts, or about observations; see the turn's `kl`"
+        "turn_<turn>",
+        "rising: the engines disagree more behind long contexts, or about observations; see the turn's `kl`",
     ),
     _token_fraction("turn_<turn>", "the last one large: most tokens are in late turns; see `--max-turns`"),
     _bucket_kl(

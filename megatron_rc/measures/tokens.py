@@ -24,7 +24,7 @@ def sum_tokens(
         block.
     """
     columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
-    flags = token_flags(decisions, config)
+    flags = token_flags(tokens, decisions, config)
     quantities = token_quantities(decisions, config)
     only_summed = {name: row for name, row in (columns | flags).items() if name not in quantities}
 
@@ -88,9 +88,12 @@ def extremes_of(rows: Tensor, left_out: Tensor) -> tuple[Tensor, Tensor]:
     return rows.masked_fill(left_out, -torch.inf).amax(1), rows.masked_fill(left_out, torch.inf).amin(1)
 
 
-def token_flags(decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
-    """Return flags of the tokens that are counted over the batch, by name: ``<criterion>_above``, above its bound."""
-    flags = {}
+def token_flags(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
+    """Return flags of the tokens that are counted over the batch, by name.
+
+    ``bad``: in the response mask, without two usable log-probs; ``<criterion>_above``: above the criterion's bound.
+    """
+    flags = {"bad": tokens.mask & decisions.invalid}
     for criterion in config.criteria:
         if criterion.of_tokens:
             tested = decisions.tests[criterion.name].tested
@@ -143,7 +146,7 @@ def _token_extremes(decisions: TokenDecisions) -> dict[str, tuple[Tensor, Tensor
         values |= {"weight": decisions.weights.bounded, "raw_weight": decisions.weights.raw}
     if not values:
         return {}
-    rows = torch.stack([*values.values()]).double().flatten(1)
+    rows = torch.stack([*values.values()]).flatten(1)
     largest, smallest = extremes_of(rows, decisions.invalid.flatten())
     return dict(zip(values, zip(largest, smallest, strict=True), strict=True))
 

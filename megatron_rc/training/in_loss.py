@@ -47,7 +47,7 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
     tokens, _ = reduce_sequences((local, local[:0]), groups, [part.layout for part in shards.parts])
     rows = torch.stack([tokens, tokens > 0], dim=1) * shards.counts_here.unsqueeze(1)
     counted = rows.new_zeros(counts.num_mini_batches, 2).index_add_(0, shards.mini_batch_ids, rows)
-    bad_ids = (shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")] * rows[:, 1]).sum()
+    bad_ids = (shards.is_out_of_range("mini_batch_ids") * rows[:, 1]).sum()
     total = all_reduce_sum(torch.cat([counted.view(-1), bad_ids.view(1)]), groups.dp_cp)
     return MaskCounts(total[:-1].view(-1, 2), total[-1])
 
