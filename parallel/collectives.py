@@ -80,7 +80,7 @@ def _collect(record: Any, reduction: str, leaves: Leaves) -> None:
         for value in record:
             _collect(value, reduction, leaves)
     else:
-        for name, of_field in _fields(type(record)):
+        for name, of_field in _fields(record.__class__):
             _collect(getattr(record, name), of_field, leaves)
 
 
@@ -100,7 +100,7 @@ def _filled(record: Any, reduction: str, values: Mapping[str, Iterator[Any]]) ->
         return {name: _filled(value, reduction, values) for name, value in record.items()}
     if isinstance(record, tuple):
         return tuple(_filled(value, reduction, values) for value in record)
-    kind = type(record)
+    kind = record.__class__
     return kind(*(_filled(getattr(record, name), of_field, values) for name, of_field in _fields(kind)))
 
 
@@ -276,13 +276,19 @@ def broadcast_record(record: R, group: Group | None) -> R:
 
 
 def first_text(text: str | None, group: Group | None) -> str | None:
-    """Return the text of the first rank that has one, on every rank of the group. Collectives: one gather of objects."""
+    """Return the text of the first rank that has one, on every rank of the group.
+
+    Collectives: one gather of objects.
+    """
     texts = [rank_text for rank_text in every_text(text, group) if rank_text is not None]
     return texts[0] if texts else None
 
 
 def every_text(text: str | None, group: Group | None) -> list[str | None]:
-    """Return the texts of all ranks of the group, in rank order, on each of them. Collectives: one gather of objects."""
+    """Return the texts of all ranks of the group, in rank order, on each of them.
+
+    Collectives: one gather of objects.
+    """
     if group is None or group_size(group) == 1:
         return [text]
     texts: list[str | None] = [None] * group_size(group)

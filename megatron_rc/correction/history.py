@@ -149,8 +149,8 @@ class _LocalTurns:
         named = {need.name: values for need, values in zip(self._sums, sums, strict=True)}
         for need, values in zip(self._extremes, self.numbers[:, self._num_sums :].unbind(1), strict=True):
             named[need.name] = -values if need.how == "max" else values
-        values = SequenceValues(num_tokens.clamp(min=1), torch.zeros_like(num_tokens), named)
-        return Turns(values, self._turn, self._valid)
+        of_turns = SequenceValues(num_tokens.clamp(min=1), torch.zeros_like(num_tokens), named)
+        return Turns(of_turns, self._turn, self._valid)
 
     def edge_keys(self) -> Tensor:
         """Return the keys of the first and of the last token of each chunk, [chunks, 2]; 0 for other ranks' chunks."""

@@ -375,7 +375,8 @@ def _with_layout(micro_batch: OneMicroBatch, groups: ParallelGroups | None) -> O
     turn_ids = micro_batch.turn_ids
     if turn_ids is not None and (_describe(turn_ids) != _describe(mask, torch.int64)):
         raise ValueError(
-            f"turn_ids are {_describe(turn_ids)}: expected torch.int64, like response_mask {_describe(mask)}, one a token"
+            f"turn_ids are {_describe(turn_ids)}: expected torch.int64, like response_mask {_describe(mask)}, one a "
+            "token"
         )
     return dataclasses.replace(micro_batch, layout=layout)
 

@@ -119,7 +119,8 @@ class TokenDecisions:
 def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecisions:
     """Return everything that a token decides alone.
 
-    log ρ_t = log π_train - log π_rollout;  w_t = exp(log ρ_t) within its bounds;  passed: all criteria on tokens accept.
+    log ρ_t = log π_train - log π_rollout; w_t = exp(log ρ_t) within its bounds; it passes if all criteria on tokens and
+    turns accept it.
     """
     valid = tokens.mask & (tokens.kinds == USABLE).all(0)
     invalid = ~valid
@@ -137,10 +138,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     for criterion in config.criteria:
         if not criterion.of_tokens:
             continue
-        if criterion.tested is None:
-            tested = tokens.statistics[criterion.name]
-        else:
-            tested = divergences[criterion.tested.name]
+        tested = tokens.statistics[criterion.name] if criterion.tested is None else divergences[criterion.tested.name]
         tested = tested.to(log_ratio.dtype)
         accepted = valid & criterion.within_bounds(tested, bound_scale)
         tests[criterion.name] = TokenTest(tested, accepted)
@@ -178,8 +176,8 @@ def token_columns(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorr
     - ``valid``; ``response``: in the response mask; ``train``, ``rollout``: the log-probs; ``weight``: bounded;
     - ``passed``, ``passed_weight``: tokens that pass the criteria on tokens and turns, and their weights (if there are
       such criteria);
-    - ``negative``, ``negative_passed``, ``negative_passed_weight``: the same of tokens with A < 0 (if a criterion spares
-      the others, and advantages are one a token);
+    - ``negative``, ``negative_passed``, ``negative_passed_weight``: the same of tokens with A < 0 (if a criterion
+      spares the others, and advantages are one a token);
     - ``vetoed``: tokens below the veto's threshold; ``older_1``, …: tokens that reach each step of the staleness scale;
     - ``sum_<divergence>``: x of the criteria's needs.
     """

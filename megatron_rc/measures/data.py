@@ -145,7 +145,7 @@ def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
         elif index == _LOCAL_IDS - 1:
             where = f"sample {index} or a later one of data-parallel rank {rank} (give sequence_ids to know which)"
     return (
-        f"the {policy} log-prob of {where}, position {position} is {_KINDS[kind]} (tokens of the batch with NaN, infinite "
-        f"or positive log-probs: {count:.0f}): repair the log-probs, mask these tokens, or set "
+        f"the {policy} log-prob of {where}, position {position} is {_KINDS[kind]} (tokens of the batch with NaN, "
+        f"infinite or positive log-probs: {count:.0f}): repair the log-probs, mask these tokens, or set "
         "bad_log_probs=reject_token, which rejects and counts them"
     )

@@ -3,8 +3,8 @@
 Each field is added up, unless its default says that the largest or the smallest value counts. Denominators, metrics and
 errors are all read from these records.
 
-``N`` is the type of a number: a 0-D tensor while the records are computed on the device, a float after their copy to the
-host. Tables have no ``N``: they are tensors on the device and lists on the host.
+``N`` is the type of a number: a 0-D tensor while the records are computed on the device, a float after their copy to
+the host. Tables have no ``N``: they are tensors on the device and lists on the host.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BatchHeader(Generic[N]):
     tokens: TokenMeasures[N]
     totals: dict[str, N]  # sums over sequences, by the names of measures.measure
     sequence_moments: dict[str, Moments[N]]  # over sequences with a valid token, by the name of the quantity
-    # [1 or 2, bins] histograms of log q, q: the mean bounded weight of a sequence's tokens. Row 0 counts sequences, row 1
-    # their tokens (only if these share one weight). None without weights.
+    # [1 or 2, bins] histograms of log q, q: the mean bounded weight of a sequence's tokens. Row 0 counts sequences,
+    # row 1 their tokens (only if these share one weight). None without weights.
     weight_bins: Any
     breakdowns: Breakdowns

@@ -58,7 +58,7 @@ def even_bins(
 
 def bin_index(values: Tensor) -> Tensor:
     """Return the index of each value's bin, int64, of any shape; bins are in ascending order."""
-    # The sign is the highest bit that stays: the codes of negative numbers are negative, and count from the table's end.
+    # The sign is the highest bit that stays: codes of negative numbers are negative, and count from the table's end.
     return _bin_of_code(values.device)[values.float().view(torch.int32) >> _DROPPED_BITS]
 
 

@@ -62,7 +62,10 @@ def measure_batch(
     """
     shards, config = local.shards, local.config
     has_weights = config.rollout_is is not None
-    columns = policy_columns(sums, decisions) | criteria_columns(sums, decisions, config) | data_columns(sums)
+    has_tokens = sums.valid > 0
+    columns = (
+        policy_columns(sums, decisions, has_tokens) | criteria_columns(sums, decisions, config) | data_columns(sums)
+    )
     quantities = policy_quantities(sums) | criteria_quantities(sums, config)
     if has_weights:
         mean_weight = mean_weights(sums, decisions)
@@ -70,7 +73,7 @@ def measure_batch(
         quantities |= {"mean_weight": mean_weight, "mean_weight_excess": mean_weight - 1}
 
     # A sequence without a valid token has no mean: it counts nowhere.
-    left_out = ~(shards.counts_here & (sums.valid > 0))
+    left_out = ~(shards.counts_here & has_tokens)
     table = torch.stack([*columns.values(), *quantities.values()])
     counted = table.masked_fill(left_out, 0)
     totals = counted.sum(1)
@@ -83,6 +86,10 @@ def measure_batch(
         squares=counted[first_quantity:].square().sum(1),
         extremes=extremes_of(table[first_quantity:], left_out),
     )
+    weight_bins = None
+    if has_weights:
+        # The first rows say how often each sequence counts: as a sequence, and as its tokens.
+        weight_bins = bins_of(mean_weight.log(), counted[: 1 if decisions.weights is None else 2])
     averaged_weight = total_of.pop("averaged_weight", None)
     averaged_count = total_of.pop("averaged_count", None)
     mini_batches = mini_batch_table(decisions, shards)
@@ -104,10 +111,7 @@ def measure_batch(
         tokens=with_shared_moments(local.tokens, sums, decisions, left_out, total_of["tokens"], config),
         totals=total_of,
         sequence_moments=sequence_moments,
-        # The first rows say how often each sequence counts: as a sequence, and as its tokens.
-        weight_bins=bins_of(mean_weight.log(), counted[: 1 if decisions.weights is None else 2])
-        if has_weights
-        else None,
+        weight_bins=weight_bins,
         breakdowns=breakdowns(sums, decisions, local, mask),
     )
 
@@ -115,9 +119,11 @@ def measure_batch(
 def named_moments(
     names: Iterable[str], *, count: Tensor, totals: Tensor, squares: Tensor, extremes: tuple[Tensor, Tensor]
 ) -> dict[str, Moments[Tensor]]:
-    """Return the moments of several quantities by name, from their number of values, [k] sums and ([k], [k]) extremes."""
-    rows = zip(names, totals, squares, *extremes, strict=True)
-    return {name: Moments(count, total, squared, largest, smallest) for name, total, squared, largest, smallest in rows}
+    """Return the moments of k quantities by name, from their number of values and [k] sums and extremes."""
+    moments = {}
+    for name, total, squared, largest, smallest in zip(names, totals, squares, *extremes, strict=True):
+        moments[name] = Moments(count, total, squared, largest, smallest)
+    return moments
 
 
 def with_shared_moments(
@@ -155,10 +161,10 @@ def with_shared_moments(
     return dataclasses.replace(tokens, moments=tokens.moments | moments)
 
 
-def policy_columns(sums: SequenceSums, decisions: SequenceDecisions) -> dict[str, Tensor]:
+def policy_columns(sums: SequenceSums, decisions: SequenceDecisions, has_tokens: Tensor) -> dict[str, Tensor]:
     """Return numbers of each sequence that are added up over the batch: its size, and how far the policies differ."""
     return {
-        "sequences": torch.ones_like(sums.valid),
+        "sequences": has_tokens,
         "tokens": sums.valid,
         "log_ratio": sums.log_ratio,
         "rejected_sequences": decisions.accepted_tokens < sums.valid,
@@ -243,9 +249,9 @@ def criteria_columns(
 ) -> dict[str, Tensor]:
     """Return of each criterion, and of the veto, what it rejects by itself in each sequence, by name.
 
-    ``<criterion>_rejected``: tokens; ``<criterion>_rejected_sequences``: 1 if there is such a token. Of measured criteria
-    also ``<criterion>_statistic``: the statistic, once for each token; ``<criterion>_above``, ``<criterion>_below``: 1 if
-    it is outside of the bounds.
+    ``<criterion>_rejected``: tokens; ``<criterion>_rejected_sequences``: 1 if there is such a token. Of measured
+    criteria also ``<criterion>_statistic``: the statistic, once for each token; ``<criterion>_above`` and
+    ``<criterion>_below``: 1 if it is outside of the bounds.
     """
     columns: dict[str, Tensor] = {}
     for criterion in config.criteria:

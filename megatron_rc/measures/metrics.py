@@ -18,7 +18,7 @@ from megatron_rc.settings.criterion import Criterion
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a metric is made of: the numbers of a whole batch, and for some metrics a criterion, or a bucket of tokens."""
+    """What a metric is made of: the numbers of a whole batch; for some metrics a criterion, or a bucket of tokens."""
 
     header: BatchHeader[float]
     config: RolloutCorrectionConfig
@@ -50,7 +50,8 @@ class Numbers:
     @property
     def accepted(self) -> float:
         """The number of accepted tokens."""
-        return sum(counts[2] for counts in self.header.denominators.counts)
+        accepted: float = sum(counts[2] for counts in self.header.denominators.counts)
+        return accepted
 
     @property
     def mean_weight(self) -> float:
@@ -120,8 +121,8 @@ class Metric:
     Attributes:
         name: without the prefix; ``<…>`` stands for the name of a criterion or of a bucket.
         numerator: function from the numbers of the batch to the numerator, or to the metric if nothing is divided.
-        over: the denominator: ``T`` valid tokens, ``S`` sequences with a valid token, ``T of the bucket``; else words for
-            docs/metrics.md, and nothing is divided.
+        over: the denominator: ``T`` valid tokens, ``S`` sequences with a valid token, ``T of the bucket``; empty:
+            nothing is divided.
         formula: what one token or sequence adds, in words or symbols, for docs/metrics.md.
         values: the range of the metric, for docs/metrics.md.
         advice: one sentence for docs/metrics.md: a bad value, and what to do.
@@ -130,7 +131,7 @@ class Metric:
 
     name: str
     numerator: Callable[[Numbers], float]
-    over: Literal["T", "S", "T of the bucket", "T or S", ""]
+    over: Literal["T", "S", "T of the bucket", ""]
     formula: str
     values: str
     advice: str
@@ -174,9 +175,9 @@ def sequence_eff_sample_size(header: BatchHeader[float]) -> float:
 
 
 def std(moments: Moments[float], *, lost: int = 0) -> float:
-    """Return the standard deviation, with ``count - lost`` in its denominator: lost is 1 for that of a sample, as verl's.
+    """Return the standard deviation, with ``count - lost`` in its denominator; 0 for too few values.
 
-    0 for too few values.
+    ``lost`` is 1 for the deviation of a sample, as verl's over sequences.
     """
     if moments.count <= lost:
         return 0.0

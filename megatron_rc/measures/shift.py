@@ -38,8 +38,8 @@ class Shift:
 def distances(train: Tensor, rollout: Tensor, log_ratio: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Compare valid neighbours; return the number of their pairs, 0-D, and three sums of distances, [3] float64.
 
-    The distances: of train_t and rollout_t (straight), of train_t and rollout_t+1 (small if the rollout tensor is late),
-    of train_t+1 and rollout_t (small if it is early).
+    The distances: of train_t and rollout_t (straight), of train_t and rollout_t+1 (small if the rollout tensor is
+    late), of train_t+1 and rollout_t (small if it is early).
 
     Args:
         train: log π_train, [n, length] or [t], finite.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_rc.measures.header import BatchHeader, Breakdowns
 from megatron_rc.measures.histogram import derive_quantiles
 from megatron_rc.measures.measure import REWARD_SIGNS
-from megatron_rc.measures.metrics import Metric, Numbers, eff_sample_size, extreme, std, weight_std
+from megatron_rc.measures.metrics import Metric, Numbers, eff_sample_size, extreme, ratio, std, weight_std
 from megatron_rc.numerics import NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -166,8 +166,9 @@ def _raw_excess(batch: Numbers) -> str:
     return "ratio_excess" if batch.config.weighs_single_tokens else "raw_weight_excess"
 
 
-# verl's extremes of sequence weights are those before any bound.
 def _extremes_of(batch: Numbers) -> str:
+    """Return the name of the quantity whose extremes are those of the bounded weights."""
+    # verl's extremes of sequence weights are those before any bound.
     return "weight" if batch.config.weighs_tokens else "raw_weight"
 
 
@@ -185,6 +186,13 @@ _WEIGHT_FORMULA = {
     "min": "smallest w",
     "eff_sample_size": "(Σw)² / (T Σw²); raw without the upper limit of exp(20)",
 }
+
+
+def _share_outside(batch: Numbers, *, of_sequences: str, of_tokens: str) -> float:
+    """Return the share of weights on one side of their bounds: of sequences at sequence level, else of tokens."""
+    if batch.config.rollout_is == "sequence":
+        return ratio(batch.total(of_sequences), batch.sequences)
+    return ratio(batch.total(of_tokens), batch.tokens)
 
 
 def _weight_metric(stage: str, kind: str, numerator: Callable[[Numbers], float]) -> Metric:
@@ -221,23 +229,21 @@ WEIGHTS = (
     _weight_metric("raw_", "eff_sample_size", lambda batch: eff_sample_size(batch.of_tokens(_sampled_weight(batch)))),
     _weight_metric("", "eff_sample_size", lambda batch: eff_sample_size(batch.of_tokens("weight"))),
     _weight_metric("applied_", "eff_sample_size", lambda batch: eff_sample_size(batch.of_tokens("weight"))),
-    *(
-        Metric(
-            name=f"rollout_is_ratio_fraction_{side}",
-            numerator=lambda batch, sequences=sequences, tokens=tokens: (
-                batch.total(sequences) / max(batch.sequences, 1)
-                if batch.config.rollout_is == "sequence"
-                else batch.total(tokens) / max(batch.tokens, 1)
-            ),
-            over="",
-            formula=f"share with raw w {sign}; of S at sequence level, else of T",
-            values="[0, 1]",
-            advice="> 0.1: the bounds bias the gradient; bring the policies closer",
-        )
-        for side, sequences, tokens, sign in (
-            ("high", "mean_above", "above", "> u"),
-            ("low", "mean_below", "below", "< lo"),
-        )
+    Metric(
+        name="rollout_is_ratio_fraction_high",
+        numerator=lambda batch: _share_outside(batch, of_sequences="mean_above", of_tokens="above"),
+        over="",
+        formula="share with raw w > u; of S at sequence level, else of T",
+        values="[0, 1]",
+        advice="> 0.1: the bounds bias the gradient; bring the policies closer",
+    ),
+    Metric(
+        name="rollout_is_ratio_fraction_low",
+        numerator=lambda batch: _share_outside(batch, of_sequences="mean_below", of_tokens="below"),
+        over="",
+        formula="share with raw w < lo; of S at sequence level, else of T",
+        values="[0, 1]",
+        advice="> 0.1: the bounds bias the gradient; bring the policies closer",
     ),
     Metric(
         name="rollout_is_oob_ratio",
@@ -534,8 +540,8 @@ RATIO = (
         formula="share of units with ρ above hi",
         values="[0, 1]",
         advice=(
-            "much larger than `rollout_rs_<ratio>_rho_fraction_below`: the policies differ in one direction; asymmetric "
-            "bounds may fit"
+            "much larger than `rollout_rs_<ratio>_rho_fraction_below`: the policies differ in one direction; "
+            "asymmetric bounds may fit"
         ),
     ),
     Metric(
@@ -665,7 +671,7 @@ def values_of(metrics: Sequence[Metric], numbers: Numbers, label: str = "") -> d
 
 def _criteria_metrics(batch: Numbers) -> dict[str, float]:
     """Return the metrics of each criterion."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     with_bounds_on_ratio = []
     for criterion in batch.config.criteria:
         of_criterion = dataclasses.replace(batch, criterion=criterion)

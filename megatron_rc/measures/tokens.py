@@ -20,8 +20,8 @@ def sum_tokens(
     """Reduce one block of tokens; every addition is made in float64.
 
     Returns:
-        The sums and extremes over the tokens of each sequence; counts, and moments of quantities, over all tokens of the
-        block.
+        The sums and extremes over the tokens of each sequence; counts, and moments of quantities, over all tokens of
+        the block.
     """
     columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
     flags = token_flags(tokens, decisions, config)
@@ -140,7 +140,7 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
 
 
 def _token_extremes(decisions: TokenDecisions) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (largest, smallest) over valid tokens, 0-D each, by name: of weights, and of the numbers that are tested."""
+    """Return (largest, smallest) over valid tokens, 0-D each, by name: of weights, and of numbers that are tested."""
     values = {name: test.tested for name, test in decisions.tests.items()}
     if decisions.weights is not None:
         values |= {"weight": decisions.weights.bounded, "raw_weight": decisions.weights.raw}
