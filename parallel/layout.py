@@ -384,35 +384,25 @@ class SequenceLayout:
             shape=(len(lengths), lengths[0]) if has_equal_lengths else (tokens.stop - tokens.start,),
         )
 
-    def followed(self, places: Tensor) -> Tensor:
-        """Whether the next local token has the next position of the same sequence: bool, like ``places``.
+    def block_positions(self, block: Block, device: torch.device) -> Tensor:
+        """Return the position of each token of a block in its whole sequence.
 
-        ``places``, int64 of any shape, are indices of local tokens.
+        Returns:
+            int64, [length] for a block of equally long sequences, which share it, else flat [t].
         """
-        chunks = self.num_chunks // self.cp_size
-        if len(self.shape) == 2:
-            return (places + 1) % max(self.shape[1] // chunks, 1) != 0
-        local = self._lengths_on(places.device)
-        ends = local.cumsum(0)
-        sequences = torch.searchsorted(ends, places, right=True)
-        behind = ends[sequences] - places - 1
-        # False at a sequence's last local token and, of two chunks, at the last token of the first.
-        return (behind != 0) & (behind * chunks != local[sequences] * (chunks - 1))
-
-    def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
-        """[k] int64: positions in their whole sequences of local tokens.
-
-        ``offsets``, [k] int64, are indices among the local tokens of a sequence; ``sequences`` are the sequences, [k]
-        int64, or [1] for all tokens.
-        """
+        length: int | Tensor = block.shape[-1]
+        offsets = torch.arange(block.shape[-1], device=device)
+        if block.lengths is not None:
+            starts = block.lengths.cumsum(0) - block.lengths
+            offsets = offsets - torch.repeat_interleave(starts, block.lengths, output_size=block.shape[0])
+            length = torch.repeat_interleave(block.lengths, block.lengths, output_size=block.shape[0])
         if self.cp_size == 1:
             return offsets
-        local = self._lengths_on(sequences.device)[sequences]
         if self.split == "contiguous":
-            return offsets + local * self.cp_rank
-        chunk = local // 2
-        second = offsets >= chunk
-        return offsets + chunk * torch.where(second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
+            return offsets + length * self.cp_rank
+        chunk = length // 2
+        second_chunk = offsets >= chunk
+        return offsets + chunk * torch.where(second_chunk, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
 
     @cached_property
     def local_lengths(self) -> Tensor:

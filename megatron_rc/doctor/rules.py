@@ -7,7 +7,7 @@ from string import Formatter
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import REPAIR, WEIGHTS, Rule, Verdict
-from megatron_rc.measures.data import SHIFT_RATIO
+from megatron_rc.measures.shift import SHIFT_RATIO
 
 LIU = "Liu et al. 2025, When Speed Kills Stability"
 VERL = "verl, docs/algo/rollout_corr.md"

@@ -60,7 +60,7 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
     columns = torch.stack([tokens, tokens > 0, tokens * (shards.sequence_ids + 1)], dim=1)
     columns = torch.where(shards.counts_here.unsqueeze(1), columns, 0)
     local_sums = columns.new_zeros(counts.num_mini_batches, 3).index_add_(0, shards.mini_batch_ids, columns)
-    is_out_of_range = shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")]
+    is_out_of_range = shards.is_out_of_range("mini_batch_ids")
     local_bad_ids = (is_out_of_range & (columns[:, 1] > 0)).sum(dtype=torch.float64)
 
     total = all_reduce_sum(torch.cat([local_sums.flatten(), local_bad_ids.view(1)]), groups.dp_cp)
