@@ -31,9 +31,9 @@ _RESET = "zero the gradients and call reset_step() on every rank before a schedu
 
 @dataclass(frozen=True)
 class StepCounts(Generic[N]):
-    """The numbers that a micro-batch adds to its optimizer step; merged over micro-batches and ranks, those of a step.
+    """The numbers that a micro-batch adds to its optimizer step; merged over micro-batches, the numbers of a rank.
 
-    With this a step needs none of the micro-batch's tokens at its end.
+    A few thousand float64 numbers, however many tokens there are: the end of the step needs no token.
     """
 
     header: BatchHeader[N] | None  # measures of a correction that is made in the loss; else None: the plan has them
@@ -62,7 +62,10 @@ class StepCounts(Generic[N]):
 
 @dataclass(frozen=True)
 class StepHeader(Generic[N]):
-    """All numbers of an optimizer step at its end; numbers are sums over the ranks of the last pipeline stage."""
+    """All numbers of an optimizer step at its end, equal on every rank.
+
+    They are sums over the ranks of the last pipeline stage; ``planned`` and ``factor`` come from the plan.
+    """
 
     counts: StepCounts[N]
     micro_batches: N  # that were counted
