@@ -41,11 +41,11 @@ from megatron_rc.correction.sequences import (
 from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.data import first_bad_key, key_ids
-from megatron_rc.measures.header import BatchHeader, Moments, TokenMeasures
+from megatron_rc.measures.header import BatchHeader, TokenMeasures
 from megatron_rc.measures.histogram import token_bins
 from megatron_rc.measures.measure import LocalSums, measure_batch
 from megatron_rc.measures.shift import distances
-from megatron_rc.measures.tokens import sum_tokens
+from megatron_rc.measures.tokens import BlockSums, join_blocks, sum_block
 from megatron_rc.parallel.collectives import Pair, concatenated, merged, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import Layouts, SequenceLayout
@@ -218,31 +218,38 @@ def sequence_sums(
     history = history_values(shards, config, cp) if config.needs_history else None
     ids = key_ids(shards)
     compiled_shape = None
-    all_sums, all_measures = [], []
+    results, bins, bad_keys = [], [], []
     for index, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
             # A program is made for one shape: for all blocks of the first shape.
             compiled_shape = tokens.mask.shape
-            found = _compiled_block(config, tokens.mask.device.type)(tokens)
+            result = _compiled_block(config, tokens.mask.device.type)(tokens)
         else:
-            found = _decide_block(tokens, BlockSequences(block.lengths), config)
-        block.take(valid[index]).copy_(found.valid)
+            result = _decide_block(tokens, BlockSequences(block.lengths), config)
+        block.take(valid[index]).copy_(result.valid)
         if has_token_criteria:
-            block.take(passed[index]).copy_(found.passed)
-        if weights is not None and found.weights is not None:
-            block.take(weights[index]).copy_(found.weights)
-        all_sums.append(found.sums)
-        all_measures.append(
-            TokenMeasures(
-                moments=found.moments,
-                counts=found.counts,
-                bins=token_bins(found.log_ratio),
-                pairs=found.pairs,
-                distances=found.distances,
-                first_bad_key=first_bad_key(tokens, found.valid, shards.parts[index], block, ids),
-            )
-        )
-    return LocalSums(shards, config, concatenated(all_sums), merged(all_measures), valid, passed, weights)
+            block.take(passed[index]).copy_(result.passed)
+        if weights is not None and result.weights is not None:
+            block.take(weights[index]).copy_(result.weights)
+        bins.append(token_bins(result.log_ratio))
+        bad_keys.append(first_bad_key(tokens, result.valid, shards.parts[index], block, ids))
+        results.append(result.numbers)
+
+    sums, counts, moments = join_blocks([numbers.sums for numbers in results], config)
+    measures = TokenMeasures(
+        moments=moments,
+        counts=counts,
+        bins=_added(bins),
+        pairs=_added([numbers.pairs for numbers in results]),
+        distances=_added([numbers.distances for numbers in results]),
+        first_bad_key=bad_keys[0] if len(bad_keys) == 1 else torch.stack(bad_keys).amin(),
+    )
+    return LocalSums(shards, config, sums, measures, valid, passed, weights)
+
+
+def _added(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the tensors of all blocks."""
+    return tensors[0] if len(tensors) == 1 else torch.stack([*tensors]).sum(0)
 
 
 def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
@@ -370,36 +377,36 @@ def _empty_header(
 
 
 @dataclass(frozen=True)
+class BlockNumbers:
+    """What is known of a block when its tokens are gone."""
+
+    sums: BlockSums
+    pairs: Tensor  # 0-D, the number of valid neighbours
+    distances: Tensor  # [3] of these: the test for shifted log-probs
+
+
+@dataclass(frozen=True)
 class BlockResult:
-    """The decisions on one block of tokens, and its sums; tensors of the tokens' shape, except for sums."""
+    """The decisions on one block of tokens, of the tokens' shape, and its numbers."""
 
     valid: Tensor  # bool
     passed: Tensor  # bool: valid tokens that all criteria on tokens and turns accept
     weights: Tensor | None  # bounded, 0 if invalid; None unless token-level
     log_ratio: Tensor  # log ρ, 0 if invalid
-    sums: SequenceSums  # over the tokens of each sequence
-    counts: dict[str, Tensor]  # over all tokens of the block
-    moments: dict[str, Moments[Tensor]]  # over all tokens of the block
-    pairs: Tensor  # valid neighbours
-    distances: Tensor  # [3] of these: the test for shifted log-probs
+    numbers: BlockNumbers
 
 
 def _decide_block(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionConfig) -> BlockResult:
     """Decide and measure one block: the arithmetic that may be compiled."""
     decisions = decide_tokens(tokens, config)
-    sums, counts, moments = sum_tokens(tokens, decisions, sequences, config)
+    sums = sum_block(tokens, decisions, sequences, config)
     pairs, apart = distances(decisions.train, decisions.rollout, decisions.log_ratio, decisions.valid)
-    weights = None if decisions.weights is None else decisions.weights.bounded
     return BlockResult(
         valid=decisions.valid,
         passed=decisions.passed,
-        weights=weights,
+        weights=None if decisions.weights is None else decisions.weights.bounded,
         log_ratio=decisions.log_ratio,
-        sums=sums,
-        counts=counts,
-        moments=moments,
-        pairs=pairs,
-        distances=apart,
+        numbers=BlockNumbers(sums, pairs, apart),
     )
 
 

@@ -28,8 +28,10 @@ class BlockSequences:
     lengths: Tensor | None = None
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Return sums, from [k, n, length] or [k, t] to [k, n]."""
-        return rows.sum(-1) if self.lengths is None else self._segments(rows, "sum", 0.0)
+        """Return sums, from [k, n, length] or [k, t] to [k, n] float64; every addition is made in float64."""
+        if self.lengths is None:
+            return rows.sum(-1, dtype=torch.float64)
+        return self._segments(rows.double(), "sum", 0.0)
 
     def largest(self, rows: Tensor) -> Tensor:
         """Return the largest values; -inf of no tokens."""

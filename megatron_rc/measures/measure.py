@@ -84,7 +84,7 @@ def measure_batch(
         count=total_of["sequences"],
         totals=totals[first_quantity:],
         squares=counted[first_quantity:].square().sum(1),
-        extremes=extremes_of(table[first_quantity:], left_out),
+        extremes=extremes_of([*quantities.values()], left_out),
     )
     weight_bins = None
     if has_weights:
@@ -156,7 +156,7 @@ def with_shared_moments(
         count=num_tokens,
         totals=(table * times).sum(1),
         squares=(table.square() * times).sum(1),
-        extremes=extremes_of(table, left_out),
+        extremes=extremes_of([*quantities.values()], left_out),
     )
     return dataclasses.replace(tokens, moments=tokens.moments | moments)
 

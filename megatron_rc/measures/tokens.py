@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,40 +15,82 @@ from megatron_rc.numerics import EXP_LIMIT, exp_sample
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
-def sum_tokens(
-    tokens: Tokens, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
-) -> tuple[SequenceSums, dict[str, Tensor], dict[str, Moments[Tensor]]]:
-    """Reduce one block of tokens; every addition is made in float64.
+@dataclass(frozen=True)
+class BlockSums:
+    """The numbers of one block, as a few tensors with a number for each name: a device has little to do for each."""
 
-    Returns:
-        The sums and extremes over the tokens of each sequence; counts, and moments of quantities, over all tokens of
-        the block.
-    """
-    columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
-    flags = token_flags(tokens, decisions, config)
+    names: tuple[str, ...]  # of the columns, then of the flags, then of the quantities
+    flag_names: tuple[str, ...]
+    sums: Tensor  # [names, n] float64, over the tokens of each sequence
+    squares: Tensor  # [quantities] float64, Σ x² over all tokens; the quantities are the last of the names
+    extreme_names: tuple[str, ...]
+    largest: Tensor  # [extreme_names] over all valid tokens
+    smallest: Tensor
+    maxima: dict[str, Tensor]  # [n] float64, the largest x of each sequence, by the need's name
+    minima: dict[str, Tensor]  # [n] float64, the smallest x of each sequence
+
+
+def sum_block(
+    tokens: Tokens, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
+) -> BlockSums:
+    """Reduce one block of tokens; every addition is made in float64."""
     quantities = token_quantities(decisions, config)
-    only_summed = {name: row for name, row in (columns | flags).items() if name not in quantities}
+    rows = token_columns(tokens, decisions, config)
+    rows |= measured_columns(decisions, config)
+    flags = token_flags(tokens, decisions, config)
+    # The quantities come last, and once: the weight is a column too.
+    rows = {name: row for name, row in rows.items() if name not in quantities} | flags | quantities
 
     # One table of all rows, [rows, n, length] or [rows, t], is reduced at once: each operation costs a GPU's host time.
-    table = torch.stack([*only_summed.values(), *quantities.values()]).double()
+    table = torch.stack([*rows.values()])
     sums = sequences.sum(table)
-    names = [*only_summed, *quantities]
-    sum_of = dict(zip(names, sums, strict=True))
-    total_of = dict(zip(names, sums.sum(1), strict=True))
-    squares = table[len(only_summed) :].square().flatten(1).sum(1)
+    squares = table[-len(quantities) :].double().square().flatten(1).sum(1)
+    extremes = token_extremes(decisions)
+    largest, smallest = extremes_of([*extremes.values()], decisions.invalid)
+    return BlockSums(
+        names=tuple(rows),
+        flag_names=tuple(flags),
+        sums=sums,
+        squares=squares,
+        extreme_names=tuple(extremes),
+        largest=largest,
+        smallest=smallest,
+        maxima=_need_extremes("max", decisions, sequences, config),
+        minima=_need_extremes("min", decisions, sequences, config),
+    )
 
-    extremes = _token_extremes(decisions)
+
+def join_blocks(
+    blocks: Sequence[BlockSums], config: RolloutCorrectionConfig
+) -> tuple[SequenceSums, dict[str, Tensor], dict[str, Moments[Tensor]]]:
+    """Return the numbers of all local tokens by name, from those of their blocks.
+
+    Returns:
+        The sums and extremes over the tokens of each sequence; counts of the flags, and moments of the quantities,
+        over all tokens.
+    """
+    first = blocks[0]
+    sums, squares = first.sums, first.squares
+    largest, smallest = first.largest, first.smallest
+    maxima, minima = first.maxima, first.minima
+    if len(blocks) > 1:
+        sums = torch.cat([block.sums for block in blocks], dim=1)
+        squares = torch.stack([block.squares for block in blocks]).sum(0)
+        largest = torch.stack([block.largest for block in blocks]).amax(0)
+        smallest = torch.stack([block.smallest for block in blocks]).amin(0)
+        maxima = {name: torch.cat([block.maxima[name] for block in blocks]) for name in maxima}
+        minima = {name: torch.cat([block.minima[name] for block in blocks]) for name in minima}
+
+    totals = dict(zip(first.names, sums.sum(1), strict=True))
+    extremes = dict(zip(first.extreme_names, zip(largest, smallest, strict=True), strict=True))
     moments = {}
-    for name, squared in zip(quantities, squares, strict=True):
-        largest, smallest = extremes.get(name, (None, None))
-        moments[name] = Moments(total_of["valid"], total_of[name], squared, largest, smallest)
-    counts = {name: total_of[name] for name in flags}
+    for name, squared in zip(first.names[-len(squares) :], squares, strict=True):
+        moments[name] = Moments(totals["valid"], totals[name], squared, *extremes.get(name, (None, None)))
 
-    over_sequences = [*columns]
-    if decisions.weights is not None:
-        over_sequences.append(raw_excess_name(config))
-    maxima, minima = _need_extremes(decisions, sequences, config)
-    return SequenceSums({name: sum_of[name] for name in over_sequences}, maxima, minima), counts, moments
+    # Of the quantities, only the weights are also needed of whole sequences.
+    only_of_tokens = {*first.flag_names, *moments} - {"weight", raw_excess_name(config)}
+    sum_of = {name: values for name, values in zip(first.names, sums, strict=True) if name not in only_of_tokens}
+    return SequenceSums(sum_of, maxima, minima), {name: totals[name] for name in first.flag_names}, moments
 
 
 def raw_excess_name(config: RolloutCorrectionConfig) -> str:
@@ -74,18 +117,6 @@ def measured_columns(decisions: TokenDecisions, config: RolloutCorrectionConfig)
         if criterion.unit == "turn":
             columns[f"turn_{criterion.name}"] = decisions.tests[criterion.name].tested
     return columns
-
-
-def extremes_of(rows: Tensor, left_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest and the smallest value of each row, [k] each; -inf and +inf of no values.
-
-    Args:
-        rows: [k, n].
-        left_out: [n] bool, the columns that do not count.
-    """
-    if not left_out.numel():
-        return rows.new_full((len(rows),), -torch.inf), rows.new_full((len(rows),), torch.inf)
-    return rows.masked_fill(left_out, -torch.inf).amax(1), rows.masked_fill(left_out, torch.inf).amin(1)
 
 
 def token_flags(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
@@ -139,28 +170,39 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     return quantities
 
 
-def _token_extremes(decisions: TokenDecisions) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (largest, smallest) over valid tokens, 0-D each, by name: of weights, and of numbers that are tested."""
+def token_extremes(decisions: TokenDecisions) -> dict[str, Tensor]:
+    """Return the quantities of each token whose extremes are measured, by name: weights, and numbers that are tested."""
     values = {name: test.tested for name, test in decisions.tests.items()}
     if decisions.weights is not None:
         values |= {"weight": decisions.weights.bounded, "raw_weight": decisions.weights.raw}
-    if not values:
-        return {}
-    rows = torch.stack([*values.values()]).flatten(1)
-    largest, smallest = extremes_of(rows, decisions.invalid.flatten())
-    return dict(zip(values, zip(largest, smallest, strict=True), strict=True))
+    return values
+
+
+def extremes_of(rows: Sequence[Tensor], left_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest value of each row, [k] each; -inf and +inf of no values.
+
+    Args:
+        rows: k tensors of the shape of ``left_out``.
+        left_out: bool, what does not count.
+    """
+    if not rows or not left_out.numel():
+        nothing = torch.zeros(len(rows), dtype=torch.float64, device=left_out.device)
+        return nothing - torch.inf, nothing + torch.inf
+    table = torch.stack([*rows]).flatten(1)
+    flat = left_out.flatten()
+    return table.masked_fill(flat, -torch.inf).amax(1), table.masked_fill(flat, torch.inf).amin(1)
 
 
 def _need_extremes(
-    decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the largest and the smallest x of each sequence that criteria need, [n] float64, by the need's name."""
-    extremes = []
-    for how, fill, reduce in (("max", -torch.inf, sequences.largest), ("min", torch.inf, sequences.smallest)):
-        needs = [need for need in config.needs if need.how == how]
-        values: Sequence[Tensor] = ()
-        if needs:
-            rows = torch.stack([decisions.divergences[need.divergence.name].double() for need in needs])
-            values = reduce(rows.masked_fill(decisions.invalid, fill)).unbind(0)
-        extremes.append({need.name: value for need, value in zip(needs, values, strict=True)})
-    return extremes[0], extremes[1]
+    how: str, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
+) -> dict[str, Tensor]:
+    """Return the largest ("max") or smallest ("min") x of each sequence that criteria need, [n] float64, by name."""
+    needs = [need for need in config.needs if need.how == how]
+    if not needs:
+        return {}
+    rows = torch.stack([decisions.divergences[need.divergence.name].double() for need in needs])
+    if how == "max":
+        values = sequences.largest(rows.masked_fill(decisions.invalid, -torch.inf))
+    else:
+        values = sequences.smallest(rows.masked_fill(decisions.invalid, torch.inf))
+    return {need.name: value for need, value in zip(needs, values, strict=True)}
