@@ -20,7 +20,6 @@ from megatron_rc import (
     whiten,
     wrap_finalize,
 )
-from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.correction.test_bypass import bypass
 from tests.correction.test_shards import assert_as_expected, my_layout, my_part, my_places, row_lengths
@@ -354,7 +353,7 @@ def advantages_dealt(batch, rewards, values):
     rows, layouts, *_ = columns_of(mine)
     rows = torch.cat(rows)
     results = {"rewards": [], "gae": []}
-    for estimator in GROUP_ESTIMATORS:
+    for estimator in advantages_oracle.GROUP_ESTIMATORS:
         told = {"lengths": batch.mask[rows].sum(1), "num_groups": 5, "groups": groups, "layout": layouts}
         advantages = group_advantages(rewards[rows], batch.sides["group_ids"][rows], estimator=estimator, **told)
         results[estimator] = [(rows, None, advantages)]
@@ -396,7 +395,7 @@ def test_advantages_and_losses_of_a_mix_of_sizes_match_the_oracle(ranks):
     counts = batch.mask[some].sum(1, keepdim=True)
     shares[some] = batch.mask[some] / counts.double().clamp(min=1) / (counts > 0).sum()
     expected = {"rewards": ended, "gae": advantages_oracle.gae(ended, values.tolist(), mask, 0.9, 0.8)[0]}
-    for estimator in GROUP_ESTIMATORS:
+    for estimator in advantages_oracle.GROUP_ESTIMATORS:
         lengths = batch.mask.sum(1).tolist()
         expected[estimator] = advantages_oracle.group(estimator, rewards.tolist(), ids, [True] * ROWS, lengths)
     expected |= {"whiten": advantages_oracle.whiten(values.tolist(), mask), "gradient": shares}
