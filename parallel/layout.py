@@ -1,8 +1,10 @@
-"""The tokens of each sequence that a local shard holds.
+"""Which tokens of which sequences are on this rank, under context parallelism (CP).
 
-A local shard is this rank's part of a batch under context parallelism (CP): some tokens of every sequence, one
-sequence after the other. Only this module knows how the shard was cut: padded or packed batches, zigzag or contiguous
-splits.
+A local shard is this rank's part of a batch: some tokens of every sequence, one sequence after the other. Only this
+module knows how the shard was cut: padded or packed batches, zigzag or contiguous splits.
+
+A rank's tokens of a sequence are one *chunk* (a run of consecutive positions) or two: with a zigzag split over cp > 1
+ranks a sequence has 2·cp equal chunks, and rank r holds chunks r and 2·cp-1-r.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
-    """Copy indices from the host to a device; the host does not wait for a GPU's earlier work."""
+    """Copy indices from the host to a device, without waiting for the work that a GPU still has to do."""
     return indices.to(device, non_blocking=True)
 
 
 def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zigzag") -> Tensor:
-    """Positions in a sequence of ``length`` tokens that one context-parallel rank holds, in its order.
+    """Positions of the tokens that one CP rank holds of a sequence of ``length`` tokens, in the rank's order.
 
     ``zigzag`` is Megatron's and Transformer Engine's cut: of 2·cp equal chunks rank r holds chunks r and 2·cp-1-r,
     which balances causal attention. ``contiguous`` gives rank r the r-th of cp equal chunks.
@@ -60,7 +62,7 @@ def _check_cut(cp_rank: int, cp_size: int, split: Split) -> None:
 
 
 def _checked_rank_and_size(cp_rank: int, cp_size: int, split: Split, cp_group: Group | None) -> tuple[int, int]:
-    """Return (CP rank, CP size) of a cut: this process's in ``cp_group``, or the arguments without a group.
+    """Return (CP rank, CP size): those of this process in ``cp_group``; without a group, the checked arguments.
 
     Raises:
         ValueError: arguments that contradict the group, or that are impossible.
@@ -69,7 +71,7 @@ def _checked_rank_and_size(cp_rank: int, cp_size: int, split: Split, cp_group: G
         check_kind("cp_group", cp_group, Group, "the process group of this rank; new_group() gives an int to others")
         rank_in_group = group_rank(cp_group)
         size_of_group = group_size(cp_group)
-        # The defaults 0 and 1 count as arguments that were left out.
+        # 0 and 1 are the defaults: the caller has left the argument out.
         if cp_rank not in (0, rank_in_group):
             raise ValueError(f"cp_rank={cp_rank}: this process has {rank_in_group} in cp_group; leave cp_rank out")
         if cp_size not in (1, size_of_group):
@@ -93,22 +95,23 @@ def _num_chunks(length: int, cp_size: int, split: Split) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring sequences of a local shard that are worked on together, to bound the memory of intermediate tensors.
+    """Neighbouring sequences of a local shard, which are computed together to bound the memory of temporary tensors.
 
-    Sequences of equal local length become rows, [n, length], on which reductions are fastest; others stay flat, [t].
+    If all sequences of a block have the same local length, its tensors are rows, [n, length], on which reductions are
+    fastest; else they are flat, [t].
     """
 
-    sequences: slice  # the block's sequences, as indices in the layout
+    sequences: slice  # indices of the block's sequences in the layout
     index: slice  # the block's part of the first dimension of the shard's tensors
-    lengths: Tensor | None  # [n] int64, local tokens of each sequence of a flat block; None for rows
+    lengths: Tensor | None  # [n] int64, number of local tokens of each sequence of a flat block; None for rows
     shape: tuple[int, ...]  # shape of the block's per-token tensors: [n, length] or [t]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
+        """Return the block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
         return tensor[self.index].view(self.shape)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """The value of each token's sequence, of shape :attr:`shape`, from the values of the layout's n sequences."""
+        """Give each token the value of its sequence: from the values of all sequences, [n], to :attr:`shape`."""
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
@@ -117,17 +120,18 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """The cut of one batch of sequences over context-parallel ranks.
+    """How one batch of sequences is cut over context-parallel (CP) ranks, and which part is on this rank.
 
-    Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order.
+    Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order. Tensors of
+    the *local shape* (:attr:`shape`) hold one value for each token on this rank.
 
     Attributes:
-        full_lengths: tokens of each whole sequence, padding included.
+        full_lengths: number of tokens of each whole sequence, padding included.
         shape: shape of the local per-token tensors: ``(b, s/cp)`` padded, ``(t/cp,)`` packed.
-        cp_rank: this rank inside the CP group.
+        cp_rank: this process's rank in the CP group.
         cp_size: number of CP ranks.
         split: how a sequence is cut.
-        cp_group: the CP group of these sequences; None: ``groups.cp`` of a function that the layout is passed to.
+        cp_group: the CP group of these sequences; None: the functions that take the layout use their ``groups.cp``.
     """
 
     full_lengths: tuple[int, ...]
@@ -171,7 +175,10 @@ class SequenceLayout:
     def _rows(
         cls, batch_size: int, local_length: int, cp_rank: int, cp_size: int, split: Split, cp_group: Group | None = None
     ) -> SequenceLayout:
-        """The padded layout, of a rank and a size that were checked; ValueError for a length that does not divide."""
+        """Return a padded layout for a rank and a size that were checked already.
+
+        ValueError for a length that does not divide into equal chunks.
+        """
         full_length = local_length * cp_size
         _num_chunks(full_length, cp_size, split)  # checks the length
         return cls(
@@ -207,9 +214,9 @@ class SequenceLayout:
             ValueError: not a cumulative sum, a length that does not divide, or a rank or size that is not this
                 process's in the group.
         """
-        # Tensors and NumPy's arrays have tolist.
+        # Tensors and NumPy arrays have the method tolist.
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
-        # The types are compared, not the values: there are one or two of them, for any number of sequences.
+        # The set of types is small, so that few of them are checked, for any number of sequences.
         if not isinstance(bounds, Sequence) or not all(
             issubclass(kind, numbers.Integral) for kind in {type(bound) for bound in bounds}
         ):
@@ -235,18 +242,20 @@ class SequenceLayout:
     def given(
         cls, layout: SequenceLayout | None, name: str, tensor: Tensor, groups: ParallelGroups | None
     ) -> SequenceLayout:
-        """The layout that a caller passed for a tensor; for None, padded rows that are cut over ``groups.cp``.
+        """Return the layout that a function was given for a tensor, checked; for None the default, padded rows.
+
+        The default layout has the tensor's rows as sequences, cut over ``groups.cp``.
 
         Args:
             layout: the caller's layout, or None.
             name: the argument name of ``tensor``, for messages.
             tensor: of the layout's local shape; [b, s/cp] without a layout.
-            groups: the caller's groups. None: the layout may be of any rank, and rows without a layout are whole
-                sequences.
+            groups: the caller's groups. None: ``layout`` is not compared with this process's CP rank, and the rows of
+                the default layout are whole sequences.
 
         Raises:
-            ValueError: ``layout`` is not a layout, is not of the tensor's shape, or names no ``cp_group`` and is not
-                this process's part of ``groups.cp``.
+            ValueError: ``layout`` is not a layout or not of the tensor's shape, or has another CP rank or size than
+                this process has in ``groups.cp`` (if it has no ``cp_group``).
         """
         if layout is None:
             if tensor.dim() != 2:
@@ -262,7 +271,7 @@ class SequenceLayout:
         return layout
 
     def cp(self, default: Group | None) -> Group | None:
-        """The group with the other slices of these sequences: :attr:`cp_group`, or ``default`` if that is None."""
+        """Return the CP group of these sequences: :attr:`cp_group`, or ``default`` if that is None."""
         return default if self.cp_group is None else self.cp_group
 
     @property
@@ -272,7 +281,7 @@ class SequenceLayout:
 
     @cached_property
     def sequence_index(self) -> Tensor:
-        """The sequence of each local token: int64, flat ``[t/cp]``, on the CPU."""
+        """Index of each local token's sequence: int64, flat ``[t/cp]``, on the CPU."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.local_lengths)
 
     def positions(self) -> Tensor:
@@ -282,16 +291,19 @@ class SequenceLayout:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest whole sequence, at least 1: the columns of rows that hold whole sequences."""
+        """Number of tokens of the longest whole sequence, at least 1."""
         return max([1, *self.full_lengths])
 
     @cached_property
     def row_places(self) -> Tensor:
-        """The index of each local token in ``[n, longest]`` rows of whole sequences: int64, flat, on the CPU."""
+        """Index of each local token in a flattened ``[n, longest]`` tensor with one whole sequence a row.
+
+        int64, flat, on the CPU.
+        """
         return self.sequence_index * self.longest + self.positions().flatten()
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's shard of a tensor that holds whole sequences.
+        """Cut this rank's shard out of a tensor of whole sequences.
 
         Args:
             full: ``[b, s, ...]`` padded or ``[t, ...]`` packed.
@@ -308,7 +320,7 @@ class SequenceLayout:
         return flat[local_index].view(*self.shape, *further_dims)
 
     def restore(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all CP ranks, in rank order: the inverse of :meth:`cut`.
+        """Join the shards of all CP ranks, in rank order, to the tensor of whole sequences: the inverse of :meth:`cut`.
 
         Raises:
             ValueError: a number of shards other than the CP ranks', or a shard of another shape.
@@ -323,9 +335,9 @@ class SequenceLayout:
         return full.view(*self._full_shape, *further_dims)
 
     def sum_sequences(self, values: Tensor) -> Tensor:
-        """This rank's part of each sequence's sum, [n] float64, of ``values`` of the local shape, added in float64.
+        """Sum the ``values`` of each sequence's local tokens: from the local shape to [n] float64.
 
-        The CP group holds the other parts. ValueError for another shape.
+        The sum over a whole sequence is the sum of these over the CP group. ValueError for another shape.
         """
         self._check(values, self.shape, "a shard")
         if len(self.shape) == 2:
@@ -333,7 +345,7 @@ class SequenceLayout:
         return torch.segment_reduce(values.double(), "sum", lengths=self._lengths_on(values.device), unsafe=True)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """The value of each local token's sequence: from ``[n]`` to the local shape; ValueError for another shape."""
+        """Give each local token the value of its sequence: from ``[n]`` to the local shape; ValueError for others."""
         if per_sequence.shape != (self.num_sequences,):
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         if len(self.shape) == 2:
@@ -343,24 +355,28 @@ class SequenceLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks, runs of consecutive positions, that each sequence is cut into, over all CP ranks."""
+        """Number of chunks that each sequence is cut into, over all CP ranks: cp, or 2·cp with a zigzag split."""
         return _num_chunks(0, self.cp_size, self.split)
 
     @cached_property
     def chunk_index(self) -> Tensor:
-        """The chunk of each local token, sequence · num_chunks + chunk: int64, flat ``[t/cp]``, on the CPU."""
+        """Index of each local token's chunk among those of all sequences: int64, flat ``[t/cp]``, on the CPU.
+
+        It is (index of the sequence) · num_chunks + (index of the chunk in the sequence).
+        """
         chunk_lengths = torch.tensor(self.full_lengths, dtype=torch.int64) // self.num_chunks
         chunk_in_sequence = self.positions().flatten() // chunk_lengths[self.sequence_index]
         return self.sequence_index * self.num_chunks + chunk_in_sequence
 
     def blocks(self, num_tokens: int, device: torch.device) -> list[Block]:
-        """The shard in blocks of whole sequences, in order.
+        """Divide the shard into blocks of neighbouring sequences, in order; no sequence is divided.
 
-        A block has at most ``num_tokens`` local tokens, or is one sequence with more. Its tensors are on ``device``.
+        A block has at most ``num_tokens`` local tokens, except if it is a single sequence with more. Its tensors are on
+        ``device``.
         """
         local_lengths = [length // self.cp_size for length in self.full_lengths]
         token_starts = [0, *accumulate(local_lengths)]  # first local token of each sequence, and the end of the last
-        first_sequences = [0]  # of each block
+        first_sequences = [0]  # first sequence of each block
         for sequence in range(1, len(local_lengths)):
             tokens_with_sequence = token_starts[sequence + 1] - token_starts[first_sequences[-1]]
             if tokens_with_sequence > num_tokens:
@@ -372,7 +388,7 @@ class SequenceLayout:
     def _block(
         self, sequences: slice, local_lengths: list[int], token_starts: list[int], device: torch.device
     ) -> Block:
-        """The block of some neighbouring sequences; the lists are those of :meth:`blocks`."""
+        """Return the block of these sequences; the lists are the variables of :meth:`blocks`."""
         lengths = local_lengths[sequences]
         tokens = slice(token_starts[sequences.start], token_starts[sequences.stop])
         is_padded = len(self.shape) == 2
@@ -383,6 +399,48 @@ class SequenceLayout:
             lengths=None if has_equal_lengths else _sent(torch.tensor(lengths, dtype=torch.int64), device),
             shape=(len(lengths), lengths[0]) if has_equal_lengths else (tokens.stop - tokens.start,),
         )
+
+    def followed(self, places: Tensor) -> Tensor:
+        """Return, for some local tokens, whether the next local token is in the same chunk: bool, like ``places``.
+
+        If so, the two tokens are neighbours in their sequence. (The two chunks of the last CP rank are neighbours too;
+        the result is False between them, as between those of other ranks.)
+
+        Args:
+            places: int64 of any shape: indices of local tokens in the flat shard.
+        """
+        chunks_per_rank = self.num_chunks // self.cp_size
+        if len(self.shape) == 2:
+            chunk_length = max(self.shape[1] // chunks_per_rank, 1)
+            return (places + 1) % chunk_length != 0
+
+        local_lengths = self._lengths_on(places.device)
+        ends = local_lengths.cumsum(0)
+        sequences = torch.searchsorted(ends, places, right=True)
+        # After the last token of a rank's only or second chunk the sequence has no local token left; after the last
+        # token of the first of two chunks it has those of one chunk, half of its local tokens.
+        num_left = ends[sequences] - places - 1
+        is_not_first_chunk_end = num_left * chunks_per_rank != local_lengths[sequences] * (chunks_per_rank - 1)
+        return (num_left != 0) & is_not_first_chunk_end
+
+    def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
+        """Return the positions of some local tokens in their whole sequences, [k] int64.
+
+        Args:
+            sequences: [k] int64, the index of each token's sequence; or [1], if all tokens are of one sequence.
+            offsets: [k] int64, the index of each token among the local tokens of its sequence.
+        """
+        if self.cp_size == 1:
+            return offsets
+        local_lengths = self._lengths_on(sequences.device)[sequences]
+        if self.split == "contiguous":
+            return offsets + local_lengths * self.cp_rank
+        # The rank's two chunks are the sequence's chunks r and 2·cp-1-r. An offset in the second one counts the rank's
+        # first chunk, so that one chunk less lies before it.
+        chunk_length = local_lengths // 2
+        is_in_second = offsets >= chunk_length
+        num_chunks_before = torch.where(is_in_second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
+        return offsets + chunk_length * num_chunks_before
 
     def block_positions(self, block: Block, device: torch.device) -> Tensor:
         """Return the position of each token of a block in its whole sequence.
@@ -419,7 +477,7 @@ class SequenceLayout:
 
     @cached_property
     def _sent_lengths(self) -> dict[torch.device, Tensor]:
-        """The copies that :meth:`_lengths_on` has made."""
+        """Copies of :attr:`local_lengths` by device, for :meth:`_lengths_on`."""
         return {}
 
     @property
@@ -431,7 +489,7 @@ class SequenceLayout:
         return (sum(self.full_lengths),)
 
     def _check(self, tensor: Tensor, leading: tuple[int, ...], name: str) -> tuple[int, ...]:
-        """Return a tensor's dimensions behind the ``leading`` ones; ValueError, with ``name``, if these differ."""
+        """Return the dimensions after the ``leading`` ones; ValueError, with ``name``, if the tensor has other ones."""
         check_kind(name, tensor, Tensor, "a torch.Tensor")
         if tuple(tensor.shape[: len(leading)]) != leading:
             raise ValueError(
@@ -442,11 +500,11 @@ class SequenceLayout:
 
     def _positions(self, rank: int) -> list[Tensor]:
         """Positions of the tokens that a CP rank holds of each sequence: n tensors of int64, on the CPU."""
-        # Many sequences have the same length, and so the same positions.
-        of_length = {
+        # Computed once for each length: sequences of equal length have equal positions.
+        positions_by_length = {
             length: shard_positions(length, rank, self.cp_size, self.split) for length in set(self.full_lengths)
         }
-        return [of_length[length] for length in self.full_lengths]
+        return [positions_by_length[length] for length in self.full_lengths]
 
     def _flat_index(self, rank: int) -> Tensor:
         """Index of each token of ``rank`` among all tokens of the whole sequences: [t/cp] int64, on the CPU."""

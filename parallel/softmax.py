@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 # Number of logits in a chunk.
-EAGER_ELEMENTS = 2**19  # on a CPU: fits its cache
-_COMPILED_ELEMENTS = 2**22  # compiled: enough work for the overhead of a call
-_GPU_ELEMENTS = 2**25  # on a GPU: keeps all of it busy
-LEAST_ROWS = 8  # rows of an eager chunk on a CPU: its threads share a reduction by rows
-# Log-probs are raised to this one before they are multiplied by π = exp(log π): -inf · 0 would be NaN. In float32 and
-# in float64 its exp is 0, and so is their product.
+EAGER_ELEMENTS = 2**19  # on a CPU: small enough for its cache
+_COMPILED_ELEMENTS = 2**22  # compiled: enough work to make the overhead of a call small
+_GPU_ELEMENTS = 2**25  # on a GPU: enough work for all its processors
+LEAST_ROWS = 8  # fewest rows of an eager chunk: the threads of a CPU divide a reduction by rows
+# Smaller values of log π are raised to this one before they are multiplied by π = exp(log π), because -inf · 0 would be
+# NaN. exp(-1e4) is 0 in float32 and in float64, so that the product is 0.
 LOWEST_LOG_PI = -1e4
 
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """The settings for reading rows of logits, on one rank."""
+    """The settings for the statistics and gradients of rows of logits, on one rank."""
 
     columns: int  # number of leading columns that are vocabulary; the others are padding
     inverse_temperature: float  # multiplies the logits
@@ -35,7 +35,8 @@ class SoftmaxOptions:
     squares: bool  # compute the sum of squared probabilities
     chunk_size: int | None  # rows of a chunk; None for a size that suits the device
     compile: bool  # run chunks through torch.compile
-    holes: bool  # allow logits of -inf, by another pass over the chunk; else they make Σ exp(x - m) (x - m) NaN
+    # Allow logits of -inf, at the cost of one more pass over the chunk; without it they make Σ exp(x - m) (x - m) NaN.
+    holes: bool
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
         """Yield (slice of the rows, whether to run it compiled) for each chunk; ``rows`` are [t, v/tp]."""
@@ -43,7 +44,7 @@ class SoftmaxOptions:
         first_eager_row = 0
         if self.compile:
             size = self.chunk_size or max(1, _COMPILED_ELEMENTS // width)
-            # Compiled code is for one shape: the last, shorter chunk would be compiled again.
+            # Code is compiled for one shape. The rows left over, fewer than a chunk, run eagerly, not to compile again.
             first_eager_row = len(rows) // size * size
             for start in range(0, first_eager_row, size):
                 yield slice(start, start + size), True
@@ -54,37 +55,38 @@ class SoftmaxOptions:
             yield slice(start, min(start + size, len(rows))), False
 
 
-# (offset, constant, log_pi, pi) of RowGradients for the rows of a chunk, [rows, 1] each.
+# The fields (offset, constant, log_pi, pi) of RowGradients for the rows of a chunk, [rows, 1] each.
 Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The factors of d loss / d logits of each row: [t] in the arithmetic's dtype, divided by the temperature.
+    """The factors from which d loss / d logits of each row is computed: [t] each, in the dtype of :func:`arithmetic`.
 
-    gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), except ``target`` in the label's column
+    gradient_v = π_v (constant + log_pi · log π_v + pi · π_v) in column v, and ``target`` in the label's column
 
-    The Triton kernel takes the fields by their names.
+    The factors contain the division by the temperature. The Triton kernel takes the fields by their names.
     """
 
-    offset: Tensor  # log Σ exp of the row, times the temperature, so that log π = (logits - offset) / temperature
+    # temperature · log Σ exp(logits / temperature) of the row, so that log π = (logits - offset) / temperature
+    offset: Tensor
     constant: Tensor  # factor of π
     log_pi: Tensor | None  # factor of π log π; None without a gradient of the entropy
     pi: Tensor | None  # factor of π²; None without a gradient of Σπ²
-    column: Tensor  # int64, the local column of the label; any value if another rank has it
-    here: Tensor  # bool, this rank has the label's column, and the token counts
+    column: Tensor  # int64, the local column of the label; any valid column if another rank has the label
+    here: Tensor  # bool, True if this rank has the label's column and the token counts
     target: Tensor  # the gradient in the label's column
-    counted: Tensor  # bool; the gradient of all other rows is 0, whatever they contain
+    counted: Tensor  # bool, True if the token counts; else the gradient of its row is 0, whatever the row contains
 
     def at(self, index: slice | Tensor) -> RowGradients:
-        """The factors of some of the rows."""
+        """Return the factors of the rows at ``index``."""
         selected: dict[str, Any] = {}
         for name, value in vars(self).items():
             selected[name] = None if value is None else value[index]
         return RowGradients(**selected)
 
     def factors(self, part: slice) -> Factors:
-        """Return (offset, constant, log_pi, pi) of some of the rows, [rows, 1] each, to broadcast over columns."""
+        """Return (offset, constant, log_pi, pi) of the rows in ``part``, [rows, 1] each, to broadcast over columns."""
         offset = self.offset[part].unsqueeze(1)
         constant = self.constant[part].unsqueeze(1)
         log_pi = None if self.log_pi is None else self.log_pi[part].unsqueeze(1)
@@ -93,14 +95,14 @@ class RowGradients:
 
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
-    """The statistics of each row over its local columns; they can be merged over ranks.
+    """Return the softmax statistics of each row over its local columns, which can be merged over ranks.
 
     Args:
         logits: [t, v/tp] of any float dtype; read once, not written to.
         options: ``entropy`` and ``squares`` say which statistics are needed.
 
     Returns:
-        [2 to 4, t] in the arithmetic's dtype. The rows, with x the logits divided by the temperature:
+        [2 to 4, t] in the dtype of :func:`arithmetic`. The entries, with x the logits divided by the temperature:
 
         - m, the maximum of the logits, not divided by the temperature; -inf without a column
         - Σ exp(x - m / temperature)
@@ -126,7 +128,7 @@ def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
 
 
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
-    """Write the gradient at the logits to ``out``: 0 in padding columns and in rows that do not count.
+    """Write d loss / d logits to ``out``; it is 0 in padding columns and in rows that do not count.
 
     Args:
         logits: [t, v/tp] of any float dtype; read once.
@@ -149,7 +151,8 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options
             _eager_gradient(chunk, chunk_out, factors, options, scratch)
     _zero_rows(out, ~gradients.counted)
 
-    # The label's column has a term of its own. By index: scatter makes a float32 copy of all of a bfloat16 tensor.
+    # In the label's column the gradient is ``target``. It is written by index, because scatter would make a float32
+    # copy of the whole bfloat16 tensor.
     label_cells = (torch.arange(len(out), device=out.device), gradients.column)
     out[label_cells] = torch.where(gradients.here, gradients.target.to(out.dtype), out[label_cells])
 
@@ -160,7 +163,7 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Scratch:
-    """Two buffers for the intermediate values of a chunk, which all chunks of one call share."""
+    """Two buffers for the intermediate values of a chunk; all chunks of one call use the same two."""
 
     def __init__(self, options: SoftmaxOptions, dtype: torch.dtype) -> None:
         self._columns = options.columns
@@ -168,17 +171,17 @@ class _Scratch:
         self._buffers: Tensor | None = None
 
     def of(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Two buffers of the chunk's shape; no later chunk may have more rows than the first."""
-        # Made at the first eager chunk, because compiled chunks need none.
+        """Return the two buffers in the chunk's shape; the first chunk must have the most rows."""
+        # Allocated at the first eager chunk, because compiled chunks need none.
         if self._buffers is None:
             self._buffers = torch.empty(2, len(chunk), self._columns, dtype=self._dtype, device=chunk.device)
         return self._buffers[0, : len(chunk)], self._buffers[1, : len(chunk)]
 
 
 def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
-    """The chunk in the dtype of ``out``: the chunk itself, or a copy in ``out`` if it has another dtype.
+    """Return the chunk in the dtype of ``out``: the chunk itself, or a copy in ``out`` if it has another dtype.
 
-    Operations on tensors of two dtypes would make such a copy in new memory.
+    Without this, operations on the chunk and a float32 tensor would allocate such a copy.
     """
     return chunk if chunk.dtype == out.dtype else out.copy_(chunk)
 
@@ -226,17 +229,20 @@ def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, options: Softm
 
 
 def _zero_rows(rows: Tensor, flags: Tensor) -> None:
-    """Write 0 to the rows that are flagged, [t] bool."""
+    """Write 0 to the rows whose flag, [t] bool, is True."""
     if rows.is_cuda:
-        # The host would wait for the number of flagged rows.
+        # nonzero() would make the host wait for the GPU, to learn the number of flagged rows.
         rows.masked_fill_(flags.unsqueeze(1), 0)
     else:
-        # Touches the flagged rows alone.
+        # Writes to the flagged rows only.
         rows.index_fill_(0, flags.nonzero().squeeze(1), 0)
 
 
 def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, squares: bool) -> Tensor:
-    """The statistics of :func:`_eager_statistics`, written for a compiler: it makes one pass of these operations."""
+    """Return the statistics of a chunk's rows, [2 to 4, rows], as :func:`row_statistics` describes them.
+
+    It computes the same as :func:`_eager_statistics`, in a form that ``torch.compile`` fuses to one pass over it.
+    """
     chunk = chunk.to(arithmetic(chunk.dtype))
     maximum = chunk.amax(1)
     shifted = ((chunk - maximum.unsqueeze(1)) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
@@ -250,7 +256,10 @@ def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, 
 
 
 def _chunk_gradient(chunk: Tensor, out: Tensor, factors: Factors, inverse_temperature: float) -> None:
-    """The gradient of :func:`_eager_gradient`, written for a compiler: it makes one pass of these operations."""
+    """Write π (constant + log_pi · log π + pi · π) of a chunk's logits to ``out``, which may be the chunk.
+
+    It computes the same as :func:`_eager_gradient`, in a form that ``torch.compile`` fuses to one pass over the chunk.
+    """
     offset, factor, log_pi_factor, pi_factor = factors
     log_pi = ((chunk.to(offset.dtype) - offset) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
     pi = log_pi.exp()
@@ -263,6 +272,6 @@ def _chunk_gradient(chunk: Tensor, out: Tensor, factors: Factors, inverse_temper
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through ``torch.compile``, once for each function and shape."""
+    """Return the function compiled by ``torch.compile``, which then compiles it once for each shape."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled

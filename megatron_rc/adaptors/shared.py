@@ -1,4 +1,4 @@
-"""Checks of the configuration and the tensors that a program passes to its adaptor, and their correction."""
+"""Checks of the settings and tensors that another trainer passes to its adaptor, and the call of the correction."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.criterion import Criterion
 
-# Metrics that are means over trained tokens, without their prefix; the last one needs weights.
+# Names, without prefix, of the metrics that ``token_metrics`` gives, in its order; the last one needs weights.
 TOKEN_METRICS = ("kl", "k3_kl", "rollout_rs_masked_fraction", "rollout_is_mean")
 
 
 def checked_tensor(name: str, value: object, shape: tuple[int, ...] | None = None, place: str = "") -> Tensor:
-    """Return the value, if it is a plain tensor of the expected shape.
+    """Return the value if it is a plain tensor of the expected shape, else raise ValueError.
 
     Args:
-        name: the program's name for the value.
-        value: the value that the program passed.
+        name: the trainer's name for the value.
+        value: the value that the trainer passed.
         shape: the expected shape. Default: any [rows, tokens].
-        place: ends the message, as in `` on CP rank 0 of 2``.
+        place: text at the end of the message, for example `` on CP rank 0 of 2``.
 
     Raises:
         ValueError: the value is no tensor, is nested, or has another shape.
@@ -69,7 +69,7 @@ def corrected(
     sequence_ids = torch.arange(num_sequences, device=mask.device)
     result = correct_rollouts(train, rollout, mask, config, layout, sequence_ids=sequence_ids, **further_arguments)
     result.check()
-    # One tensor, not a list of micro-batches, because one was passed.
+    # Single tensors, not lists with one for each micro-batch, because single tensors were passed.
     assert isinstance(result.mask, Tensor)
     assert result.weights is None or isinstance(result.weights, Tensor)
     return result, result.weights, result.mask
@@ -78,39 +78,42 @@ def corrected(
 def token_metrics(
     prefix: str, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None
 ) -> dict[str, Tensor]:
-    """Values of each token for ``TOKEN_METRICS``: a metric is the mean of its values over the mask.
+    """Return the metrics of ``TOKEN_METRICS`` as one value for each token, for a trainer that averages them itself.
+
+    A metric is the mean of its values over the tokens of ``mask``.
 
     Args:
-        prefix: stands before the metrics' names.
-        log_ratio: log π_train - log π_rollout of each token, of any shape; read at the mask's tokens alone.
+        prefix: put before the metrics' names.
+        log_ratio: log π_train - log π_rollout of each token, of any shape; ignored outside the mask.
         mask: bool, the trained tokens.
         accepted: bool, the trained tokens that are not rejected.
         weights: the applied weights. None: the metric of the weights is left out.
 
     Returns:
-        By metric name, with the prefix: a finite value of each token, like the mask.
+        Values by metric name (with the prefix): like the mask, all finite.
     """
-    # Rejected tokens may have NaN or infinite log-probs, which would be the mean.
+    # Rejected tokens may have NaN or infinite log-probs: one of them would make the whole mean NaN or infinite.
     log_ratio = torch.where(mask & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
     values = [-log_ratio, k3(log_ratio), (mask & ~accepted).float()]
     if weights is not None:
         values.append(weights)
+    # Not strict: without weights the last name has no values.
     return {f"{prefix}{name}": value for name, value in zip(TOKEN_METRICS, values, strict=False)}
 
 
 def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> None:
-    """Raise ValueError for a setting that needs more than the tokens of one micro-batch.
+    """Raise ValueError for a setting that the log-probs and the mask of one micro-batch are not enough for.
 
     ``program`` is the name of the trainer that calls the adaptor for one micro-batch at a time.
     """
-    own_ratio = f"{program} computes its loss's ratio itself"
-    one_micro_batch = f"{program} calls for one micro-batch at a time"
+    computes_ratio = f"{program} computes its loss's ratio itself"
+    calls_by_micro_batch = f"{program} calls for one micro-batch at a time"
     refuse(
         config,
-        bypass_mode=own_ratio,
-        proximal_interpolation=own_ratio,
-        rollout_is_batch_normalize=f"{one_micro_batch}, and the mean of the weights needs the global batch",
-        rollout_staleness_scale=f"{one_micro_batch}, and it passes no weight versions",
+        bypass_mode=computes_ratio,
+        proximal_interpolation=computes_ratio,
+        rollout_is_batch_normalize=f"{calls_by_micro_batch}, and the mean of the weights needs the global batch",
+        rollout_staleness_scale=f"{calls_by_micro_batch}, and it passes no weight versions",
     )
     refuse_criteria(config, program)
     if config.rejects and config.rejection_denominator != "original":
@@ -121,10 +124,9 @@ def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> N
 
 
 def refuse(config: RolloutCorrectionConfig, **reasons: str) -> None:
-    """Raise ValueError for the first of some settings that is on.
+    """Raise ValueError if one of the settings named by ``reasons`` is switched on, or ``config`` has a wrong type.
 
-    ``reasons`` says by the setting's name why the program cannot serve it. A ``config`` that is not a
-    RolloutCorrectionConfig raises too.
+    ``reasons`` maps a setting's name to the reason why the trainer cannot serve it, for the message.
     """
     if not isinstance(config, RolloutCorrectionConfig):
         raise wrong_config(config)
@@ -136,14 +138,14 @@ def refuse(config: RolloutCorrectionConfig, **reasons: str) -> None:
 def refuse_criteria(config: RolloutCorrectionConfig, program: str) -> None:
     """Raise ValueError for a criterion that needs prompts or advantages, which the program does not pass."""
     for criterion in config.criteria:
-        if not _is_of_tokens_alone(criterion):
+        if not _needs_log_probs_alone(criterion):
             needed = "advantages" if criterion.only_negative else "prompts"
-            choices = ", ".join(name for name, choice in CRITERIA.items() if _is_of_tokens_alone(choice))
+            choices = ", ".join(name for name, choice in CRITERIA.items() if _needs_log_probs_alone(choice))
             raise ValueError(
                 f"rollout_rs={criterion.name!r} needs {needed}, which {program} does not pass: use one of {choices}"
             )
 
 
-def _is_of_tokens_alone(criterion: Criterion) -> bool:
-    """Return whether a criterion needs only log-probs of tokens, neither prompts nor advantages."""
+def _needs_log_probs_alone(criterion: Criterion) -> bool:
+    """Return True if a criterion needs neither prompts nor advantages, but only log-probs."""
     return criterion.unit != "prompt" and not criterion.only_negative

@@ -25,15 +25,16 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 class VerlCorrection:
-    """verl's correction on the driver, and its policy loss; every process of a run makes the same object.
+    """The correction for verl: ``add_to_batch`` on its driver, and ``policy_loss`` in its workers.
 
-    Decoupled: ``add_to_batch`` replaces ``compute_rollout_correction_and_add_to_batch``, and ``policy_loss`` applies
-    the weights that it put into the batch. Bypass mode: verl's driver calls nothing, and ``policy_loss`` replaces
-    ``bypass_mode`` in the registry.
+    The driver and each worker make an object with the same arguments. In decoupled mode ``add_to_batch`` replaces
+    verl's ``compute_rollout_correction_and_add_to_batch``; ``policy_loss`` applies the weights that ``add_to_batch``
+    has put into the batch. In bypass mode verl's driver corrects nothing, and ``policy_loss`` replaces the loss
+    ``bypass_mode`` in verl's registry.
 
     Args:
-        config: the correction's settings. Default: ``algorithm.rollout_correction``, with verl's meaning.
-        algorithm: the objective in decoupled mode; ``loss_type`` names it in bypass mode.
+        config: the correction's settings. Default: verl's ``algorithm.rollout_correction``, with verl's meaning.
+        algorithm: the objective in decoupled mode. In bypass mode the settings' ``loss_type`` names it.
         allow_zero_log_probs: accept rollout log-probs that are all 0; see :func:`megatron_rc.correct_rollouts`.
 
     Raises:
@@ -63,8 +64,9 @@ class VerlCorrection:
             rollout_corr_config: ``algorithm.rollout_correction``; read if no config was given.
 
         Returns:
-            (batch, metrics of docs/metrics.md). The batch's ``response_mask`` is 0 for rejected tokens; verl divides
-            its loss by the tokens of that mask. ``rollout_is_weights`` is added if weights are applied.
+            (batch, the metrics that docs/metrics.md describes). In the batch, ``response_mask`` is now 0 at rejected
+            tokens, so that verl divides its loss by the accepted ones. ``rollout_is_weights`` is added if weights are
+            applied.
 
         Raises:
             ValueError: a field is missing or has another shape; bad log-probs at trained tokens.
@@ -98,21 +100,21 @@ class VerlCorrection:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of a micro-batch of whole responses, as verl's registry calls it, in a worker.
+        """Return the loss and the metrics of a micro-batch of whole responses; verl's workers call it by its registry.
 
-        The loss is 0-D, with the factors that verl's ``agg_loss`` puts on it.
+        The loss is 0-D and scaled as verl's ``agg_loss`` scales it.
 
         Args:
             old_log_prob: [b, r] log π_old; in bypass mode log π_rollout.
             log_prob: [b, r] log π_θ; differentiated.
             advantages: [b, r].
             response_mask: [b, r] of any dtype; 0 for tokens that are not trained or are already rejected.
-            loss_agg_mode: one of ``megatron_rc``'s aggregations, which have verl's names.
+            loss_agg_mode: an aggregation; verl's names of them are also ``megatron_rc``'s.
             config: the actor's configuration: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos,
                 tau_neg, and ``global_batch_info`` with the denominators of verl's losses.
-            rollout_is_weights: [b, r], of ``add_to_batch``; ignored in bypass mode.
+            rollout_is_weights: [b, r], the weights from ``add_to_batch``; ignored in bypass mode.
 
-        Collectives: none: verl hands over whole responses on every context-parallel rank.
+        Collectives: none, because verl passes whole responses on every context-parallel rank.
 
         Raises:
             ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
@@ -123,9 +125,9 @@ class VerlCorrection:
         for name, tensor in tensors.items():
             checked_tensor(name, tensor, tuple(log_prob.shape))
 
-        # verl copies the driver's settings here in bypass mode.
-        settings_of_driver = (config.get("policy_loss", None) or {}).get("rollout_correction", None)
-        correction_config = self._config(settings_of_driver)
+        # In bypass mode verl copies algorithm.rollout_correction to this place in the actor's configuration.
+        copied_settings = (config.get("policy_loss", None) or {}).get("rollout_correction", None)
+        correction_config = self._config(copied_settings)
         mask = response_mask != 0
         if correction_config.bypass_mode:
             algorithm = correction_config.loss_type
@@ -147,27 +149,38 @@ class VerlCorrection:
     def _correct_in_loss(
         self, config: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
-        """Correct a micro-batch in bypass mode; tensors are [b, r].
+        """Correct a micro-batch in bypass mode.
+
+        Args:
+            config: the correction's settings.
+            train: [b, r] log π_θ, detached.
+            rollout: [b, r] log π_rollout.
+            mask: [b, r] bool, the trained tokens.
+            advantages: [b, r].
 
         Returns:
-            (tokens with usable log-probs, accepted tokens, applied weights or None, metrics).
+            (valid, accepted, weights, metrics). ``valid``, [b, r] bool, are the trained tokens whose log-probs are both
+            usable, rejected ones included. ``accepted``, [b, r] bool, are the trained tokens that are not rejected. The
+            weights are None if the loss is not multiplied by them.
         """
         result, weights, accepted = corrected(
             train, rollout, mask, config, advantages=advantages, allow_zero_log_probs=self.allow_zero_log_probs
         )
-        usable = mask & is_log_prob(rollout) & is_log_prob(train)  # bad log-probs must not reach a gradient
+        # A NaN or infinite log-prob must not reach a gradient.
+        valid = mask & is_log_prob(rollout) & is_log_prob(train)
+        # With an objective such as ppo_clip the ratio π_θ/π_rollout corrects already: the weights are only measured.
         applied_weights = weights if config.applies_weights else None
-        return usable, accepted, applied_weights, result.metrics()
+        return valid, accepted, applied_weights, result.metrics()
 
     def _config(self, verl_settings: Any) -> RolloutCorrectionConfig:
-        """The configuration: the one that was passed, else that of verl's settings, read at the first call."""
+        """Return the configuration that was passed, else the one that verl's settings describe at the first call."""
         if self.config is None:
             if not isinstance(verl_settings, Mapping):
                 raise ValueError(
                     f"algorithm.rollout_correction is {verl_settings!r}: expected verl's settings, or pass a "
                     "RolloutCorrectionConfig to VerlCorrection"
                 )
-            # Names such as _target_ are Hydra's.
+            # Names that begin with an underscore, such as _target_, are Hydra's, not settings.
             settings = {name: value for name, value in verl_settings.items() if not str(name).startswith("_")}
             config = RolloutCorrectionConfig.from_dict(settings, dialect="verl")
             _check(config)
@@ -195,7 +208,7 @@ def _check(config: RolloutCorrectionConfig) -> None:
 
 
 def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
-    """A tensor of verl's batch, [n, r]; ValueError if it is missing or has another shape. None: any [n, r]."""
+    """Return a tensor of verl's batch; ValueError if it is missing or not of ``shape`` (None: any [n, r])."""
     value = tensors.get(name, None)
     if value is None:
         remedy = "verl sets it before the correction"
@@ -206,7 +219,10 @@ def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
 
 
 def _prompts(batch: Any, rows: int) -> Tensor:
-    """The number of each response's prompt, [n] int64, from ``uid``; ValueError without one for each response."""
+    """Number the prompts by the batch's ``uid``: the prompt of each response, [n] int64.
+
+    ValueError unless ``uid`` has ``rows`` entries, one for each response.
+    """
     uids = batch.non_tensor_batch.get("uid")
     num_uids = 0 if uids is None else len(uids)
     if uids is None or num_uids != rows:
@@ -215,10 +231,13 @@ def _prompts(batch: Any, rows: int) -> Tensor:
 
 
 def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
-    """The objective's bounds and temperatures in the actor's configuration; verl's default for clip_ratio_c is 3."""
+    """Return the objective's bounds and temperatures, as arguments of ``policy_loss``, from the actor's configuration.
+
+    verl's default for clip_ratio_c is 3.
+    """
     bounds: dict[str, Any] = {}
     for name, verl_name in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
-        # verl's clip_ratio is for both sides, unless a side has a ratio of its own.
+        # verl's clip_ratio holds for both bounds, except for one that has a value under its own name.
         bounds[name] = _number(config, "clip_ratio" if config.get(verl_name, None) is None else verl_name)
     if objective.takes_dual_clip:
         bounds["dual_clip"] = _number(config, "clip_ratio_c", 3.0)
@@ -231,7 +250,7 @@ def _bounds(config: Any, objective: Objective) -> dict[str, Any]:
 
 
 def _number(config: Any, name: str, default: float | None = None) -> float:
-    """A number of the actor's configuration; ValueError unless it is finite and not negative."""
+    """Return a number of the actor's configuration; ValueError unless it is finite and not negative."""
     value: float = config.get(name, default)
     expected = "of the actor's configuration must be a finite number, 0 or more"
     check_number(name, value, lambda x: 0 <= x < torch.inf, expected)
@@ -239,19 +258,19 @@ def _number(config: Any, name: str, default: float | None = None) -> float:
 
 
 def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, Any]) -> Tensor:
-    """The loss of a micro-batch, 0-D, as verl's ``agg_loss`` gives it: Σ m'ℓ by verl's denominators.
+    """Return the loss of a micro-batch, 0-D, as verl's ``agg_loss`` does: Σ m'ℓ, divided by verl's denominators.
 
-    It includes the factor of the data-parallel size, because verl's engines average gradients.
+    It is multiplied by the data-parallel size, because verl's engines average gradients over the ranks.
 
     Args:
         per_token: [b, r] the loss ℓ of each token.
         mask: [b, r] bool m', the accepted tokens.
         mode: an aggregation.
-        info: verl's ``global_batch_info`` with dp_size, batch_num_tokens, global_batch_size and loss_scale_factor;
-            without one of these the micro-batch's own number counts.
+        info: verl's ``global_batch_info`` with dp_size, batch_num_tokens, global_batch_size and loss_scale_factor. A
+            number that is missing is taken from the micro-batch.
 
     Raises:
-        ValueError: an unknown mode, or no denominator of the global batch although there are other ranks.
+        ValueError: an unknown mode, or a missing denominator with a dp_size above 1.
     """
     one_of("loss_agg_mode", mode, AGGREGATIONS)
     lengths = mask.sum(1, dtype=torch.float64)
@@ -276,7 +295,7 @@ def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, A
 
 
 def _actor_metrics(statistics: LossStatistics) -> dict[str, float]:
-    """The three metrics of verl's own losses, as means over the micro-batch's tokens."""
+    """Return the three metrics that verl's own losses report, as means over the micro-batch's tokens."""
     sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
     num_tokens = max(sums["tokens"], 1)
     return {

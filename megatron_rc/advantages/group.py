@@ -17,8 +17,10 @@ from megatron_rc.parallel.layout import LAYOUT_REMEDY, Layouts, SequenceLayout
 
 __all__ = ["GROUP_ESTIMATORS", "group_advantages"]
 
-ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by less
-_NO_FREEDOM = 1e-12  # of the sum of weights: the others of a response with so little weight give no deviation
+ROUNDING = 1e-12  # relative: the mean of equal rewards differs from them by less than this, because of rounding
+# Relative to the prompt's sum of weights: if the degrees of freedom are fewer, one response has all of the weight, and
+# the prompt has no variance.
+_NO_FREEDOM = 1e-12
 
 
 def group_advantages(
@@ -35,9 +37,9 @@ def group_advantages(
     groups: ParallelGroups | None = None,
     layout: Layouts | None = None,
 ) -> Tensor:
-    """How much better a response is than the others to its prompt.
+    """Advantages of whole responses: how much better a response is than the others to the same prompt.
 
-    x is the reward, mean and std (of a sample: n - 1) are over the prompt's kept responses::
+    x is the reward; mean and std (that of a sample, divided by n - 1) are over the kept responses to the prompt::
 
         grpo: (x - mean) / (std + 1e-6)    Shao et al. 2024, "DeepSeekMath"
         grpo-no-std: x - mean              Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
@@ -56,9 +58,9 @@ def group_advantages(
     ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     With ``weights`` w the mean is Σ w x / Σ w, for ``rloo`` over the other responses, and the variance is
-    Σ w (x - mean)² / (Σ w - Σ w² / Σ w), or 1 if fewer than two responses have a weight; there a weight counts as none
-    below 1e-12 of the prompt's sum. For ``rloo`` a response whose others all have weight 0 gets 0. With importance
-    weights the mean estimates the mean reward of the policy that trains, not of the policy that sampled
+    Σ w (x - mean)² / (Σ w - Σ w² / Σ w). It is 1 if fewer than two responses have a weight; for this, a weight below
+    1e-12 of the prompt's sum counts as 0. With ``rloo`` the advantage is 0 if all other responses have the weight 0.
+    With importance weights the mean estimates the mean reward of the policy that trains, not of the policy that sampled
     (self-normalised importance sampling, Hesterberg 1995, "Weighted Average Importance Sampling and Defensive Mixture
     Distributions").
 
@@ -66,23 +68,25 @@ def group_advantages(
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above, or an :class:`.AdvantageEstimator` of your own.
-        lengths: [n], tokens of each response that count; needed by ``opo``, and by estimators of your own that use
-            them.
-        weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
-            ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
-            Default: all count alike.
-        kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
-        rollout_ids: [n] int64: rows of one prompt with equal ids are parts of one response, for example what a
-            sub-agent did, or what stood before and behind a compaction of the context. Such a response counts once, and
-            each of its rows has its advantage. Its rows have equal rewards and weights, its length is the sum of
-            theirs, and they lie on one rank. Default: each row is a response.
+        lengths: [n], number of counted tokens of each response; needed by ``opo``, and by estimators of your own that
+            use them.
+        weights: [n], finite and at least 0: how much each response counts in its prompt's mean and variance. ``opo``
+            multiplies them by the lengths. A negative or NaN weight makes the advantages of its prompt NaN. Default:
+            all responses count alike.
+        kept: [n] bool. A response for which it is False counts in no mean and no variance, and has the advantage 0.
+            Default: all responses count.
+        rollout_ids: [n] int64: rows of one prompt with equal ids are parts of one response, for example the
+            conversation of a sub-agent, or the parts before and after a compaction of the context. Such a response
+            counts once, and each of its rows gets its advantage. The rows must have equal rewards and weights, and must
+            be on one rank; the length of the response is the sum of their lengths. Default: each row is a response.
         f_norm: used by ``gpg`` alone.
-        num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
-            ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
-        groups: the ranks that hold the other responses; needs ``num_groups``. Estimators with sums over the whole
-            batch, as the α of ``gpg``, take it without: all responses to a prompt then lie on this rank. Default: this
-            process alone.
-        layout: which responses these are, a layout or a list with one a micro-batch: needed if micro-batches have CP
+        num_groups: number of prompts of the whole batch; needed if the responses to a prompt are on several
+            data-parallel ranks. Ids are then in [0, num_groups). Default: all responses to a prompt are on this rank,
+            and ids may be any numbers.
+        groups: the ranks that hold the other responses; needs ``num_groups``. Only estimators with a sum over the whole
+            batch, such as the α of ``gpg``, take it without ``num_groups``, if all responses to a prompt are on one
+            rank. Default: this process alone.
+        layout: the layout of these responses, or a list with one for each micro-batch; needed if micro-batches have CP
             groups of their own. Default: all ranks of ``groups.cp`` hold the same responses.
 
     Returns:
@@ -97,9 +101,9 @@ def group_advantages(
 
     Raises:
         ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, shapes or dtypes are wrong,
-            ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
-            every rank alike, an id of any of them is not in [0, num_groups), or rows of one rollout have different
-            rewards or weights.
+            ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks. On
+            every rank alike, if any rank has an id that is not in [0, num_groups), or rows of one rollout with
+            different rewards or weights.
     """
     chosen = estimator_of(estimator)
     check_tensors({}, rewards=rewards)
@@ -153,14 +157,15 @@ def _prompt_terms(
         rows: the rows that make each response.
         prompts: the sums over each prompt.
         num_groups: prompts of the whole batch, or None; ids out of its range are a ValueError on every rank.
-        checks_rows: responses have several rows, whose rewards and weights must be equal; also on every rank.
+        checks_rows: responses may have several rows, whose rewards and weights must be equal; else a ValueError on
+            every rank.
         f_norm: divisor that some estimators use.
         batch: the sums over the batch for an estimator that uses them.
         lengths: [n] tokens of each response, or None.
 
     Collectives: the two SUMs of :func:`group_advantages`.
     """
-    # The rows of one response share what it counts, so that it counts once.
+    # Each of a response's k kept rows counts 1/k, so that the response counts once.
     share = rows.share_of_kept
     columns = [
         rows.share_of_all,
@@ -182,7 +187,7 @@ def _prompt_terms(
             f"rollout_ids: {int(num_differing[0].sum())} rows have another reward or weight than other rows of their "
             "rollout: give each row of a rollout the rollout's reward and weight, or leave rollout_ids out"
         )
-    # Numbers of responses, from shares that add up to them but for their rounding.
+    # k shares of 1/k add up to 1 only up to rounding: round the sums to the numbers of responses that they are.
     num_all = num_all.round()
     num_kept = num_kept.round()
 
@@ -191,20 +196,22 @@ def _prompt_terms(
     # A prompt with one response has nothing to compare it with.
     means = torch.where(num_all > 1, weighted_rewards / safe_weight_sum, 0)[prompt]
     centred = rewards - means
-    # A mean with weights is not the only reward, or equal ones, to the last bit; 0, but NaN if not finite.
+    # Rounding may leave a weighted mean different from equal rewards, or from the only one: then x - mean is set to
+    # exactly 0; as x - x, which is NaN if the reward is not finite.
     is_only_kept = ((num_all > 1) & (num_kept == 1))[prompt]
     is_rounding = centred.abs() <= ROUNDING * rewards.abs()
     centred = torch.where(is_only_kept | is_rounding, rewards - rewards, centred)
 
     (squares,) = prompts.sum(torch.where(rows.kept, share * weights * centred.square(), 0))
-    # The number of responses less 1, if they count alike.
+    # The degrees of freedom: n - 1 if all n responses have the weight 1.
     freedom = weight_sum - squared_weight_sum / safe_weight_sum
     has_no_freedom = freedom <= _NO_FREEDOM * weight_sum
     variances = torch.where(has_no_freedom, 1, squares / torch.where(freedom > 0, freedom, 1))[prompt]
 
-    others = weight_sum[prompt] - weights
-    has_no_other = (num_kept[prompt] < 2) | (others <= 0)
-    leave_one_out = torch.where(has_no_other, 0, weight_sum[prompt] / torch.where(others == 0, 1, others))
+    weight_of_others = weight_sum[prompt] - weights
+    has_no_other = (num_kept[prompt] < 2) | (weight_of_others <= 0)
+    safe_weight_of_others = torch.where(weight_of_others == 0, 1, weight_of_others)
+    leave_one_out = torch.where(has_no_other, 0, weight_sum[prompt] / safe_weight_of_others)
 
     return PromptTerms(
         rewards=rewards,

@@ -11,12 +11,12 @@ from megatron_rc.parallel.groups import ParallelGroups
 
 
 class ResponseRows:
-    """The rows of a batch as responses: usually one row each, with rollout ids several rows of this rank.
+    """Which rows of a batch make one response: usually each row by itself; with rollout ids several rows of this rank.
 
-    A sum over responses is a sum over rows, in which each of a response's k rows counts 1/k.
+    A sum over responses is a sum over rows in which each of a response's k rows counts 1/k.
 
     Attributes:
-        kept: [n] bool, rows that count in the numbers of their prompt.
+        kept: [n] bool, True for rows that count in the statistics of their prompt.
         share_of_all: [n] float64, 1/k for a response of k rows.
         share_of_kept: [n] float64, 1/k for a kept row of a response with k kept rows; 0 for a row that is not kept.
     """
@@ -54,13 +54,13 @@ class ResponseRows:
         self.share_of_kept = self.share_of_kept / num_kept_rows.clamp(min=1)
 
     def total(self, values: Tensor) -> Tensor:
-        """Return [n]: the sum of a value over the kept rows of each row's response."""
+        """Return, for each row, the sum of ``values`` over the kept rows of its response, [n]."""
         if self._response_of_row is None:
             return values
         return _sum_by(self._response_of_row, torch.where(self.kept, values.double(), 0))
 
     def differ(self, *values: Tensor) -> Tensor:
-        """Return [n] bool: kept rows of which a value is not the same as in the first kept row of their response."""
+        """Return [n] bool: True for kept rows that differ, in any of ``values``, from the response's first kept row."""
         response_of_row = self._response_of_row
         if response_of_row is None:
             return torch.zeros_like(self.kept)
@@ -73,19 +73,20 @@ class ResponseRows:
 
         differs = torch.zeros_like(self.kept)
         for value in values:
-            # NaN is no difference: the correction's check reports it.
+            # A NaN does not count as a difference: the correction's check reports it.
             differs |= (value != value[first_row]) & ~value.isnan()
         return differs & self.kept
 
 
 class PromptSums:
-    """Sums and maxima over the responses to each prompt, of all ranks that hold one.
+    """Sums and maxima over the responses to each prompt, over all ranks that hold some of them.
 
     The ranks of a CP group hold the same responses, and only the first of them counts.
 
     Attributes:
         prompt_of_row: [n] int64, index of each row's prompt in a table of prompts.
-        num_entries: entries of such a table. With ``num_groups`` the last one is of rows whose id is out of range.
+        num_entries: number of entries of the table. With ``num_groups`` the last entry is for rows whose id is out of
+            range.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class PromptSums:
 
         Args:
             group_ids: [n] int64, equal for the responses to one prompt.
-            num_groups: prompts of the whole batch, whose ids lie below it on all ranks; None: all responses to a prompt
-                lie on this rank, ids are any numbers, and no sum needs another rank.
-            groups: ``dp_cp`` holds the other responses.
-            counts_here: [n] bool, rows that count on this rank, because it is the first of their CP group.
+            num_groups: number of prompts of the whole batch; ids are in [0, num_groups) on all ranks. None: all
+                responses to a prompt are on this rank, ids are any numbers, and sums need no other rank.
+            groups: the other ranks of ``dp_cp`` hold the other responses.
+            counts_here: [n] bool, True for the rows that this rank adds, because it is the first of their CP group.
         """
         self._counts_here: Tensor | None = None
         self._dp_cp = None
@@ -114,7 +115,7 @@ class PromptSums:
         self._dp_cp = groups.dp_cp
 
     def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return the sum of each of these [n] values over the rows of every prompt: [num_entries] each.
+        """Sum each of these [n] tensors over the rows of every prompt: [num_entries] each.
 
         Collectives: with ``num_groups`` one SUM of [num_entries, number of values] over ``dp_cp``.
         """
@@ -126,7 +127,7 @@ class PromptSums:
         return all_reduce_sum(table, self._dp_cp).unbind(1)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the largest of these [n] values over the rows of every prompt, -inf without one: [num_entries].
+        """Return the largest of these [n] values for every prompt, [num_entries]; -inf for a prompt without rows.
 
         Collectives: with ``num_groups`` one MAX of [num_entries] over ``dp_cp``.
         """
@@ -136,6 +137,6 @@ class PromptSums:
 
 
 def _sum_by(index: Tensor, values: Tensor) -> Tensor:
-    """Return [n] float64: the sum of the values over all rows with the same index as each row."""
+    """Return, for each row, the sum of the values over all rows with the same index, [n] float64."""
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     return sums.index_add_(0, index, values)[index]

@@ -26,11 +26,11 @@ def optimal_token_baseline(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> TokenAdvantages:
-    """The rewards that follow a token, less a mean over the prompt's responses at their t-th token.
+    """Advantages with the optimal token baseline: the return of the t-th token, minus a baseline of its prompt for t.
 
     With G_t = r_t + r_{t+1} + … and W_t = Σ_{j ≤ t} w_j² (1 - 2 π_j + Σ_v π_v²), the advantage is G_t - B_t. The
-    baseline B_t = Σ G_t W_t / Σ W_t is over the responses that have a t-th counted token; 0 if no other one has.
-    1 - 2 π + Σ π² is the squared length of the gradient of log π with respect to the logits.
+    baseline B_t = Σ G_t W_t / Σ W_t is over the responses to the prompt that have a t-th counted token; it is 0 if only
+    one has. 1 - 2 π + Σ π² is the squared length of the gradient of log π with respect to the logits.
     (Li et al. 2026, optimal token baseline, arXiv 2602.07078)
 
     Args:
@@ -38,10 +38,11 @@ def optimal_token_baseline(
         log_probs: like ``rewards``: log π of the trained policy before the step, nats.
         sum_pi_squared: like ``rewards``: Σ_v π_v² of the same distributions, the third result of
             ``vocab_parallel_log_probs_and_entropy(..., sum_squares=True)``.
-        response_mask: bool, like ``rewards``, True if the token counts; others change no bit.
+        response_mask: bool, like ``rewards``, True if the token counts; other tokens change no bit of the result.
         group_ids: [n] int64, equal for the responses to one prompt, which all lie on this data-parallel rank.
         weights: like ``rewards``: the importance weights that multiply the loss. Default: 1.
-        kept: [n] bool; the others count in no baseline, and have 0. Default: all are.
+        kept: [n] bool. A response for which it is False counts in no baseline, and has the advantage 0. Default: all
+            responses count.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
@@ -82,7 +83,8 @@ def optimal_token_baseline(
     )
     advantages = returns - baseline
 
-    # A mean of equal returns is not these to the last bit. An infinite return is no such rounding.
+    # The mean of equal returns may differ from them by rounding: such an advantage is set to 0. That of an infinite
+    # return is not.
     is_rounding = returns.isfinite() & (advantages.abs() <= ROUNDING * returns.abs())
     advantages = torch.where(counted & ~is_rounding, advantages, 0)
     dtype = torch.promote_types(rewards.dtype, torch.float32)

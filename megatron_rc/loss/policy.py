@@ -1,7 +1,7 @@
-"""The policy's loss of every token, its terms and their settings.
+"""The policy's loss of every token: the objective, the entropy bonus and the KL penalty, and their settings.
 
 :func:`policy_loss` is the objective alone, times the importance weights. :func:`token_loss` adds the entropy bonus and
-the KL penalty, whose settings are in :class:`PolicyLossConfig` beside those of the objective.
+the KL penalty. :class:`PolicyLossConfig` has the settings of all three.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ _NOT_NEGATIVE = "must be 0 or more, and finite"
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """The objective that is trained on, and how its tokens become one loss.
+    """The settings of the loss: the objective, the bonus and penalty, and how per-token losses become one number.
 
     Attributes:
         algorithm: one of the objectives of :func:`policy_loss`; None: ``ppo_clip``, or in bypass mode the correction's
             ``loss_type``.
         clip_low: the lower bound. The ratio is clipped below 1 - this; in ``dppo_tv``, ``dppo_kl``, ``cppo`` and
             ``gmpo`` it is a bound of another kind (see :func:`policy_loss`).
-        clip_high: the upper bound: above 1 + this, or of the other kind.
-        dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: no such cap. In ``dppo_tv`` and
-            ``dppo_kl`` the ratio is at most c; None: 20.
+        clip_high: the upper bound. The ratio is clipped above 1 + this; in the four objectives above it is a bound of
+            another kind.
+        dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: it has no such limit. In
+            ``dppo_tv`` and ``dppo_kl`` c limits the ratio instead; None: 20.
         aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
-        loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``, which alone need it.
+        loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``; only these two need it.
         kl_coef: weight of the KL penalty to the reference policy, per token.
         kl_estimator: ``k1``, ``k2``, ``k3``, ``abs``, ``k1+``, ``k3+`` or ``abs+`` (see :func:`.kl_penalty`).
         entropy_coef: weight of the entropy bonus, per token.
         tau_pos: temperature of ``sapo`` for A > 0; None: 1.
         tau_neg: temperature of ``sapo`` for A ≤ 0; None: 1.05.
-        kl_importance_weight: each token's KL penalty has the importance weight π_θ/π_rollout, and the gradient of the
-            weighted mean, which is the gradient of KL(π_θ ‖ π_ref) (see :func:`.kl_penalty`); with ``k1``, ``k3``,
-            ``k1+`` and ``k3+`` alone.
+        kl_importance_weight: multiply each token's KL penalty by π_θ/π_rollout, so that its gradient is that of
+            KL(π_θ ‖ π_ref) for tokens that the engine sampled (see :func:`.kl_penalty`). Only ``k1``, ``k3``, ``k1+``
+            and ``k3+`` allow it.
 
     Raises:
-        ValueError: at construction: names the field and the value.
+        ValueError: at construction, for a wrong value or one that the algorithm does not use.
     """
 
     algorithm: str | None = None
@@ -80,11 +81,12 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The losses of the local tokens, and their measures.
+    """The losses of this rank's tokens, and numbers for metrics.
 
     Attributes:
-        per_token: like the log-probs, 0 at masked positions; float32 or wider, whatever the dtype of the log-probs.
-        statistics: sums and maxima over the tokens of the mask; they merge over micro-batches and ranks.
+        per_token: the loss of each token, of the shape of the log-probs; 0 outside the response mask. float32, or
+            float64 if the log-probs are.
+        statistics: sums and maxima over the tokens of the mask, which can be merged over micro-batches and ranks.
     """
 
     per_token: Tensor
@@ -137,30 +139,34 @@ def policy_loss(
     Args:
         log_probs: log π_θ, of the layout's local shape, nats; differentiated.
         old_log_probs: log π_old, of the same shape.
-        advantages: [n], one a sequence, or like ``log_probs``; of a shape that is both, one a sequence.
-        response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
+        advantages: one for each sequence, [n], or for each token, like ``log_probs``. If a shape could be both, it is
+            one for each sequence.
+        response_mask: bool, like ``log_probs``, True for trained tokens. Values at other positions change no bit of the
+            result or the gradient.
         algorithm: see above.
-        clip_low: the ratio is clipped below 1 - this; 1 and more clip nothing, as the 10 of verl's CISPO examples. The
-            bound ``low`` of the other objectives.
-        clip_high: the ratio is clipped above 1 + this. The bound ``high`` of the other objectives.
-        dual_clip: c, or None; ``ppo_clip``, ``gspo``, ``dppo_tv`` and ``dppo_kl`` only. None: no cap, in the last two
-            20.
+        clip_low: the ratio is clipped below 1 - this. A value of 1 or more clips nothing, such as the 10 in verl's
+            CISPO examples. For objectives that do not clip the ratio it is the bound ``low`` above.
+        clip_high: the ratio is clipped above 1 + this. For objectives that do not clip the ratio it is the bound
+            ``high`` above.
+        dual_clip: c, for ``ppo_clip``, ``gspo``, ``dppo_tv`` and ``dppo_kl`` only. None: no limit for the first two, 20
+            for the last two.
         tau_pos: ``sapo`` only; None: 1.
         tau_neg: ``sapo`` only; None: 1.05.
-        weights: like ``log_probs``, detached; default 1.
-        layout: which tokens these are. Default: padded, rows of ``log_probs``. Sequences that are packed into one row
-            need it, or ``gspo``, ``gmpo`` and ``cppo`` take all of them for one sequence.
-        groups: ``cp`` holds the other slices of the sequences; ``gspo``, ``gmpo`` and ``cppo`` alone need it. Without
-            it, and without a layout, they take a slice for the whole sequence: nothing says that it is none.
-        sequence_log_ratio: [n], the mean of log r over each whole sequence, if it is known already (``gspo``).
+        weights: importance weights, like ``log_probs``; detached here. Default: 1.
+        layout: which tokens these are. Default: padded, rows of ``log_probs``. If several sequences are packed into one
+            row, pass it: without it ``gspo``, ``gmpo`` and ``cppo`` take the row for one sequence.
+        groups: the other ranks of ``cp`` have the other slices of the sequences; only ``gspo``, ``gmpo`` and ``cppo``
+            need them. If neither groups nor layout are passed, these three take a slice for a whole sequence, and
+            cannot notice that it is not.
+        sequence_log_ratio: [n], the mean of log r over each whole sequence, if the caller knows it already (``gspo``).
 
     Collectives: none, or one SUM over ``cp``: of [2, n] for ``gmpo``, and for ``gspo`` without ``sequence_log_ratio``;
     of [2, n, tokens of the longest sequence] for ``cppo``.
 
     Raises:
-        ValueError: an unknown algorithm, settings that cannot be or that the algorithm does not use, shapes that do not
-            fit, a layout of another rank of ``cp``, or for ``gspo``, ``gmpo`` and ``cppo`` rows that are no slices of
-            as many ranks as ``cp`` has.
+        ValueError: an unknown algorithm; settings that are out of range or that the algorithm does not use; shapes that
+            do not fit; a layout of another rank of ``cp``; or, for ``gspo``, ``gmpo`` and ``cppo`` without a layout,
+            rows whose length is not that of a zigzag slice.
     """
     objective = objective_of(algorithm)
     _check_clips(objective, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -175,14 +181,15 @@ def policy_loss(
     check_alike("log_probs", log_probs, old_log_probs=old_log_probs, response_mask=response_mask, weights=weights)
     check_mask("response_mask", response_mask)
 
-    # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
+    # Only objectives with sums over whole sequences need the other slices, and so a layout that fits ``cp``. For the
+    # others a row may be a slice of any length.
     needs_cp = objective.by_sequence or objective.whole_sequences
     compares_with_cp = needs_cp or (layout is not None and groups is not None)
     groups = ParallelGroups.given(groups)
     layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compares_with_cp else None)
     whole = WholeSequences(response_mask, layout, layout.cp(groups.cp))
 
-    # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
+    # In bfloat16 a ratio would have errors of percents, and in float16 one of exp(20) would overflow.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
     old_log_probs = old_log_probs.detach().to(arithmetic(old_log_probs.dtype))
     # Masked positions may hold anything, NaN too.
@@ -197,7 +204,7 @@ def policy_loss(
             mean = whole.mean(token_log_ratio)
         else:
             mean = layout.expand(sequence_log_ratio.to(token_log_ratio.dtype))
-        # The value of the sequence's mean, with the gradient of the token's own log-prob.
+        # The value is the mean over the sequence; the gradient is that of this token's log-prob.
         log_ratio = mean + (log_probs - log_probs.detach())
 
     result = objective.loss(
@@ -236,7 +243,7 @@ def token_loss(
     groups: ParallelGroups,
     sequence_log_ratio: Tensor | None,
 ) -> PolicyLoss:
-    """The whole loss of every token, and its measures: w · (policy objective) - entropy_coef · entropy + kl_coef · KL.
+    """The complete loss of every token: w · (policy objective) - entropy_coef · entropy + kl_coef · KL.
 
     Args:
         objective: the settings.
@@ -245,7 +252,7 @@ def token_loss(
         rollout_log_probs: log π_rollout, like ``log_probs``; used with ``kl_importance_weight`` alone.
         advantages: [n], one a sequence, or like ``log_probs``.
         response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
-        weights: w, like ``log_probs``, detached; None: 1. They multiply the objective alone.
+        weights: w, like ``log_probs``, detached; None: 1. They multiply the objective, not the two other terms.
         entropy: entropy of π_θ at each token, like ``log_probs``; differentiated. None without an entropy bonus.
         ref_log_probs: log π_ref, like ``log_probs``; None without a KL penalty.
         layout: which tokens these are.
@@ -264,7 +271,8 @@ def token_loss(
     if objective.kl_coef and ref_log_probs is None:
         raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
 
-    # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
+    # Converted here, for objective and penalty together, so that their gradients are added in float32 and then rounded
+    # once to the dtype of the log-probs.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
     policy = policy_loss(
         log_probs,
@@ -291,13 +299,13 @@ def token_loss(
         statistics = statistics.plus(entropy=entropy.double().sum())
 
     if objective.kl_coef and ref_log_probs is not None:
-        # With zeros at masked positions the penalty is 0 there.
-        rollout_of_mask = torch.where(response_mask, rollout_log_probs, 0) if objective.kl_importance_weight else None
+        # Log-probs outside the mask are replaced by 0, so that the penalty is 0 there.
+        masked_rollout = torch.where(response_mask, rollout_log_probs, 0) if objective.kl_importance_weight else None
         penalty = kl_penalty(
             torch.where(response_mask, log_probs, 0),
             torch.where(response_mask, ref_log_probs, 0),
             objective.kl_estimator,
-            rollout_log_probs=rollout_of_mask,
+            rollout_log_probs=masked_rollout,
         )
         per_token = per_token + objective.kl_coef * penalty
         statistics = statistics.plus(reference_kl=penalty.double().sum())
@@ -306,12 +314,12 @@ def token_loss(
 
 
 def _statistics(log_ratio: Tensor, mask: Tensor, result: TokenLoss) -> LossStatistics:
-    """The measures of an objective's losses.
+    """Return the sums and maxima for the metrics of an objective.
 
     Args:
-        log_ratio: each token's own log π_θ/π_old, detached; 0 outside the mask.
-        mask: bool, the tokens that count.
-        result: the objective's result, with the tokens that its bounds have clipped.
+        log_ratio: log π_θ/π_old of each token (not the mean over its sequence), detached; 0 outside the mask.
+        mask: bool, the trained tokens.
+        result: the objective's result: it says which tokens its bounds have clipped.
     """
     sums = {
         "tokens": mask.sum(),
@@ -326,17 +334,18 @@ def _statistics(log_ratio: Tensor, mask: Tensor, result: TokenLoss) -> LossStati
         if clipped is not None:
             sums[name] = (mask & clipped).sum()
 
-    # The largest log ratio, and the smallest one negated. A shard may be empty, and amax has no value for that.
-    both = torch.stack([log_ratio, -log_ratio])
-    both = torch.where(mask, both, -torch.inf).flatten(1)
-    both = torch.cat([both, both.new_full((2, 1), -torch.inf)], dim=1)
+    # Two maxima: of log_ratio and of -log_ratio. One column of -inf is added, because amax fails on an empty shard.
+    signed_log_ratios = torch.stack([log_ratio, -log_ratio])
+    signed_log_ratios = torch.where(mask, signed_log_ratios, -torch.inf).flatten(1)
+    column = signed_log_ratios.new_full((2, 1), -torch.inf)
+    maxima = torch.cat([signed_log_ratios, column], dim=1).amax(1)
     statistics = LossStatistics.nothing(mask.device).plus(**sums)
-    return LossStatistics(statistics.sums, maxima=both.amax(1).double())
+    return LossStatistics(statistics.sums, maxima=maxima.double())
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
-    """The advantage of each token, of the layout's local shape, from one for each sequence or for each token."""
-    # If both shapes are the same, they are one a sequence, as in the correction.
+    """Return the advantage of each token, of the layout's local shape, from one for each sequence or for each token."""
+    # A shape that fits both is read as one for each sequence, as in the correction.
     if tuple(advantages.shape) == (layout.num_sequences,):
         return layout.expand(advantages)
     if tuple(advantages.shape) != layout.shape:
@@ -348,7 +357,7 @@ def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _check_clips(objective: Objective | None, *, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    """Raise ValueError for bounds that no objective takes, or not this one; None: the objective is not chosen yet."""
+    """Raise ValueError for bounds that are out of range, or that the objective does not use (None: not chosen yet)."""
     if dual_clip is not None and objective is not None and not objective.takes_dual_clip:
         raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
     check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
@@ -358,7 +367,7 @@ def _check_clips(objective: Objective | None, *, clip_low: float, clip_high: flo
 
 
 def _check_temperatures(objective: Objective | None, *, tau_pos: float | None, tau_neg: float | None) -> None:
-    """Raise ValueError for temperatures that cannot be, or that this objective does not take; None: not chosen yet."""
+    """Raise ValueError for temperatures out of range, or that the objective does not use (None: not chosen yet)."""
     for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if value is None:
             continue
@@ -368,7 +377,7 @@ def _check_temperatures(objective: Objective | None, *, tau_pos: float | None, t
 
 
 def _check_kl_weight(kl_importance_weight: object, kl_estimator: str) -> None:
-    """Raise ValueError unless the KL penalty's weight is a switch that gives this estimator the gradient of the KL."""
+    """Raise ValueError unless ``kl_importance_weight`` is a bool that the estimator allows to be True."""
     if not isinstance(kl_importance_weight, bool):
         raise ValueError(f"kl_importance_weight={kl_importance_weight!r} must be True or False")
     if kl_importance_weight and kl_estimator not in WEIGHTED_KL_ESTIMATORS:

@@ -1,4 +1,4 @@
-"""Checks of settings, alone and together; each error names the field, its value and the remedy."""
+"""Checks of a correction's settings, one by one and in combination; an error names field, value and remedy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_rc.settings.bounds import check_positive
 from megatron_rc.settings.fields import DEFAULTS, FIELDS, SWITCHES, CorrectionFields, choices_of
 from megatron_rc.settings.levels import LEVELS
 
-# Fields that describe the weights, and do nothing without them.
+# Fields that describe the weights: without ``rollout_is`` there are none, and these fields do nothing.
 OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply")
 _log = logging.getLogger("megatron_rc")
 
 
 def check_values(config: CorrectionFields) -> None:
-    """Raise ValueError for a value that its field does not take, whatever the other fields are.
+    """Raise ValueError for a value that its field never takes, whatever the other fields are.
 
-    Texts with bounds are not read here: the config's properties read them.
+    Thresholds that are texts, such as "0.5_2.0", are not parsed here: the config's properties parse them.
     """
     for name in FIELDS:
         choices = choices_of(name)
@@ -37,7 +37,7 @@ def check_values(config: CorrectionFields) -> None:
 
 
 def check_idle(config: CorrectionFields) -> None:
-    """Raise ValueError for a field that is given and does nothing beside the others."""
+    """Raise ValueError for a field that is set (not its default) but has no effect with the other fields."""
     fields = config.to_dict()
     for name, reason in idle_fields(fields).items():
         if fields[name] != DEFAULTS[name]:
@@ -45,10 +45,12 @@ def check_idle(config: CorrectionFields) -> None:
 
 
 def idle_fields(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that do nothing beside the others, given or not, each with the reason and the remedy.
+    """Return the fields that have no effect with the values of the others: by name, the reason and the remedy.
+
+    Fields with their default value are returned too.
 
     Args:
-        fields: every field by name.
+        fields: the value of every field, by name.
     """
     idle: dict[str, str] = {}
 
@@ -92,7 +94,7 @@ def idle_fields(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_together(config: CorrectionFields) -> None:
-    """Raise ValueError for fields that contradict each other; log a warning of weights that are only measured."""
+    """Raise ValueError for fields that contradict each other; log a warning if weights are measured, not applied."""
     _check_staleness_scale(config)
     _check_following_criteria(config)
     if config.corrects_in_loss:
@@ -109,11 +111,11 @@ def check_together(config: CorrectionFields) -> None:
 
 
 def check_prompts(config: CorrectionFields, mode: str) -> None:
-    """Raise ValueError for criteria of prompts beside a setting that computes the correction inside the loss.
+    """Raise ValueError for criteria that test prompts if the correction is computed inside the loss.
 
     Args:
         config: the settings.
-        mode: name of that setting, for the error.
+        mode: the setting that moves the correction into the loss, for the error message.
     """
     if config.needs_prompts:
         names = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
@@ -124,7 +126,11 @@ def check_prompts(config: CorrectionFields, mode: str) -> None:
 
 
 def _check_following_criteria(config: CorrectionFields) -> None:
-    """Raise ValueError if every criterion follows the rejection by others, and nothing else rejects."""
+    """Raise ValueError if nothing rejects except criteria that count the rejections of other criteria.
+
+    A criterion with ``follows_others`` rejects all responses to a prompt because of how many of them the other criteria
+    reject. Alone it would never reject anything.
+    """
     if not config.criteria or config.rejects_without_criteria:
         return
     if all(criterion.follows_others for criterion in config.criteria):
@@ -134,7 +140,11 @@ def _check_following_criteria(config: CorrectionFields) -> None:
 
 
 def _check_staleness_scale(config: CorrectionFields) -> None:
-    """Raise ValueError for factors of bounds without bounds, or of bounds on tokens of different staleness."""
+    """Raise ValueError if ``rollout_staleness_scale`` has no bound to scale, or one that it cannot scale.
+
+    The scale multiplies a bound by a factor for the staleness of a token, or of the oldest token of a sequence. A turn,
+    a prompt, and a weight that combines several tokens have no such staleness.
+    """
     if config.staleness_scale is None:
         return
     setting = f"rollout_staleness_scale={config.rollout_staleness_scale!r}"

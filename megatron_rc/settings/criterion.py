@@ -20,7 +20,8 @@ class Divergence:
     Attributes:
         name: short name such as ``k3``; no other divergence may have it.
         words: name or formula of x, for descriptions.
-        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: x is log ρ, or ``of_both``'s.
+        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: ``of_both`` gives x, and if that
+            is None too, x is log ρ itself.
         least: the smallest possible x.
         of_both: function from (log π_train, log π_rollout) to x, elementwise, in float64; 0 if both are equal.
     """
@@ -37,12 +38,12 @@ class Divergence:
         return self.of is None and self.of_both is None
 
     def values(self, train: Tensor, rollout: Tensor, log_ratio: Tensor) -> Tensor:
-        """Return the x of each token, like ``log_ratio``, float64; log ρ itself in its own dtype.
+        """Return the x of each token, like ``log_ratio``, in float64; if x is log ρ itself, ``log_ratio`` unchanged.
 
         Args:
             train: log π_train of each token.
             rollout: log π_rollout of each token.
-            log_ratio: their difference, log ρ.
+            log_ratio: log ρ = log π_train - log π_rollout of each token.
         """
         if self.of_both is not None:
             return self.of_both(train.double(), rollout.double())
@@ -67,12 +68,14 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceValues:
-    """The numbers that a statistic may use: [n] float64 each, of n sequences, or of all responses of n prompts.
+    """The numbers that a statistic may use, [n] float64 each: of n sequences or turns, or of n prompts.
+
+    The numbers of a prompt are those of all its responses together.
 
     Attributes:
-        num_tokens: valid tokens, at least 1.
-        num_lost: for prompts: the number of responses of which the other criteria reject every token.
-        values: sums and extremes, by the name of the need; ``sum``, ``max`` and ``min`` read them.
+        num_tokens: number of valid tokens, at least 1.
+        num_lost: for prompts: number of responses that other criteria reject as a whole, so that no token is left.
+        values: sums and extremes, by :attr:`Need.name`; read them with the methods ``sum``, ``max`` and ``min``.
     """
 
     num_tokens: Tensor
@@ -96,21 +99,21 @@ class SequenceValues:
 class Criterion:
     """One rejection test: accept if ``lower <= statistic <= upper``.
 
-    The table of ``megatron_rc.settings.criteria`` has criteria without bounds; a config has those of its ``rollout_rs``
-    with the bounds that its thresholds give them.
+    The criteria in the table of ``megatron_rc.settings.criteria`` have no bounds yet. ``config.criteria`` are those
+    that ``rollout_rs`` names, with the bounds that the config's thresholds set.
 
     Attributes:
         name: the name in ``rollout_rs``, for example ``seq_mean_k1``.
         unit: scope of one verdict: a ``token``, a ``turn`` (a run of trained tokens), a ``sequence``, or all responses
             of a ``prompt``.
-        words: the rejected things, up to the bounds: "sequences whose Π ρ_t".
-        bounds: the form of the bounds.
+        words: beginning of the description of what is rejected; the bounds follow: "sequences whose Π ρ_t".
+        bounds: the form of the bounds, for example an upper one alone.
         needs: the sums and extremes that the statistic uses.
         statistic: function from the values of n sequences (or prompts, or turns) to [n] float64. For the unit token
             only metrics of sequences use it.
-        tested: for the unit token: the divergence whose x is held against the bounds; else None.
-        only_negative: True: accept tokens with an advantage of 0 or more, whatever the statistic.
-        follows_others: True: the statistic uses ``num_lost``, the rejection by the other criteria.
+        tested: for the unit token: the divergence whose x must lie within the bounds; else None.
+        only_negative: True: tokens with an advantage of 0 or more are accepted, whatever the statistic.
+        follows_others: True: the statistic uses ``num_lost``, and so depends on what the other criteria reject.
         lower: lower bound on the statistic, in nats.
         upper: upper bound on the statistic, in nats.
     """
@@ -157,6 +160,6 @@ class Criterion:
         return within(statistic, self.lower, self.upper)
 
     def describe(self) -> str:
-        """Return the rejected things in words, with the bounds and the criterion's name."""
+        """Return in words what is rejected, with the bounds and the criterion's name."""
         parts = [self.words, self.bounds.words(self.lower, self.upper), f"({self.name})"]
         return " ".join(part for part in parts if part)

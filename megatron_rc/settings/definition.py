@@ -1,4 +1,4 @@
-"""Checks of a criterion that a user adds: a fault in it is an error when it is defined, not in the middle of a run."""
+"""Checks of a rejection criterion when it is defined, so that a mistake in it does not first show in a training run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.settings.bounds import Bounds
 from megatron_rc.settings.criterion import Criterion, Divergence, Need, SequenceValues
 
-# Numbers with which a divergence is tried: log ρ, and log-probs of all pairs of a certain token to an impossible one.
+# Trial inputs of a divergence that is a function of log ρ.
 _LOG_RATIOS = (-50.0, -1.0, -0.1, 0.0, 0.1, 1.0, 50.0)
+# Trial inputs of a divergence that is a function of two log-probs: every pair of these is tried. They range from the
+# largest log-prob that is accepted (probability 1, and a rounding error above it) to a probability of 0.
 _LOG_PROBS = (POSITIVE_LIMIT, 0.0, -1e-30, -1e-3, -0.1, -1.0, -50.0, -3e38)
 
 
 def check_criterion(criterion: Criterion) -> None:
-    """Raise ValueError, with the criterion's name, for a part that is missing or contradicts another one.
+    """Raise ValueError, with the criterion's name, if a field is missing, or if two fields contradict each other.
 
-    The statistic and the divergences are computed once, with a few made-up numbers.
+    The statistic and the divergences are tried on a few made-up numbers.
     """
     problem = _problem_of_parts(criterion)
     if problem is None:
@@ -31,7 +33,7 @@ def check_criterion(criterion: Criterion) -> None:
 
 
 def _problem_of_parts(criterion: Criterion) -> str | None:
-    """Return the first problem of the parts beside the statistic; None if they fit together."""
+    """Return the first problem of the criterion's fields, without calling its functions; None if they fit together."""
     if not criterion.name.replace("_", "").isalnum() or criterion.name != criterion.name.lower():
         return "the name must be letters, digits and underscores, in lower case"
     if criterion.unit not in ("token", "turn", "sequence", "prompt"):
@@ -47,7 +49,7 @@ def _problem_of_parts(criterion: Criterion) -> str | None:
         return "prompts have sums of their responses alone"
 
     if (criterion.unit == "token") != (criterion.tested is not None):
-        return "tested, the divergence of a token, belongs to the unit token alone"
+        return "tested, the divergence of a token that the bounds apply to, belongs to the unit token alone"
     if criterion.only_negative and criterion.unit != "sequence":
         return "only_negative is for the unit sequence"
     if criterion.follows_others and criterion.unit != "prompt":
@@ -58,9 +60,10 @@ def _problem_of_parts(criterion: Criterion) -> str | None:
 
 
 class _RecordedValues(dict[str, Tensor]):
-    """Made-up values of two sequences, made when a statistic asks for them; the keys are the names that it asked for.
+    """Made-up values of two sequences, for ``SequenceValues.values``.
 
-    All values differ, so that a statistic that ignores one of them, or gives a constant, is found.
+    A value is made when the statistic reads its name, so that afterwards the keys are the names that it has read. The
+    two sequences differ in every value, so that equal statistics of both mean that the statistic is a constant.
     """
 
     def __missing__(self, name: str) -> Tensor:
@@ -70,22 +73,22 @@ class _RecordedValues(dict[str, Tensor]):
 
 
 def _problem_of_statistic(criterion: Criterion) -> str | None:
-    """Return the first problem of the statistic; None if it uses exactly its needs and gives usable numbers."""
-    asked = _RecordedValues()
+    """Return the first problem of the statistic; None if it reads exactly its needs and gives usable numbers."""
+    recorded = _RecordedValues()
     num_tokens = torch.ones(2, dtype=torch.float64)
     num_lost = torch.tensor([1.3, 2.9], dtype=torch.float64)
-    value = criterion.statistic(SequenceValues(num_tokens=num_tokens, num_lost=num_lost, values=asked))
-    without_lost = criterion.statistic(
-        SequenceValues(num_tokens=num_tokens, num_lost=torch.zeros_like(num_lost), values=asked)
+    statistic = criterion.statistic(SequenceValues(num_tokens=num_tokens, num_lost=num_lost, values=recorded))
+    statistic_of_none_lost = criterion.statistic(
+        SequenceValues(num_tokens=num_tokens, num_lost=torch.zeros_like(num_lost), values=recorded)
     )
 
-    if not isinstance(value, Tensor) or value.shape != (2,) or value.dtype != torch.float64:
+    if not isinstance(statistic, Tensor) or statistic.shape != (2,) or statistic.dtype != torch.float64:
         return "statistic must give one float64 number for each sequence"
-    uses_lost = not torch.equal(value, without_lost)
-    if asked.keys() != {need.name for need in criterion.needs} or uses_lost != criterion.follows_others:
+    uses_lost = not torch.equal(statistic, statistic_of_none_lost)
+    if recorded.keys() != {need.name for need in criterion.needs} or uses_lost != criterion.follows_others:
         names = ", ".join(f"{need.how} of {need.divergence.name}" for need in criterion.needs)
         return f"statistic must use exactly needs and num_lost (follows_others): {names or 'nothing'}"
-    if not value.isfinite().all() or value[0] == value[1]:
+    if not statistic.isfinite().all() or statistic[0] == statistic[1]:
         return "statistic must be finite, and differ between sequences that differ"
     return None
 
@@ -98,6 +101,7 @@ def _check_divergence(divergence: Divergence) -> None:
 
 
 def _problem_of_divergence(divergence: Divergence) -> str | None:
+    """Return the first problem of a divergence, or None; its function is tried on a few made-up tokens."""
     if not isinstance(divergence.name, str) or not divergence.name or not divergence.words:
         return "name and words must be given"
     if divergence.is_log_ratio:
@@ -110,23 +114,23 @@ def _problem_of_divergence(divergence: Divergence) -> str | None:
     if not callable(getattr(divergence, function_name)) or not isinstance(divergence.least, (int, float)):
         return f"{function_name} must be a function of each {argument}, and least a number"
 
-    values, is_equal = _tried(divergence)
-    if not isinstance(values, Tensor) or values.shape != is_equal.shape or values.dtype != torch.float64:
+    values, policies_agree = _trial_values(divergence)
+    if not isinstance(values, Tensor) or values.shape != policies_agree.shape or values.dtype != torch.float64:
         return f"{function_name} must give one float64 number for each {argument}"
-    if not values.isfinite().all() or (values[is_equal] != 0).any():
+    if not values.isfinite().all() or (values[policies_agree] != 0).any():
         return f"{function_name} must be finite, and 0 where log ρ is 0"
     if values.min() < divergence.least:
         return f"{function_name} gives {values.min().item():g}, below least"
     return None
 
 
-def _tried(divergence: Divergence) -> tuple[Tensor, Tensor]:
-    """Return the divergence of a few made-up tokens, and where the two policies agree on them (bool)."""
+def _trial_values(divergence: Divergence) -> tuple[Tensor, Tensor]:
+    """Return the divergence of a few made-up tokens, and a bool for each token: both policies give it one log-prob."""
     if divergence.of_both is not None:
         log_probs = torch.tensor(_LOG_PROBS, dtype=torch.float64)
         train, rollout = torch.cartesian_prod(log_probs, log_probs).unbind(1)
         return divergence.of_both(train, rollout), train == rollout
 
     log_ratios = torch.tensor(_LOG_RATIOS, dtype=torch.float64)
-    # ``of`` is given: log ρ itself needs no trial.
+    # ``of`` is not None here, because a divergence that is log ρ itself is not tried.
     return divergence.of(log_ratios), log_ratios == 0  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Decoupled mode: everything is decided before the schedule, from log-probs of a forward-only pass."""
+"""The plan of decoupled mode: the whole correction, before the schedule, from log π_old of a forward-only pass."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from megatron_rc.training.step_sums import StepSums, micro_batch_sums
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DecoupledPlan(TrainingResult, Plan):
-    """Decoupled mode decides everything before the schedule: the plan is the result.
+    """The plan of decoupled mode, which is also the result of the correction.
 
-    On pipeline stages without log-probs weights, mask and lengths are None; everything else is known there too.
+    On pipeline stages without log-probs ``weights``, ``mask`` and ``sequence_lengths`` are None; these stages know
+    everything else.
     """
 
     groups: ParallelGroups
@@ -39,18 +40,18 @@ class DecoupledPlan(TrainingResult, Plan):
 
     @property
     def counted(self) -> Tensor:
-        """[num_mini_batches, 2] float64: tokens and sequences that the loss is divided by."""
+        """[num_mini_batches, 2] float64: numbers of tokens and of sequences, from which denominators are computed."""
         if self.config.rejection_denominator == "accepted":
             return self.denominators[:, 2:]
         return self.denominators[:, :2]
 
     def check(self) -> None:
-        """Raise the same error on every rank if any rank held data that cannot be right."""
+        """Raise the same error on every rank if any rank has data that cannot be right."""
         super().check()
         self.progress.is_checked = True
 
     def step_sums(self, mini_batch: int) -> StepSums[Tensor]:
-        """The sums over the accepted tokens of a mini-batch, with the weights as they are applied."""
+        """Return the sums over the accepted tokens of a mini-batch; ``weights`` is 0 if the loss applies none."""
         denominators = self.header.denominators
         weights = denominators.weights[mini_batch]
         if not self.config.applies_weights:
@@ -66,12 +67,13 @@ class DecoupledPlan(TrainingResult, Plan):
     def gradient_factor(
         self, header: BatchHeader[Tensor] | None, mini_batch: int
     ) -> tuple[BatchHeader[Tensor] | None, Tensor]:
-        """1: the loss was divided by the final denominator. There is no header of a step."""
+        """Return (``header``, 1): the losses were divided by the final denominator; ``header`` is always None."""
         return header, self.denominators.new_ones(())
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
-        """The results of the plan that the micro-batch brings along, if they are all there."""
-        old_log_probs, mask = micro_batch.train_log_probs, micro_batch.mask
+        """Return the plan's results, which are fields of the micro-batch; ValueError if one is missing or unused."""
+        old_log_probs = micro_batch.train_log_probs
+        mask = micro_batch.mask
         lengths = micro_batch.sequence_lengths
         if old_log_probs is None or mask is None or lengths is None:
             raise ValueError(
@@ -88,8 +90,8 @@ class DecoupledPlan(TrainingResult, Plan):
                 f"{micro_batch.layout.num_sequences} sequences, the part of the plan's that belongs to this micro-batch"
             )
 
-        # An accepted token outside of the response mask is not counted, so that the end of the step misses it: the
-        # plan's mask does not belong to these tokens.
+        # If the mask is the plan's, all accepted tokens are in the response mask. If it is that of other tokens, some
+        # may not be: they are not counted, so that the counts differ from the plan's, and finish_step raises.
         counted = mask & micro_batch.response_mask
         ids = self.ids_of_step(micro_batch.sequence_ids, micro_batch.plan_ids)
         return CorrectedMicroBatch(
@@ -101,7 +103,7 @@ class DecoupledPlan(TrainingResult, Plan):
         )
 
     def _check_weights(self, weights: Tensor | None) -> None:
-        """Raise ValueError if a micro-batch lacks weights that the config applies, or has others."""
+        """Raise ValueError if a micro-batch has no weights but the config applies some, or has some but it does not."""
         if weights is None and self.config.applies_weights:
             raise ValueError(
                 f"rollout_is={self.config.rollout_is!r} applies weights, and the micro-batch has none: pass the "
@@ -127,14 +129,14 @@ class DecoupledPlan(TrainingResult, Plan):
 def plan_decoupled(
     inputs: AnyInputs | None, counts: AgreedCounts, setup: Setup, open_step: OpenCounts, device: torch.device
 ) -> DecoupledPlan:
-    """The whole correction on the last pipeline stage, and its header on every stage.
+    """Make the plan of decoupled mode: correct on the last pipeline stage, and broadcast the header to every stage.
 
     Args:
         inputs: this rank's part of the rollout batch; None on the stages before the last.
         counts: the counts that all ranks agreed on.
         setup: the arguments of the correction.
-        open_step: of the correction.
-        device: of the header on the stages before the last.
+        open_step: the open optimizer step of the RolloutCorrection.
+        device: for the header on the stages before the last.
 
     Collectives: those of :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``.
 
@@ -142,7 +144,8 @@ def plan_decoupled(
         ValueError: on the last stage, inputs that do not fit together; the other stages wait in the broadcast until
             torchrun ends them.
     """
-    config, groups = setup.config, setup.groups
+    config = setup.config
+    groups = setup.groups
     if inputs is None:
         result = CorrectionResult(config, empty_header(config, counts, device))
     else:

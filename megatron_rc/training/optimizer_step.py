@@ -1,4 +1,7 @@
-"""An optimizer step: the counts of its losses while it is open, their comparison with the plan, and its result."""
+"""An optimizer step: its losses count their micro-batches, and at its end the counts are compared with the plan.
+
+A step is *open* from its first micro-batch until ``finish_step``.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from megatron_rc.training.micro_batch import CorrectedMicroBatch
 from megatron_rc.training.plan import PlannedStep, StepError, TrainingResult
 from megatron_rc.training.step_sums import StepSums
 
-# Sums of float32 weights differ relatively by less than this if they are added in another order.
+# Relative difference by which two sums of the same float32 weights may differ, because of the order of addition.
 _TOLERANCE = 1e-5
-# The loss's float32 weights lose digits below this, and may be 0.
+# Absolute difference for each token: float32 weights below this have fewer digits, and may be rounded to 0.
 _LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 _RESET = "zero the gradients and call reset_step() on every rank before a schedule is run again"
 
@@ -36,13 +39,13 @@ class StepCounts(Generic[N]):
     A few thousand float64 numbers, however many tokens there are: the end of the step needs no token.
     """
 
-    header: BatchHeader[N] | None  # measures of a correction that is made in the loss; else None: the plan has them
-    loss: LossStatistics  # measures of the loss
-    sums: StepSums[N]  # to be compared with the plan's
+    header: BatchHeader[N] | None  # numbers of a correction that is made in the loss; None: the plan has them
+    loss: LossStatistics  # numbers for the metrics of the loss
+    sums: StepSums[N]  # sums that are compared with those of the plan
 
     @classmethod
     def of(cls, corrected: CorrectedMicroBatch, statistics: LossStatistics | None = None) -> StepCounts[Tensor]:
-        """The counts of one micro-batch; without ``statistics`` its loss is not measured. Collectives: none."""
+        """Return the counts of one micro-batch; without ``statistics`` its loss has no metrics. Collectives: none."""
         return StepCounts(
             header=None if corrected.batch is None else corrected.batch.header,
             loss=statistics or LossStatistics.nothing(corrected.mask.device),
@@ -51,7 +54,7 @@ class StepCounts(Generic[N]):
 
     @classmethod
     def nothing(cls, header: BatchHeader[Tensor] | None, device: torch.device) -> StepCounts[Tensor]:
-        """The counts of no micro-batch, around a ``header`` of no token."""
+        """Return counts of 0, for a rank without a micro-batch; ``header`` is that of a correction of no token."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return StepCounts(
             header=header,
@@ -68,24 +71,24 @@ class StepHeader(Generic[N]):
     """
 
     counts: StepCounts[N]
-    micro_batches: N  # that were counted
-    expected_micro_batches: N  # that the LossScale was made for; as many as were counted if there was no LossScale
-    idle_ranks: N  # ranks that counted no micro-batch
+    micro_batches: N  # number of micro-batches that were counted
+    expected_micro_batches: N  # number that the LossScale was made for; without a LossScale, the number counted
+    idle_ranks: N  # number of ranks that counted no micro-batch
     planned: StepSums[N]  # the sums that the plan expects; NaN if not known
-    # The number of tokens that Megatron divided the gradients by, and the one that the LossScale was made for; 0: none.
-    divisor: N = largest()
-    expected_divisor: N = largest()
-    factor: N = largest()  # the gradients are multiplied by it
+    divisor: N = largest()  # number of tokens that Megatron divided the gradients by; 0: it did not divide
+    expected_divisor: N = largest()  # number of tokens that the LossScale was made for; 0: none
+    factor: N = largest()  # factor by which the gradients must be multiplied
 
 
 class OpenStep:
     """The micro-batches that this rank has counted since the last optimizer step ended.
 
     Attributes:
-        agreed: the counts of the plan that was made or gave a scale last, on every stage: headers have their form.
-        step: the step that they belong to; None before the first of them.
-        num_micro_batches: their number.
-        num_sequences: the number of their sequences.
+        agreed: the counts of the plan whose ``plan`` or ``loss_scale`` was called last, on every stage: the shapes in
+            headers follow from them.
+        step: the step of the micro-batches; None before the first of them.
+        num_micro_batches: number of the micro-batches.
+        num_sequences: number of sequences in the micro-batches.
     """
 
     def __init__(self) -> None:
@@ -101,7 +104,7 @@ class OpenStep:
         self._divisor: int | Tensor | None = None
 
     def check_ended(self) -> None:
-        """Raise StepError if all micro-batches of a step were counted, and nothing has ended it."""
+        """Raise StepError if all micro-batches of the open step were counted, so that it should have been ended."""
         expected = None if self.step is None else self.step.num_microbatches
         if expected is not None and self.num_micro_batches >= expected:
             raise StepError(
@@ -113,7 +116,7 @@ class OpenStep:
     def count(self, step: PlannedStep, counts: StepCounts[Tensor], num_sequences: int) -> None:
         """Add one micro-batch. Collectives: none.
 
-        Raises StepError if micro-batches of another step were counted before, and nothing has ended that one.
+        Raises StepError if another step is still open.
         """
         if self.step is not None and not self.step.is_same(step):
             raise StepError(
@@ -127,13 +130,14 @@ class OpenStep:
         self._counts = counts if self._counts is None else merged([self._counts, counts])
 
     def note_divisor(self, num_tokens: int | Tensor | None) -> None:
-        """Note the number of tokens that Megatron has divided the gradients by; None: by none."""
+        """Remember the number of tokens that Megatron has divided the gradients by; None: it has not divided them."""
         self._divisor = 0 if num_tokens is None else num_tokens
 
     def header(self, nothing: StepCounts[Tensor], groups: ParallelGroups) -> StepHeader[Tensor]:
-        """The numbers of the step over all ranks of the last stage, with the plan's; on other stages their form alone.
+        """Return the numbers of the step over all ranks of the last stage, with the sums and the factor of the plan.
 
-        ``nothing`` are the counts of a rank without a micro-batch, on the device of the header.
+        On other stages the numbers mean nothing: the record only has the shapes that a broadcast needs. ``nothing`` are
+        the counts of a rank without a micro-batch, on the device of the header.
 
         Collectives: one SUM and one MAX over ``dp_cp``, on the last stage.
         """
@@ -144,21 +148,23 @@ class OpenStep:
         header = unpack(local, reduce_batch(pack(local), groups))
         if self.step is None:
             return header
-        plan, mini_batch = self.step.plan, self.step.mini_batch
-        measures, factor = plan.gradient_factor(header.counts.header, mini_batch)
+        plan = self.step.plan
+        mini_batch = self.step.mini_batch
+        batch_header, factor = plan.gradient_factor(header.counts.header, mini_batch)
         return dataclasses.replace(
             header,
-            counts=dataclasses.replace(header.counts, header=measures),
+            counts=dataclasses.replace(header.counts, header=batch_header),
             planned=plan.step_sums(mini_batch),
             factor=factor,
         )
 
     def _local_header(self, nothing: StepCounts[Tensor]) -> StepHeader[Tensor]:
-        """The numbers of this rank, without any that only the plan knows."""
+        """Return the numbers of this rank; NaN and a factor of 1 take the place of those that the plan must give."""
         counts = nothing if self._counts is None else self._counts
         number = functools.partial(torch.full_like, counts.sums.tokens)
 
-        expected_micro_batches, expected_divisor = self.num_micro_batches, 0
+        expected_micro_batches = self.num_micro_batches
+        expected_divisor = 0
         if self.step is not None:
             expected_micro_batches = self.step.num_microbatches or self.num_micro_batches
             expected_divisor = self.step.total_tokens or 0
@@ -180,13 +186,16 @@ class OpenStep:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepResult(TrainingResult):
-    """An optimizer step that has ended, equal on every rank; ``header`` is None in decoupled mode: the plan has it."""
+    """The result of an optimizer step that has ended, equal on every rank.
+
+    ``header`` has the numbers of the step's correction. In decoupled mode it is None, because the plan has them.
+    """
 
     step: StepHeader[Tensor]  # all numbers of the step, on the device
 
     @property
     def factor(self) -> Tensor:
-        """0-D float64: the factor of the gradients; 0 if the step must be skipped."""
+        """0-D float64: the factor by which the gradients must be multiplied; 0 if the step must be skipped."""
         return self.step.factor
 
     @functools.cached_property
@@ -194,7 +203,7 @@ class StepResult(TrainingResult):
         """The correction's numbers on the host, from the synchronisation that ends the step."""
         header = self.step_on_host.counts.header
         if header is None:
-            raise ValueError("the numbers of the correction are those of the plan in decoupled mode")
+            raise ValueError("in decoupled mode a step has no numbers of the correction: the plan has them")
         return header
 
     def loss_metrics(self) -> dict[str, float]:
@@ -203,23 +212,24 @@ class StepResult(TrainingResult):
         sums = dict(zip(SUMS, loss.sums, strict=True))
         maxima = dict(zip(MAXIMA, loss.maxima, strict=True))
         metrics = derive_loss_metrics(sums, maxima)
-        # Each micro-batch was divided by D₀.
+        # Each micro-batch's loss was divided by D₀; times D₀/G it is that of the step.
         metrics["loss/total"] *= self.step_on_host.factor
         return metrics
 
     @functools.cached_property
     def step_on_host(self) -> StepHeader[float]:
-        """All numbers of the step on the host, from the one host synchronisation."""
+        """All numbers of the step on the host; the first access is the step's one host synchronisation."""
         step: StepHeader[float] = on_host(self.step)
         return step
 
 
 def check_step(step: StepHeader[float]) -> None:
-    """Raise StepError unless the losses of a step had the tokens of its mini-batch in the plan, each of them once.
+    """Raise StepError unless the losses of a step were run on exactly the tokens of its mini-batch in the plan.
 
-    ``step`` is equal on all ranks, so that all of them raise alike.
+    A micro-batch may be missing, counted twice, or of another mini-batch. ``step`` is equal on all ranks, so that all
+    of them raise alike.
     """
-    # In decoupled mode a trainer with its own loss counts nothing on any rank.
+    # In decoupled mode, a trainer that computes its own loss counts no micro-batch on any rank: no rank is missing.
     corrects_in_loss = step.counts.header is not None
     if step.idle_ranks and (corrects_in_loss or step.micro_batches):
         raise StepError(
@@ -227,8 +237,9 @@ def check_step(step: StepHeader[float]) -> None:
             "backward there: make it with masked_loss() in a schedule that is not forward-only, or call in_loss()"
         )
 
-    counted, planned = step.counts.sums, step.planned
-    # A single micro-batch without ids makes their sum unknown.
+    counted = step.counts.sums
+    planned = step.planned
+    # If any micro-batch came without ids, the counted sum of ids is NaN, and cannot be compared.
     planned_ids = math.nan if math.isnan(counted.ids) else planned.ids
     weight_tolerance = _TOLERANCE * planned.weights + _LEAST_WEIGHT * counted.tokens
     comparisons = [
@@ -254,6 +265,8 @@ def check_step(step: StepHeader[float]) -> None:
 
 
 def _agree(counted: float, expected: float, tolerance: float) -> bool:
-    """Whether a counted number is the expected one; True if the expected one is not known (NaN)."""
-    # NaN among counted weights fails the comparison.
+    """Return True if a counted number equals the expected one within ``tolerance``, or the expected one is NaN.
+
+    An expected number is NaN if the plan does not know it. A counted number that is NaN differs from any expected one.
+    """
     return math.isnan(expected) or abs(counted - expected) <= tolerance

@@ -1,6 +1,7 @@
-"""This package's settings in the words of other programs, and the settings that these words lack.
+"""Write a correction's settings as the settings of another program, and name the ones that the program cannot express.
 
-The program's own reader reads the written settings back: a field that then differs is one that the words lack.
+A *writer*, such as :func:`_nemo_rl`, writes what fits and ignores the rest. :func:`written` then reads the result back
+with the program's reader: every field that differs is one that the program's settings cannot express.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from megatron_rc.settings.fields import CorrectionFields
 
 _LEVEL_OF_CRITERION = {name: level for level, name in ALIASES.items()}
 _VERL_NAME = {name: word for word, name in RENAMED.items()}
-# Settings whose defaults in the program's code and in its own file differ: they are written always.
+# Settings that are written even if they have the default of the program's code: its configuration file has another one.
 _WRITTEN_ALWAYS = ("rollout_is", "rollout_is_threshold", "use_tis", "use_importance_sampling_correction")
-_DIGITS = 12  # of a bound: the precision of exp(log(1.001))
+_DIGITS = 12  # significant digits of a written bound, so that exp(log(1.001)) is written as 1.001
 
 
 def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """Return a program's settings for a config, and in words the fields that they lack.
+    """Return another program's settings for a config, and ``field=value`` of each field that they cannot express.
 
-    Weights that are measured, not applied, are left out: other programs have no such switch.
+    Weights that are measured, not applied, are left out: other programs have no such switch. If the program's reader
+    refuses the settings, they are {}, and the list has its message.
 
     Raises:
         ValueError: an unknown dialect, or one that is only read.
@@ -40,7 +42,7 @@ def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], lis
     try:
         read_again = type(config)(**program.read(Settings(settings, program.defaults)))
     except ValueError as problem:
-        # A level or a bound that the program does not take.
+        # For example a level or a bound that the program does not take.
         return {}, [str(problem)]
 
     lost = _differences(_meaning(config), _meaning(read_again))
@@ -51,16 +53,16 @@ def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], lis
 
 
 def _meaning(config: CorrectionFields) -> dict[str, Any]:
-    """Return the parts of a config that change the loss, by field."""
+    """Return the fields of a config that change the loss; fields without an effect are None, to compare as equal."""
     has_weights = _has_weights(config)
     rejects = bool(config.criteria) or config.rejecting_veto is not None
     bounds = config.weight_bounds
-    # The lower bound of truncated weights changes nothing.
-    ratios = bounds.upper if bounds.mode == "truncate" else (bounds.lower, bounds.upper)
+    # Truncated weights have an upper bound alone.
+    thresholds = bounds.upper if bounds.mode == "truncate" else (bounds.lower, bounds.upper)
     return {
         "rollout_is": config.rollout_is if has_weights else None,
         "rollout_is_mode": bounds.mode if has_weights else None,
-        "rollout_is_threshold": ratios if has_weights else None,
+        "rollout_is_threshold": thresholds if has_weights else None,
         "rollout_is_batch_normalize": (
             config.rollout_is_batch_normalize_scope if has_weights and config.rollout_is_batch_normalize else None
         ),
@@ -76,12 +78,12 @@ def _meaning(config: CorrectionFields) -> dict[str, Any]:
 
 
 def _differences(wanted: Mapping[str, Any], read_again: Mapping[str, Any]) -> list[str]:
-    """Return ``field=value`` of each part of ``wanted`` that ``read_again`` has not; criteria without their bounds."""
+    """Return ``field=value`` of each field that differs in ``read_again``; criteria are named without their bounds."""
     lost = []
     for name, value in wanted.items():
         if _is_same(value, read_again[name]):
             continue
-        # Without criteria, which are then named already, there is no denominator to compare.
+        # None says that nothing rejects in ``read_again``: the lost criteria are named, and there is no denominator.
         if name == "rejection_denominator" and read_again[name] is None:
             continue
         lost.append(f"{name}={','.join(value) if isinstance(value, dict) else repr(value)}")
@@ -89,7 +91,7 @@ def _differences(wanted: Mapping[str, Any], read_again: Mapping[str, Any]) -> li
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two parts of a config are equal, bounds up to rounding."""
+    """Return True if two values of a field are equal; bounds may differ by rounding."""
     if isinstance(value, dict) and isinstance(other, dict):
         return value.keys() == other.keys() and all(_is_same(value[name], other[name]) for name in value)
     if isinstance(value, tuple) and isinstance(other, tuple):
@@ -100,19 +102,22 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _has_weights(config: CorrectionFields) -> bool:
+    """Return True if the config has weights that are applied, not only measured."""
     return config.rollout_is is not None and config.rollout_is_apply
 
 
 def _ratios(criterion: Criterion) -> tuple[float, float]:
-    """Return the bounds on ρ of a k1 criterion."""
+    """Return the bounds of a k1 criterion, which are on log ρ, as bounds on ρ."""
     return _rounded(math.exp(criterion.lower)), _rounded(math.exp(criterion.upper))
 
 
 def _rounded(value: float) -> float:
+    """Return a bound without the rounding error of exp and log."""
     return float(f"{value:.{_DIGITS}g}")
 
 
 def _verl(config: CorrectionFields) -> dict[str, Any]:
+    """Return the settings of verl of 2026, ``algorithm.rollout_correction``."""
     settings: dict[str, Any] = {"rollout_is": None}
     if _has_weights(config):
         bounds = config.weight_bounds
@@ -125,7 +130,7 @@ def _verl(config: CorrectionFields) -> dict[str, Any]:
     for criterion in config.criteria:
         if criterion.bounds.on_ratio:
             lower, upper = _ratios(criterion)
-            # verl's code applies the bounds of k1 to 1/ρ.
+            # verl applies these bounds to 1/ρ, so that the lower one becomes 1/upper, and the upper one 1/lower.
             thresholds.append(pair(_rounded(1 / upper), _rounded(1 / lower)))
         else:
             thresholds.append(repr(_rounded(criterion.upper)))
@@ -141,6 +146,7 @@ def _verl(config: CorrectionFields) -> dict[str, Any]:
 
 
 def _verl_2025_11(config: CorrectionFields) -> dict[str, Any]:
+    """Return the settings of verl of November 2025: those of 2026, with other ones for rejection, and a veto."""
     settings = {name: value for name, value in _verl(config).items() if not name.startswith("rollout_rs")}
     for criterion in config.criteria:
         lower, upper = _ratios(criterion)
@@ -154,6 +160,7 @@ def _verl_2025_11(config: CorrectionFields) -> dict[str, Any]:
 
 
 def _verl_2025_10(config: CorrectionFields) -> dict[str, Any]:
+    """Return the settings of verl of October 2025."""
     if not _has_weights(config):
         return {"rollout_is": False, "rollout_is_threshold": None}
     bounds = config.weight_bounds
@@ -168,6 +175,7 @@ def _verl_2025_10(config: CorrectionFields) -> dict[str, Any]:
 
 
 def _slime(config: CorrectionFields) -> dict[str, Any]:
+    """Return slime's arguments: its built-in ones if they suffice, else the names of one of its examples."""
     settings: dict[str, Any] = {"use_rollout_logprobs": config.bypass_mode}
     for criterion in config.criteria:
         if criterion.name == "opsm":
@@ -179,7 +187,7 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
 
     bounds = config.weight_bounds
     if bounds.mode == "mask":
-        # Only the earlier example has such weights.
+        # Only slime's example of October and November 2025 can set weights outside the bounds to 0.
         settings["use_mis"] = True
         settings["mis_mode"] = "mask"
         settings["mis_level"] = config.rollout_is
@@ -189,9 +197,10 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
         return settings
 
     settings["use_tis"] = True
-    rejecting = [criterion for criterion in config.criteria if criterion.name in _LEVEL_OF_CRITERION]
-    rejects_nothing = not rejecting and config.rejecting_veto is None
+    criteria_with_level = [criterion for criterion in config.criteria if criterion.name in _LEVEL_OF_CRITERION]
+    rejects_nothing = not criteria_with_level and config.rejecting_veto is None
     if config.rollout_is == "token" and rejects_nothing and not config.rollout_is_batch_normalize:
+        # The built-in correction suffices.
         settings["tis_clip"] = bounds.upper
         settings["tis_clip_low"] = bounds.lower if bounds.mode == "clamp" else 0.0
         return settings
@@ -203,7 +212,7 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
     if bounds.mode == "clamp":
         settings["tis_mode"] = "clip"
         settings["tis_lower_bound"] = bounds.lower
-    for criterion in rejecting:
+    for criterion in criteria_with_level:
         lower, upper = _ratios(criterion)
         settings["use_rs"] = True
         settings["rs_level"] = _LEVEL_OF_CRITERION[criterion.name]
@@ -213,9 +222,12 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
 
 
 def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:
-    kind = "truncated_importance_sampling_type"
-    ratio = "truncated_importance_sampling_ratio"
-    ratio_min = "truncated_importance_sampling_ratio_min"
+    """Return the settings of NeMo-RL's ``loss_fn``.
+
+    ``truncated_importance_sampling_type`` says what is done beyond the two bounds ``…_ratio_min`` and ``…_ratio``:
+    ``tis`` truncates or clamps the weights, ``icepop`` sets them to 0, and ``seq-mask-tis`` rejects the sequence and
+    leaves the weights as they are.
+    """
     has_weights = _has_weights(config)
     bounds = config.weight_bounds
     is_truncated = bounds.upper < UNTRUNCATED
@@ -224,19 +236,28 @@ def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:
     if has_weights:
         settings["sequence_level_importance_ratios"] = config.rollout_is == "sequence"
         if bounds.mode == "mask":
-            settings |= {kind: "icepop", ratio_min: bounds.lower, ratio: bounds.upper}
+            settings["truncated_importance_sampling_type"] = "icepop"
+            settings["truncated_importance_sampling_ratio_min"] = bounds.lower
+            settings["truncated_importance_sampling_ratio"] = bounds.upper
         elif is_truncated:
-            settings |= {kind: "tis", ratio_min: bounds.lower if bounds.mode == "clamp" else None, ratio: bounds.upper}
+            settings["truncated_importance_sampling_type"] = "tis"
+            settings["truncated_importance_sampling_ratio_min"] = bounds.lower if bounds.mode == "clamp" else None
+            settings["truncated_importance_sampling_ratio"] = bounds.upper
 
     for criterion in config.criteria:
         if criterion.name == "seq_mean_error":
+            # The criterion bounds the mean of exp|log ρ| - 1, NeMo-RL the mean of exp|log ρ|.
             settings["seq_logprob_error_threshold"] = _rounded(criterion.upper + 1)
         elif criterion.name == "seq_mean_k1" and has_weights and not is_truncated:
+            # There is one type, and truncated weights take it: only without them can it be the rejection's.
             lower, upper = _ratios(criterion)
-            settings |= {kind: "seq-mask-tis", ratio_min: lower, ratio: upper}
+            settings["truncated_importance_sampling_type"] = "seq-mask-tis"
+            settings["truncated_importance_sampling_ratio_min"] = lower
+            settings["truncated_importance_sampling_ratio"] = upper
     return settings
 
 
+# By the name of the dialect: the description of the program's settings, and their writer.
 _WRITERS: Mapping[str, tuple[Dialect, Callable[[CorrectionFields], dict[str, Any]]]] = {
     VERL.name: (VERL, _verl),
     VERL_2025_11.name: (VERL_2025_11, _verl_2025_11),
