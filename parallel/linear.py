@@ -19,6 +19,8 @@ from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.log_probs import (
     CallSpec,
+    ForwardValues,
+    ResultGradients,
     Target,
     check_call,
     combine,
@@ -107,7 +109,7 @@ def linear_log_probs_and_entropy(
         sum_squares=sum_squares,
         inplace_backward=False,
         compile=compile,
-        entropy_apart=support_ids is not None and not entropy_over_support,
+        separate_entropy=support_ids is not None and not entropy_over_support,
         support_is_sorted=support_is_sorted,
     )
     options = _Options(spec, sequence_parallel, gradient_accumulation)
@@ -244,14 +246,14 @@ class _LinearSoftmax(torch.autograd.Function):
         spec = options.spec
         rows = hidden.detach().reshape(-1, hidden.shape[-1])
         counted = counted_tokens(labels, mask).reshape(-1)
-        target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0])
+        target = Target.locate(labels.reshape(-1), counted, spec, weight.shape[0])
         support = spec.support(ids, offsets, weight.shape[0])
 
         # Each chunk's numbers are written to the places of its tokens.
         statistics = rows.new_empty(spec.num_statistics, labels.numel(), dtype=arithmetic(rows.dtype))
         label_logits = statistics.new_empty(labels.numel())
-        scored = None if support is None else torch.empty_like(counted)
-        holes = False
+        scorable = None if support is None else torch.empty_like(counted)
+        allow_minus_inf = False
         for part in options.chunks(rows):
             logits = _logits(options.gather(rows[part]), weight, bias)
             positions = options.positions(part, rows)
@@ -260,21 +262,32 @@ class _LinearSoftmax(torch.autograd.Function):
             chunk_statistics = statistics_of(logits, chunk_target, chunk_support, spec.without_chunk_size())
             statistics[:, positions] = chunk_statistics.values
             label_logits[positions] = chunk_target.logits(logits).to(label_logits.dtype)
-            if scored is not None:
-                scored[positions] = chunk_statistics.scored
-            holes |= chunk_statistics.holes
+            if scorable is not None:
+                scorable[positions] = chunk_statistics.scorable
+            allow_minus_inf |= chunk_statistics.allowed_minus_inf
             del logits  # before the next chunk's are made
 
-        target = target.within(scored)
-        offset, results = combine(statistics, target, label_logits, spec)
+        target = target.restricted_to(scorable)
+        log_normalizers, results = combine(statistics, target, label_logits, spec)
         results = tuple(value.view(labels.shape) for value in results)
         entropy = results[1]
-        squares = results[2] if spec.sum_squares else None
+        squared_sum = results[2] if spec.sum_squares else None
         ctx.save_for_backward(
-            hidden, weight, bias, labels, mask, ids, offsets, scored, offset, label_logits, entropy, squares
+            hidden,
+            weight,
+            bias,
+            labels,
+            mask,
+            ids,
+            offsets,
+            scorable,
+            log_normalizers,
+            label_logits,
+            entropy,
+            squared_sum,
         )
         ctx.options = options
-        ctx.holes = holes
+        ctx.allow_minus_inf = allow_minus_inf
         ctx.device = hidden.device
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that the loss does not use
         return results
@@ -292,17 +305,25 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
 
     The logits of each chunk are computed again, and overwritten by their gradient.
     """
-    hidden, weight, bias, labels, mask, ids, offsets, scored, offset, label_logits, entropy, squares = ctx.saved_tensors
+    hidden, weight, bias, labels, mask, ids, offsets, scorable, log_normalizers, label_logits, entropy, squared_sum = (
+        ctx.saved_tensors
+    )
     options: _Options = ctx.options
     spec = options.spec.without_chunk_size()
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     counted = counted_tokens(labels, mask).reshape(-1)
-    target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0]).within(scored)
+    target = Target.locate(labels.reshape(-1), counted, spec, weight.shape[0]).restricted_to(scorable)
     support = spec.support(ids, offsets, weight.shape[0])
-    entropy, squares, *flat_grads = (
-        None if value is None else value.reshape(-1) for value in (entropy, squares, *grads)
+    entropy, squared_sum, *flat_grads = (
+        None if value is None else value.reshape(-1) for value in (entropy, squared_sum, *grads)
     )
-    factors = gradient_factors(flat_grads, target, label_logits, offset, entropy, squares, support, spec)
+    forward_values = ForwardValues(
+        label_logits=label_logits,
+        log_normalizers=log_normalizers,
+        entropy=entropy,
+        sum_squares=squared_sum,
+    )
+    factors = gradient_factors(ResultGradients(*flat_grads), target, forward_values, support, spec)
 
     weight_gradient = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
     grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
@@ -312,7 +333,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
         chunk_factors = factors.at(options.positions(part, rows))
         chunk_support = None if support is None else support.at(options.slices(part, rows))
         # The gradient is written over the logits: no second tensor of their size.
-        write_gradient(logits, logits, chunk_factors, chunk_support, spec, ctx.holes)
+        write_gradient(logits, logits, chunk_factors, chunk_support, spec, allow_minus_inf=ctx.allow_minus_inf)
         grad_logits = logits
         weight_gradient.add(grad_logits, gathered_rows)
         if grad_hidden is not None:

@@ -35,8 +35,8 @@ class SoftmaxOptions:
     squares: bool  # compute the sum of squared probabilities
     chunk_size: int | None  # rows of a chunk; None for a size that suits the device
     compile: bool  # run chunks through torch.compile
-    # Allow logits of -inf, at the cost of one more pass over the chunk; without it they make Σ exp(x - m) (x - m) NaN.
-    holes: bool
+    # Allow logits of -inf, by another pass over the chunk; else they make Σ exp(x - m) (x - m) NaN.
+    allow_minus_inf: bool
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
         """Yield (slice of the rows, whether to run it compiled) for each chunk; ``rows`` are [t, v/tp]."""
@@ -55,7 +55,7 @@ class SoftmaxOptions:
             yield slice(start, min(start + size, len(rows))), False
 
 
-# The fields (offset, constant, log_pi, pi) of RowGradients for the rows of a chunk, [rows, 1] each.
+# (log_normalizer, constant, log_pi_factor, pi_factor) of RowGradients for the rows of a chunk, [rows, 1] each.
 Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -63,20 +63,20 @@ Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 class RowGradients:
     """The factors from which d loss / d logits of each row is computed: [t] each, in the dtype of :func:`arithmetic`.
 
-    gradient_v = π_v (constant + log_pi · log π_v + pi · π_v) in column v, and ``target`` in the label's column
+    gradient_v = π_v (constant + log_pi_factor · log π_v + pi_factor · π_v), except ``label_gradient`` in the label's
+    column
 
     The factors contain the division by the temperature. The Triton kernel takes the fields by their names.
     """
 
-    # temperature · log Σ exp(logits / temperature) of the row, so that log π = (logits - offset) / temperature
-    offset: Tensor
+    log_normalizer: Tensor  # temperature · log Σ exp(logits / temperature): log π = (logits - this) / temperature
     constant: Tensor  # factor of π
-    log_pi: Tensor | None  # factor of π log π; None without a gradient of the entropy
-    pi: Tensor | None  # factor of π²; None without a gradient of Σπ²
-    column: Tensor  # int64, the local column of the label; any valid column if another rank has the label
-    here: Tensor  # bool, True if this rank has the label's column and the token counts
-    target: Tensor  # the gradient in the label's column
-    counted: Tensor  # bool, True if the token counts; else the gradient of its row is 0, whatever the row contains
+    log_pi_factor: Tensor | None  # factor of π log π; None without a gradient of the entropy
+    pi_factor: Tensor | None  # factor of π²; None without a gradient of Σπ²
+    label_column: Tensor  # int64, the local column of the label; any in range if another rank has it
+    owns_label: Tensor  # bool, this rank has the label's column, and the token counts
+    label_gradient: Tensor  # the gradient in the label's column
+    counted: Tensor  # bool; the gradient of all other rows is 0, whatever they contain
 
     def at(self, index: slice | Tensor) -> RowGradients:
         """Return the factors of the rows at ``index``."""
@@ -86,12 +86,12 @@ class RowGradients:
         return RowGradients(**selected)
 
     def factors(self, part: slice) -> Factors:
-        """Return (offset, constant, log_pi, pi) of the rows in ``part``, [rows, 1] each, to broadcast over columns."""
-        offset = self.offset[part].unsqueeze(1)
+        """Return (log_normalizer, constant, log_pi_factor, pi_factor) of the rows in ``part``, [rows, 1] each."""
+        log_normalizer = self.log_normalizer[part].unsqueeze(1)
         constant = self.constant[part].unsqueeze(1)
-        log_pi = None if self.log_pi is None else self.log_pi[part].unsqueeze(1)
-        pi = None if self.pi is None else self.pi[part].unsqueeze(1)
-        return offset, constant, log_pi, pi
+        log_pi_factor = None if self.log_pi_factor is None else self.log_pi_factor[part].unsqueeze(1)
+        pi_factor = None if self.pi_factor is None else self.pi_factor[part].unsqueeze(1)
+        return log_normalizer, constant, log_pi_factor, pi_factor
 
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
@@ -140,7 +140,7 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options
     if not options.columns or not len(logits):
         return
 
-    scratch = _Scratch(options, gradients.offset.dtype)
+    scratch = _Scratch(options, gradients.log_normalizer.dtype)
     for part, runs_compiled in options.chunks(logits):
         chunk = logits[part, : options.columns]
         chunk_out = out[part, : options.columns]
@@ -151,10 +151,9 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options
             _eager_gradient(chunk, chunk_out, factors, options, scratch)
     _zero_rows(out, ~gradients.counted)
 
-    # In the label's column the gradient is ``target``. It is written by index, because scatter would make a float32
-    # copy of the whole bfloat16 tensor.
-    label_cells = (torch.arange(len(out), device=out.device), gradients.column)
-    out[label_cells] = torch.where(gradients.here, gradients.target.to(out.dtype), out[label_cells])
+    # The label's column has a term of its own. By index: scatter makes a float32 copy of all of a bfloat16 tensor.
+    label_cells = (torch.arange(len(out), device=out.device), gradients.label_column)
+    out[label_cells] = torch.where(gradients.owns_label, gradients.label_gradient.to(out.dtype), out[label_cells])
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -186,9 +185,9 @@ def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
     return chunk if chunk.dtype == out.dtype else out.copy_(chunk)
 
 
-def _log_pi(chunk: Tensor, offset: Tensor, options: SoftmaxOptions, out: Tensor) -> Tensor:
-    """Write (chunk - offset) / temperature to ``out``, and return it."""
-    torch.sub(chunk, offset, out=out)
+def _scaled_difference(chunk: Tensor, origin: Tensor, options: SoftmaxOptions, out: Tensor) -> Tensor:
+    """Write (chunk - origin) / temperature to ``out``, and return it; ``origin`` is [rows, 1]."""
+    torch.sub(chunk, origin, out=out)
     if options.inverse_temperature != 1:
         out.mul_(options.inverse_temperature)
     return out
@@ -199,8 +198,8 @@ def _eager_statistics(chunk: Tensor, options: SoftmaxOptions, scratch: _Scratch,
     shifted_buffer, exp_buffer = scratch.of(chunk)
     chunk = _as_arithmetic(chunk, shifted_buffer)
     maximum = chunk.amax(1)
-    shifted = _log_pi(chunk, maximum.unsqueeze(1), options, shifted_buffer)
-    if options.holes:
+    shifted = _scaled_difference(chunk, maximum.unsqueeze(1), options, shifted_buffer)
+    if options.allow_minus_inf:
         shifted.clamp_(min=LOWEST_LOG_PI)
     exp = torch.exp(shifted, out=exp_buffer)
     # From here on the buffers are overwritten: each holds its values until their last use.
@@ -213,10 +212,13 @@ def _eager_statistics(chunk: Tensor, options: SoftmaxOptions, scratch: _Scratch,
 
 
 def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, options: SoftmaxOptions, scratch: _Scratch) -> None:
-    """Write π (constant + log_pi · log π + pi · π) of a chunk's logits to ``out``, which may be the chunk."""
+    """Write the gradient at a chunk's logits to ``out``, which may be the chunk: see :class:`RowGradients`.
+
+    The labels' columns get no term of their own here.
+    """
     log_pi_buffer, pi_buffer = scratch.of(chunk)
-    offset, factor, log_pi_factor, pi_factor = factors
-    log_pi = _log_pi(_as_arithmetic(chunk, log_pi_buffer), offset, options, log_pi_buffer)
+    log_normalizer, factor, log_pi_factor, pi_factor = factors
+    log_pi = _scaled_difference(_as_arithmetic(chunk, log_pi_buffer), log_normalizer, options, log_pi_buffer)
     pi = torch.exp(log_pi, out=pi_buffer)
     if log_pi_factor is not None:
         factor = log_pi.clamp_(min=LOWEST_LOG_PI).mul_(log_pi_factor).add_(factor)
@@ -256,12 +258,12 @@ def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, 
 
 
 def _chunk_gradient(chunk: Tensor, out: Tensor, factors: Factors, inverse_temperature: float) -> None:
-    """Write π (constant + log_pi · log π + pi · π) of a chunk's logits to ``out``, which may be the chunk.
+    """Write π (constant + log_pi_factor · log π + pi_factor · π) of a chunk's logits to ``out``, which may be the chunk.
 
     It computes the same as :func:`_eager_gradient`, in a form that ``torch.compile`` fuses to one pass over the chunk.
     """
-    offset, factor, log_pi_factor, pi_factor = factors
-    log_pi = ((chunk.to(offset.dtype) - offset) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
+    log_normalizer, factor, log_pi_factor, pi_factor = factors
+    log_pi = ((chunk.to(log_normalizer.dtype) - log_normalizer) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
     pi = log_pi.exp()
     if log_pi_factor is not None:
         factor = factor + log_pi_factor * log_pi

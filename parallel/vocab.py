@@ -17,6 +17,8 @@ from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group
 from megatron_rc.parallel.log_probs import (
     CallSpec,
+    ForwardValues,
+    ResultGradients,
     Target,
     check_call,
     combine,
@@ -111,7 +113,7 @@ def vocab_parallel_log_probs_and_entropy(
         sum_squares=sum_squares,
         inplace_backward=inplace_backward,
         compile=compile,
-        entropy_apart=support_ids is not None and not entropy_over_support,
+        separate_entropy=support_ids is not None and not entropy_over_support,
         support_is_sorted=support_is_sorted,
     )
     return _apply(logits, labels, mask, support_ids, support_offsets, spec)
@@ -147,7 +149,7 @@ def vocab_parallel_log_probs(
         sum_squares=False,
         inplace_backward=inplace_backward,
         compile=compile,
-        entropy_apart=False,
+        separate_entropy=False,
         support_is_sorted=support_is_sorted,
     )
     (log_probs,) = _apply(logits, labels, mask, support_ids, support_offsets, spec)
@@ -198,7 +200,7 @@ class _VocabSoftmax(torch.autograd.Function):
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
         rows = _as_rows(logits, order)
         label, counted = _flat(order, labels, counted_tokens(labels, mask))
-        target = Target.find(label, counted, spec, rows.shape[1])
+        target = Target.locate(label, counted, spec, rows.shape[1])
         support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
 
         blocks = []
@@ -206,20 +208,20 @@ class _VocabSoftmax(torch.autograd.Function):
             support_of_part = None if support is None else support.at([part])
             blocks.append(statistics_of(rows[part], target.at(part), support_of_part, spec))
         statistics = torch.cat([block.values for block in blocks], dim=1)
-        scored = None if support is None else torch.cat([block.scored for block in blocks])
-        target = target.within(scored)
-        offset, results = combine(statistics, target, target.logits(rows), spec)
+        scorable = None if support is None else torch.cat([block.scorable for block in blocks])
+        target = target.restricted_to(scorable)
+        log_normalizers, results = combine(statistics, target, target.logits(rows), spec)
 
         # Back to the order of the labels' dimensions.
         shape_of_rows = [labels.shape[dim] for dim in order]
         inverse = sorted(range(len(order)), key=order.__getitem__)
         results = tuple(result.view(shape_of_rows).permute(inverse) for result in results)
         entropy = results[1] if spec.entropy else None
-        squares = results[2] if spec.sum_squares else None
-        ctx.save_for_backward(logits, labels, mask, ids, offsets, scored, offset, entropy, squares)
+        squared_sum = results[2] if spec.sum_squares else None
+        ctx.save_for_backward(logits, labels, mask, ids, offsets, scorable, log_normalizers, entropy, squared_sum)
         ctx.spec = spec
         ctx.order = order
-        ctx.holes = any(block.holes for block in blocks)
+        ctx.allow_minus_inf = any(block.allowed_minus_inf for block in blocks)
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that the loss does not use
         return results
 
@@ -227,21 +229,34 @@ class _VocabSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients with respect to the logits: see :func:`~megatron_rc.parallel.log_probs.row_gradients`."""
-        logits, labels, mask, ids, offsets, scored, offset, entropy, squares = ctx.saved_tensors
+        logits, labels, mask, ids, offsets, scorable, log_normalizers, entropy, squared_sum = ctx.saved_tensors
         spec: CallSpec = ctx.spec
         order: list[int] = ctx.order
         grad_logits = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
         rows = _as_rows(logits, order)
         grad_rows = _as_rows(grad_logits, order)
-        entropy, squares, *flat_grads = _flat(order, entropy, squares, *grads)
+        entropy, squared_sum, *flat_grads = _flat(order, entropy, squared_sum, *grads)
         label, counted = _flat(order, labels, counted_tokens(labels, mask))
-        target = Target.find(label, counted, spec, rows.shape[1]).within(scored)
+        target = Target.locate(label, counted, spec, rows.shape[1]).restricted_to(scorable)
         support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
-        factors = gradient_factors(flat_grads, target, target.logits(rows), offset, entropy, squares, support, spec)
+        forward_values = ForwardValues(
+            label_logits=target.logits(rows),
+            log_normalizers=log_normalizers,
+            entropy=entropy,
+            sum_squares=squared_sum,
+        )
+        factors = gradient_factors(ResultGradients(*flat_grads), target, forward_values, support, spec)
 
         for part in _blocks(rows, support, spec):
             support_of_part = None if support is None else support.at([part])
-            write_gradient(rows[part], grad_rows[part], factors.at(part), support_of_part, spec, ctx.holes)
+            write_gradient(
+                rows[part],
+                grad_rows[part],
+                factors.at(part),
+                support_of_part,
+                spec,
+                allow_minus_inf=ctx.allow_minus_inf,
+            )
         # Of some views no rows can be viewed: reshape made a copy, and the gradient is in it.
         if grad_rows.data_ptr() != grad_logits.data_ptr():
             in_order = grad_logits.permute(*order, -1)
@@ -270,7 +285,7 @@ def _blocks(rows: Tensor, support: Support | None, spec: CallSpec) -> Iterable[s
     """
     if support is None:
         return [slice(0, len(rows))]
-    return support.blocks(rows, spec.softmax_options(rows.shape[1], holes=False))
+    return support.blocks(rows, spec.softmax_options(rows.shape[1], allow_minus_inf=False))
 
 
 def _as_rows(logits: Tensor, order: list[int]) -> Tensor:

@@ -139,7 +139,7 @@ def outcomes(batch, dtypes=DTYPES, far=False, entries=4):
         stack.enter_context(mock.patch.object(support, "BLOCK_ENTRIES", entries))
         if far:
             for module in (support, log_probs):
-                stack.enter_context(mock.patch.object(module, "waits", return_value=True))
+                stack.enter_context(mock.patch.object(module, "host_waits_for", return_value=True))
         for dtype in dtypes:
             results += [outcome(batch, dtype, *choice) for choice in CHOICES]
     return results
@@ -205,7 +205,7 @@ def outcomes_of_sorted_ids(batch):
 def test_ids_that_are_wrongly_called_sorted_make_every_log_prob_nan_on_a_gpu(ids):
     batch = make([(1, ids), (3, [3, 4])])
     logits = batch.logits(torch.float32)
-    with mock.patch.object(support, "waits", return_value=True):
+    with mock.patch.object(support, "host_waits_for", return_value=True):
         assert call(batch, logits, alone=True, support_is_sorted=True)[0].isnan().all()
 
 

@@ -122,7 +122,7 @@ def test_a_row_without_any_probability_adds_nothing(interpreted):
 
 def whole(columns, entropy=True, squares=True):
     """The options for rows of this number of columns."""
-    return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
+    return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, allow_minus_inf=True)
 
 
 def test_cpu_tensors_do_not_go_to_triton():
@@ -192,7 +192,16 @@ def test_the_kernels_compile_for_a_gpu(assembly):
         optional = factor if all_terms else None
         options = whole(columns, all_terms, all_terms)
         triton_kernels.row_statistics(logits, options)
-        gradients = RowGradients(factor, factor, optional, optional, rows.long(), rows, factor, rows)
+        gradients = RowGradients(
+            log_normalizer=factor,
+            constant=factor,
+            log_pi_factor=optional,
+            pi_factor=optional,
+            label_column=rows.long(),
+            owns_label=rows,
+            label_gradient=factor,
+            counted=rows,
+        )
         triton_kernels.write_gradient(logits, logits, gradients, options)
     forward, backward, *single = assembly
     assert len(single) == 2
