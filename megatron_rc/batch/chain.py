@@ -42,7 +42,7 @@ from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.data import first_bad_key, key_ids
 from megatron_rc.measures.header import BatchHeader, TokenMeasures
-from megatron_rc.measures.histogram import token_bins
+from megatron_rc.measures.histogram import NUM_BINS, add_to_bins
 from megatron_rc.measures.measure import LocalSums, measure_batch
 from megatron_rc.measures.shift import distances
 from megatron_rc.measures.tokens import BlockSums, join_blocks, sum_block
@@ -218,7 +218,8 @@ def sequence_sums(
     history = history_values(shards, config, cp) if config.needs_history else None
     ids = key_ids(shards)
     compiled_shape = None
-    results, bins, bad_keys = [], [], []
+    bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=shards.device)
+    results, bad_keys = [], []
     for index, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
             # A program is made for one shape: for all blocks of the first shape.
@@ -231,15 +232,15 @@ def sequence_sums(
             block.take(passed[index]).copy_(result.passed)
         if weights is not None and result.weights is not None:
             block.take(weights[index]).copy_(result.weights)
-        bins.append(token_bins(result.log_ratio))
+        add_to_bins(bins, result.log_ratio)
         bad_keys.append(first_bad_key(tokens, result.valid, shards.parts[index], block, ids))
         results.append(result.numbers)
 
-    sums, counts, moments = join_blocks([numbers.sums for numbers in results], config)
+    sums, totals, moments = join_blocks([numbers.sums for numbers in results], config)
     measures = TokenMeasures(
         moments=moments,
-        counts=counts,
-        bins=_added(bins),
+        totals=totals,
+        bins=bins,
         pairs=_added([numbers.pairs for numbers in results]),
         distances=_added([numbers.distances for numbers in results]),
         first_bad_key=bad_keys[0] if len(bad_keys) == 1 else torch.stack(bad_keys).amin(),

@@ -105,7 +105,7 @@ def measure_batch(
             shards,
             sums,
             config,
-            bad_tokens=local.tokens.counts["bad"],
+            bad_tokens=local.tokens.totals["bad"],
             zero_log_probs=total_of.pop("zero_log_probs"),
         ),
         tokens=with_shared_moments(local.tokens, sums, decisions, left_out, total_of["tokens"], config),

@@ -51,7 +51,7 @@ def distances(train: Tensor, rollout: Tensor, log_ratio: Tensor, valid: Tensor) 
     pairs = valid[..., here] & valid[..., following]
     late = train[..., here] - rollout[..., following]
     early = train[..., following] - rollout[..., here]
-    apart = torch.stack([log_ratio[..., here], late, early]).abs().clamp(max=_FARTHEST).masked_fill(~pairs, 0)
+    apart = torch.where(pairs, torch.stack([log_ratio[..., here], late, early]).abs().clamp(max=_FARTHEST), 0)
     return pairs.sum(), apart.flatten(1).sum(1, dtype=torch.float64)
 
 
