@@ -9,6 +9,8 @@ of its upper bits.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -100,15 +102,21 @@ def data_sums(
         if part.versions is not None:
             newer = part.versions > (shards.counts.current_version or 0)
             out_of_range[PER_SEQUENCE.index("policy_versions")] += (part.mask & newer).sum()
-    fingerprint = sums.valid.new_full((), config.fingerprint)
+    fingerprint = _number(config.fingerprint, shards.device)
     return DataSums(
         out_of_range=out_of_range,
         bad_tokens=bad_tokens,
         zero_log_probs=zero_log_probs,
         config_max=fingerprint,
         config_min=fingerprint,
-        has_default_ids=sums.valid.new_full((), shards.has_default_ids),
+        has_default_ids=_number(shards.has_default_ids, shards.device),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return a number on the device, 0-D float64, sent there once."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def check_data(header: BatchHeader[float], config: RolloutCorrectionConfig, *, allow_zero_log_probs: bool) -> None:

@@ -193,7 +193,7 @@ def extremes_of(rows: Sequence[Tensor], left_out: Tensor) -> tuple[Tensor, Tenso
         return nothing - torch.inf, nothing + torch.inf
     table = torch.stack([*rows]).flatten(1)
     flat = left_out.flatten()
-    return torch.where(flat, -torch.inf, table).amax(1), torch.where(flat, torch.inf, table).amin(1)
+    return table.masked_fill(flat, -torch.inf).amax(1), table.masked_fill(flat, torch.inf).amin(1)
 
 
 def _need_extremes(
