@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +43,13 @@ from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.data import first_bad_key, key_ids
 from megatron_rc.measures.header import BatchHeader, TokenMeasures
-from megatron_rc.measures.histogram import token_bins
+from megatron_rc.measures.histogram import NUM_BINS, add_to_bins
 from megatron_rc.measures.measure import LocalSums, measure_batch
 from megatron_rc.measures.shift import distances
 from megatron_rc.measures.tokens import BlockSums, join_blocks, sum_block
 from megatron_rc.parallel.collectives import Pair, concatenated, merged, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.parallel.layout import Layouts, SequenceLayout
+from megatron_rc.parallel.layout import Block, Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -206,19 +207,13 @@ def sequence_sums(
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
 
-    # The results of blocks are written into tensors of the micro-batches' shapes.
-    valid = _empty_results(shards, torch.bool)
     has_token_criteria = any(criterion.of_tokens for criterion in config.criteria)
-    passed = _empty_results(shards, torch.bool) if has_token_criteria else valid
-    weights = None
-    if config.weighs_tokens:
-        # Weights of several tokens are rounded to the log-probs' dtype after their normalisation.
-        weights = _empty_results(shards, shards.dtype if config.weighs_single_tokens else torch.float64)
-
+    valid, passed, weights = _TokenResults(shards), _TokenResults(shards), _TokenResults(shards)
     history = history_values(shards, config, cp) if config.needs_history else None
     ids = key_ids(shards)
     compiled_shape = None
-    results, bins, bad_keys = [], [], []
+    bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=shards.device)
+    results, bad_keys = [], []
     for index, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
             # A program is made for one shape: for all blocks of the first shape.
@@ -226,30 +221,56 @@ def sequence_sums(
             result = _compiled_block(config, tokens.mask.device.type)(tokens)
         else:
             result = _decide_block(tokens, BlockSequences(block.lengths), config)
-        block.take(valid[index]).copy_(result.valid)
+        valid.put(index, block, result.valid)
         if has_token_criteria:
-            block.take(passed[index]).copy_(result.passed)
-        if weights is not None and result.weights is not None:
-            block.take(weights[index]).copy_(result.weights)
-        bins.append(token_bins(result.log_ratio))
+            passed.put(index, block, result.passed)
+        if result.weights is not None:
+            weights.put(index, block, result.weights)
+        add_to_bins(bins, result.log_ratio)
         bad_keys.append(first_bad_key(tokens, result.valid, shards.parts[index], block, ids))
         results.append(result.numbers)
 
-    sums, counts, moments = join_blocks([numbers.sums for numbers in results], config)
+    sums, totals, moments = join_blocks([numbers.sums for numbers in results], config)
+    distances_of_blocks = [numbers.distances for numbers in results]
+    one_block = len(results) == 1
     measures = TokenMeasures(
         moments=moments,
-        counts=counts,
-        bins=_added(bins),
-        pairs=_added([numbers.pairs for numbers in results]),
-        distances=_added([numbers.distances for numbers in results]),
-        first_bad_key=bad_keys[0] if len(bad_keys) == 1 else torch.stack(bad_keys).amin(),
+        totals=totals,
+        bins=bins,
+        distances=distances_of_blocks[0] if one_block else torch.stack(distances_of_blocks).sum(0),
+        first_bad_key=bad_keys[0] if one_block else torch.stack(bad_keys).amin(),
     )
-    return LocalSums(shards, config, sums, measures, valid, passed, weights)
+    return LocalSums(
+        shards=shards,
+        config=config,
+        sums=sums,
+        tokens=measures,
+        valid=valid.tensors,
+        passed=passed.tensors if has_token_criteria else valid.tensors,
+        weights=weights.tensors if config.weighs_tokens else None,
+    )
 
 
-def _added(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors of all blocks."""
-    return tensors[0] if len(tensors) == 1 else torch.stack([*tensors]).sum(0)
+class _TokenResults:
+    """A result of each token, one tensor a micro-batch, from the results of its blocks.
+
+    Attributes:
+        tensors: in the micro-batches' shapes.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._layouts = [part.layout for part in shards.parts]
+        self.tensors: list[Tensor] = []
+
+    def put(self, index: int, block: Block, values: Tensor) -> None:
+        """Add the results of the next block, of the micro-batch with this index."""
+        shape = self._layouts[index].shape
+        if values.numel() == math.prod(shape):
+            self.tensors.append(values.view(shape))
+            return
+        if index == len(self.tensors):
+            self.tensors.append(torch.empty(shape, dtype=values.dtype, device=values.device))
+        block.take(self.tensors[index]).copy_(values)
 
 
 def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
@@ -381,8 +402,7 @@ class BlockNumbers:
     """What is known of a block when its tokens are gone."""
 
     sums: BlockSums
-    pairs: Tensor  # 0-D, the number of valid neighbours
-    distances: Tensor  # [3] of these: the test for shifted log-probs
+    distances: Tensor  # [4] the test for shifted log-probs
 
 
 @dataclass(frozen=True)
@@ -399,14 +419,12 @@ class BlockResult:
 def _decide_block(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionConfig) -> BlockResult:
     """Decide and measure one block: the arithmetic that may be compiled."""
     decisions = decide_tokens(tokens, config)
-    sums = sum_block(tokens, decisions, sequences, config)
-    pairs, apart = distances(decisions.train, decisions.rollout, decisions.log_ratio, decisions.valid)
     return BlockResult(
         valid=decisions.valid,
         passed=decisions.passed,
         weights=None if decisions.weights is None else decisions.weights.bounded,
         log_ratio=decisions.log_ratio,
-        numbers=BlockNumbers(sums, pairs, apart),
+        numbers=BlockNumbers(sum_block(tokens, decisions, sequences, config), distances(decisions)),
     )
 
 
@@ -418,8 +436,3 @@ def _compiled_block(config: RolloutCorrectionConfig, device: str) -> Callable[[T
         return _decide_block(tokens, BlockSequences(), config)
 
     return torch.compile(program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None)
-
-
-def _empty_results(shards: Shards, dtype: torch.dtype) -> list[Tensor]:
-    """Return an empty tensor for a result of each token, one a micro-batch."""
-    return [torch.empty(part.layout.shape, dtype=dtype, device=part.mask.device) for part in shards.parts]

@@ -26,19 +26,22 @@ class Denominators(Generic[N]):
     weight_count: N  # the number of these weights
 
 
-def mini_batch_table(decisions: SequenceDecisions, shards: Shards) -> Tensor:
-    """Return this rank's part of the counts of each mini-batch, [num_mini_batches, 6] float64.
+def mini_batch_columns(decisions: SequenceDecisions, shards: Shards) -> list[Tensor]:
+    """Return the numbers of each sequence that are added up over its mini-batch, [n] each.
 
-    The columns: tokens and sequences under m, then under m'; over accepted tokens Σ w and Σ (sequence id + 1). Each
-    sequence counts on the first rank of its CP group, since all of them know it whole.
+    They are: tokens and sequences under m, then under m'; over accepted tokens Σ w, 0 without weights, and
+    Σ (sequence id + 1).
     """
     accepted = decisions.accepted_tokens
     weight = accepted_weights(decisions)
-    columns = [decisions.tokens, decisions.tokens > 0, accepted, accepted > 0]
-    columns.append(torch.zeros_like(accepted) if weight is None else weight)
-    columns.append(accepted * (shards.sequence_ids + 1))
-    values = torch.stack(columns, dim=1).masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
-    return values.new_zeros(shards.counts.num_mini_batches, 6).index_add_(0, shards.mini_batch_ids, values)
+    return [
+        decisions.tokens,
+        decisions.tokens > 0,
+        accepted,
+        accepted > 0,
+        torch.zeros_like(accepted) if weight is None else weight,
+        accepted * (shards.sequence_ids + 1),
+    ]
 
 
 def accepted_weights(decisions: SequenceDecisions) -> Tensor | None:

@@ -33,6 +33,10 @@ class BlockSequences:
             return rows.sum(-1, dtype=torch.float64)
         return self._segments(rows.double(), "sum", 0.0)
 
+    def count(self, flags: Tensor) -> Tensor:
+        """Return the numbers of flags that are True, from [k, n, length] or [k, t] bool to [k, n]."""
+        return flags.sum(-1, dtype=torch.int32) if self.lengths is None else self._segments(flags.double(), "sum", 0.0)
+
     def largest(self, rows: Tensor) -> Tensor:
         """Return the largest values; -inf of no tokens."""
         return rows.amax(-1) if self.lengths is None else self._segments(rows, "max", -torch.inf)

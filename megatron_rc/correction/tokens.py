@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_rc.correction.history import HistoryValues
 from megatron_rc.correction.inputs import Part, Shards
 from megatron_rc.correction.weights import Weights, bounded_weights
-from megatron_rc.numerics import USABLE, exp_ratio, exp_weight, log_prob_kinds
+from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio, exp_weight
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/64, so that the scratch stays below
+# Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/48, so that the scratch stays below
 # a tensor of the shard's size, and near MIN_BLOCK within the processor's cache. A GPU takes as many tokens at once as
 # keep it busy while the host asks for the next operation.
 WHOLE, MIN_BLOCK, GPU_BLOCK = 2**18, 2**14, 2**21
@@ -30,8 +30,8 @@ WHOLE, MIN_BLOCK, GPU_BLOCK = 2**18, 2**14, 2**21
 class Tokens:
     """A block of tokens as it was given; every tensor has the same shape: [n, length], or flat [t]."""
 
-    log_probs: Tensor  # [2, ...] log π_train and log π_rollout, float32 or float64
-    kinds: Tensor  # [2, ...] int32, what each log-prob is: :func:`megatron_rc.numerics.log_prob_kinds`
+    train: Tensor  # log π_train, float32 or float64
+    rollout: Tensor  # log π_rollout, of the same dtype
     mask: Tensor  # the response mask, bool
     negative: Tensor | None = None  # bool, the advantage is below 0; None unless advantages are one a token
     staleness_step: Tensor | None = None  # int64, index of the staleness step that applies; None without a scale
@@ -47,7 +47,7 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     largest = num_tokens
     if num_tokens > WHOLE:
         # A compiled block has less scratch, and more to do for each call.
-        largest = max(num_tokens // (16 if compile else 64), MIN_BLOCK)
+        largest = max(num_tokens // (16 if compile else 48), MIN_BLOCK)
     return part.layout.blocks(largest, part.mask.device)
 
 
@@ -61,15 +61,14 @@ def token_blocks(
     """Yield (index of the micro-batch, block, its tokens) for all local tokens; at least one."""
     for index, part in enumerate(shards.parts):
         for block in blocks_of(part, compile=compile):
-            log_probs = torch.stack([block.take(part.train), block.take(part.rollout)]).to(shards.dtype)
             log_weight, statistics = None, {}
             if history is not None:
                 values = history[index]
                 log_weight = None if values.log_weight is None else block.take(values.log_weight)
                 statistics = {name: block.take(statistic) for name, statistic in values.statistics.items()}
             tokens = Tokens(
-                log_probs=log_probs,
-                kinds=log_prob_kinds(log_probs),
+                train=block.take(part.train).to(shards.dtype),
+                rollout=block.take(part.rollout).to(shards.dtype),
                 mask=block.take(part.mask),
                 negative=None if part.advantages is None else block.take(part.advantages) < 0,
                 staleness_step=_staleness_steps(part, block, shards, config),
@@ -103,7 +102,7 @@ class TokenDecisions:
     """Decisions on each token alone; every tensor has the tokens' shape."""
 
     valid: Tensor  # bool: in the response mask, with two usable log-probs
-    invalid: Tensor  # bool: the other tokens
+    zero: Tensor  # 0-D, 0 in the dtype of the log-probs: the value of invalid tokens
     train: Tensor  # log π_train, 0 if invalid
     rollout: Tensor  # log π_rollout, 0 if invalid
     log_ratio: Tensor  # log ρ, 0 if invalid
@@ -122,9 +121,14 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     log ρ_t = log π_train - log π_rollout; w_t = exp(log ρ_t) within its bounds; it passes if all criteria on tokens and
     turns accept it.
     """
-    valid = tokens.mask & (tokens.kinds == USABLE).all(0)
-    invalid = ~valid
-    train, rollout = tokens.log_probs.masked_fill(invalid, 0).unbind(0)
+    # The larger one is NaN if any of both is.
+    is_usable = (torch.maximum(tokens.train, tokens.rollout) <= POSITIVE_LIMIT) & (
+        torch.minimum(tokens.train, tokens.rollout) > -torch.inf
+    )
+    valid = tokens.mask & is_usable
+    zero = tokens.train.new_zeros(())
+    train = torch.where(valid, tokens.train, zero)
+    rollout = torch.where(valid, tokens.rollout, zero)
     log_ratio = train - rollout
     ratio = exp_ratio(log_ratio)
 
@@ -146,9 +150,9 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
 
     weights = None
     if config.weighs_tokens:
-        weights = _token_weights(tokens, log_ratio, ratio, invalid, bound_scale, config)
+        weights = _token_weights(tokens, log_ratio, ratio, valid, zero, bound_scale, config)
     return TokenDecisions(
-        valid, invalid, train, rollout, log_ratio, ratio, bound_scale, divergences, tests, passed, weights
+        valid, zero, train, rollout, log_ratio, ratio, bound_scale, divergences, tests, passed, weights
     )
 
 
@@ -156,7 +160,8 @@ def _token_weights(
     tokens: Tokens,
     log_ratio: Tensor,
     ratio: Tensor,
-    invalid: Tensor,
+    valid: Tensor,
+    zero: Tensor,
     bound_scale: Tensor | None,
     config: RolloutCorrectionConfig,
 ) -> Weights:
@@ -164,10 +169,10 @@ def _token_weights(
     log_weight, raw = log_ratio, ratio
     if tokens.log_weight is not None:
         # A sum over many tokens, float64: float32 would make 0 of weights below e⁻¹⁰³.
-        log_weight = tokens.log_weight.masked_fill(invalid, 0)
+        log_weight = torch.where(valid, tokens.log_weight, zero)
         raw = exp_weight(log_weight)
     bounded = bounded_weights(raw, log_weight, config, bound_scale)
-    return Weights(log=log_weight, raw=raw, bounded=bounded.masked_fill(invalid, 0))
+    return Weights(log=log_weight, raw=raw, bounded=torch.where(valid, bounded, zero))
 
 
 def token_columns(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
@@ -189,13 +194,13 @@ def token_columns(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorr
     if decisions.tests:
         columns["passed"] = passed
         if weight is not None:
-            columns["passed_weight"] = weight.masked_fill(~passed, 0)
+            columns["passed_weight"] = torch.where(passed, weight, decisions.zero)
     if tokens.negative is not None and any(criterion.only_negative for criterion in config.criteria):
         negative_passed = passed & tokens.negative
         columns["negative"] = valid & tokens.negative
         columns["negative_passed"] = negative_passed
         if weight is not None:
-            columns["negative_passed_weight"] = weight.masked_fill(~negative_passed, 0)
+            columns["negative_passed_weight"] = torch.where(negative_passed, weight, decisions.zero)
     if config.rollout_token_veto_threshold is not None:
         columns["vetoed"] = valid & (decisions.log_ratio < math.log(config.rollout_token_veto_threshold))
     if tokens.staleness_step is not None and config.staleness_scale is not None:

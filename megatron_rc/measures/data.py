@@ -9,6 +9,8 @@ of its upper bits.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,12 +19,13 @@ from megatron_rc.correction.sequences import SequenceSums
 from megatron_rc.correction.tokens import Tokens
 from megatron_rc.measures.header import BatchHeader, DataSums
 from megatron_rc.measures.shift import find_lag
-from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, NUM_KINDS, NUM_SEQUENCE_IDS, USABLE
+from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, NUM_KINDS, NUM_SEQUENCE_IDS, USABLE, log_prob_kinds
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _NUM_POSITIONS = 2**27
 _KINDS = ("infinite", "usable", "positive", "infinite", "NaN")
+_NO_NUMBER = NUM_SEQUENCE_IDS * _NUM_POSITIONS  # id · 2²⁷ + position of a token is below
 NO_KEY = 2**53  # above every key
 _LOCAL_IDS = 2**11  # sequences that a rank can tell apart if none has an id
 # In the order of PER_SEQUENCE.
@@ -60,9 +63,14 @@ def first_bad_key(tokens: Tokens, valid: Tensor, part: Part, block: Block, ids: 
     """
     positions = part.layout.block_positions(block, tokens.mask.device)
     numbers = torch.add(positions, block.expand(ids[part.sequences]), alpha=_NUM_POSITIONS)
-    kinds = torch.add(tokens.kinds[1], tokens.kinds[0], alpha=NUM_KINDS)
-    keys = torch.add(kinds, numbers, alpha=NUM_KINDS**2).masked_fill(valid == tokens.mask, NO_KEY)
-    return keys.amin() if keys.numel() else keys.new_full((), NO_KEY)
+    if not numbers.numel():
+        return numbers.new_full((), NO_KEY)
+    # Only the first unusable token is looked at. Without one it is any token, behind the number of every other.
+    number, index = numbers.masked_fill(valid == tokens.mask, _NO_NUMBER).flatten().min(0, keepdim=True)
+    log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
+    train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
+    kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)
+    return torch.add(kinds, number, alpha=NUM_KINDS**2).squeeze(0)
 
 
 def data_columns(sums: SequenceSums) -> dict[str, Tensor]:
@@ -94,15 +102,21 @@ def data_sums(
         if part.versions is not None:
             newer = part.versions > (shards.counts.current_version or 0)
             out_of_range[PER_SEQUENCE.index("policy_versions")] += (part.mask & newer).sum()
-    fingerprint = sums.valid.new_full((), config.fingerprint)
+    fingerprint = _number(config.fingerprint, shards.device)
     return DataSums(
         out_of_range=out_of_range,
         bad_tokens=bad_tokens,
         zero_log_probs=zero_log_probs,
         config_max=fingerprint,
         config_min=fingerprint,
-        has_default_ids=sums.valid.new_full((), shards.has_default_ids),
+        has_default_ids=_number(shards.has_default_ids, shards.device),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return a number on the device, 0-D float64, sent there once."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def check_data(header: BatchHeader[float], config: RolloutCorrectionConfig, *, allow_zero_log_probs: bool) -> None:

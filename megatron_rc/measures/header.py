@@ -33,10 +33,9 @@ class TokenMeasures(Generic[N]):
 
     # Over valid tokens, by the name of the quantity. A batch's has those that the tokens of a sequence share, too.
     moments: dict[str, Moments[N]]
-    counts: dict[str, N]  # numbers of tokens, by the names of measures.tokens.token_flags
+    totals: dict[str, N]  # sums over valid tokens, by the names of measures.tokens.token_totals
     bins: Any  # [bins] histogram of log ρ, which has the tokens that are not valid in the bin of 0
-    pairs: N  # of valid neighbours, for the test for shifted log-probs: megatron_rc.measures.shift
-    distances: Any  # [3] their distances straight, late and early
+    distances: Any  # [4] the test for shifted log-probs: :func:`megatron_rc.measures.shift.distances`
     first_bad_key: N = smallest()  # the smallest key of an unusable token; NO_KEY without one
 
 

@@ -75,15 +75,15 @@ def bins_of(values: Tensor, counts: Tensor) -> Tensor:
     return bins.index_add_(1, bin_index(values), counts)
 
 
-def token_bins(log_ratio: Tensor) -> Tensor:
-    """Return the histogram of the log-ratios of tokens, of any shape: [NUM_BINS] float64."""
-    return bins_of(log_ratio.flatten(), _one(log_ratio.device).expand(1, log_ratio.numel()))[0]
+def add_to_bins(bins: Tensor, values: Tensor) -> None:
+    """Add values of any shape to a histogram, [NUM_BINS] float64, in place."""
+    bins.index_add_(0, bin_index(values).flatten(), _one(values.device).expand(values.numel()))
 
 
 @functools.cache
 def _one(device: torch.device) -> Tensor:
-    """[1, 1] float64: a count of 1."""
-    return torch.ones(1, 1, dtype=torch.float64, device=device)
+    """[1] float64: a count of 1."""
+    return torch.ones(1, dtype=torch.float64, device=device)
 
 
 class Histogram:

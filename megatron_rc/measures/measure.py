@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.denominators import Denominators, averaged_weights, mini_batch_table
+from megatron_rc.correction.denominators import Denominators, averaged_weights, mini_batch_columns
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import SequenceDecisions, SequenceSums
 from megatron_rc.correction.tokens import blocks_of
@@ -92,7 +92,15 @@ def measure_batch(
         weight_bins = bins_of(mean_weight.log(), counted[: 1 if decisions.weights is None else 2])
     averaged_weight = total_of.pop("averaged_weight", None)
     averaged_count = total_of.pop("averaged_count", None)
-    mini_batches = mini_batch_table(decisions, shards)
+    bucketed = [
+        *mini_batch_columns(decisions, shards),
+        sums.valid,
+        sums.valid - decisions.accepted_tokens,
+        sums.log_ratio,
+    ]
+    by_sequence = torch.stack(bucketed, dim=1).masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
+    mini_batches = by_sequence.new_zeros(shards.counts.num_mini_batches, 6)
+    mini_batches.index_add_(0, shards.mini_batch_ids, by_sequence[:, :6])
     return BatchHeader(
         denominators=Denominators(
             counts=mini_batches[:, :4],
@@ -105,14 +113,14 @@ def measure_batch(
             shards,
             sums,
             config,
-            bad_tokens=local.tokens.counts["bad"],
+            bad_tokens=local.tokens.totals["bad"],
             zero_log_probs=total_of.pop("zero_log_probs"),
         ),
         tokens=with_shared_moments(local.tokens, sums, decisions, left_out, total_of["tokens"], config),
         totals=total_of,
         sequence_moments=sequence_moments,
         weight_bins=weight_bins,
-        breakdowns=breakdowns(sums, decisions, local, mask),
+        breakdowns=breakdowns(by_sequence[:, 6:], sums, local, mask),
     )
 
 
@@ -202,7 +210,7 @@ def weight_columns(
 ) -> dict[str, Tensor]:
     """Return counts of each sequence's weights outside of their bounds, and what batch normalisation averages.
 
-    ``above``, ``below``: tokens; ``sequences_outside``: 1 if it has such a token; ``mean_above``, ``mean_below``: 1 if
+    ``above``, ``below``: tokens; ``sequences_outside``: 1 if it has such a token (only with ``mask``); ``mean_above``, ``mean_below``: 1 if
     the mean of its unbounded weights is outside; ``averaged_weight``, ``averaged_count``: as their names say.
     """
     if decisions.weights is not None:
@@ -214,20 +222,22 @@ def weight_columns(
         above, below = sums.valid * mean_above, sums.valid * mean_below
     else:
         # A weight for each token. The mean of a sequence's unbounded weights is tested.
-        tested = 1 + sums.sums[raw_excess_name(config)] / sums.num_tokens
+        mean_excess = sums.sums[raw_excess_name(config)] / sums.num_tokens
         lower, upper = scaled_bounds(config, decisions.bound_scale)
-        mean_above, mean_below = tested > upper, tested < lower
+        mean_above, mean_below = mean_excess > upper - 1, mean_excess < lower - 1
         above, below = sums.sums["above"], sums.sums["below"]
     averaged_weight, averaged_count = averaged_weights(sums, decisions, config)
-    return {
+    columns = {
         "above": above,
         "below": below,
-        "sequences_outside": above + below > 0,
         "mean_above": mean_above,
         "mean_below": mean_below,
         "averaged_weight": averaged_weight,
         "averaged_count": averaged_count,
     }
+    if config.is_mode == "mask":
+        columns["sequences_outside"] = above + below > 0
+    return columns
 
 
 def shared_weights(decisions: SequenceDecisions) -> dict[str, Tensor]:
@@ -306,14 +316,12 @@ def statistic_of(criterion: Criterion, sums: SequenceSums) -> Tensor:
     return criterion.statistic(sums.statistic_values).masked_fill(sums.valid == 0, 0)
 
 
-def breakdowns(
-    sums: SequenceSums, decisions: SequenceDecisions, local: LocalSums, mask: Sequence[Tensor]
-) -> Breakdowns:
+def breakdowns(columns: Tensor, sums: SequenceSums, local: LocalSums, mask: Sequence[Tensor]) -> Breakdowns:
     """Return valid and rejected tokens and Σ log ρ by length, by the reward's sign, by staleness and by turn.
 
     Args:
+        columns: [n, 3] float64, valid and rejected tokens and Σ log ρ of each sequence; 0 if another rank counts it.
         sums: the sums over whole sequences.
-        decisions: on whole sequences.
         local: the local tokens.
         mask: m' of each micro-batch.
     """
@@ -322,8 +330,6 @@ def breakdowns(
     # The tables are parts of one tensor of zeros, and are filled in place.
     by_length, by_reward, by_staleness, by_turn = sums.valid.new_zeros(sum(sizes), 3).split(sizes)
 
-    columns = torch.stack([sums.valid, sums.valid - decisions.accepted_tokens, sums.log_ratio], dim=1)
-    columns = columns.masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
     by_length.index_add_(0, torch.bucketize(sums.valid, _octaves(shards.device), right=True), columns)
     if shards.rewards is not None:
         by_reward.index_add_(0, shards.rewards.sign().long() + 1, columns)

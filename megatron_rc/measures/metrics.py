@@ -94,7 +94,7 @@ class Numbers:
         """The same shares of what the criterion tests: of tokens, or of sequences."""
         if self.criterion is None or not self.criterion.of_tokens:
             return self.sequences_outside
-        above = self.header.tokens.counts[f"{self.name}_above"]
+        above = self.header.tokens.totals[f"{self.name}_above"]
         return ratio(above, self.tokens), ratio(self.total(f"{self.name}_rejected") - above, self.tokens)
 
     def range_of(self, moments: Moments[float]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.tokens import TokenDecisions
 from megatron_rc.measures.header import TokenMeasures
 
 MIN_PAIRS = 512
@@ -35,32 +36,28 @@ class Shift:
     is_enough: bool  # there are enough pairs, and different ones, to judge
 
 
-def distances(train: Tensor, rollout: Tensor, log_ratio: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare valid neighbours; return the number of their pairs, 0-D, and three sums of distances, [3] float64.
+def distances(decisions: TokenDecisions) -> Tensor:
+    """Compare valid neighbours of a block of tokens.
 
-    The distances: of train_t and rollout_t (straight), of train_t and rollout_t+1 (small if the rollout tensor is
-    late), of train_t+1 and rollout_t (small if it is early).
-
-    Args:
-        train: log π_train, [n, length] or [t], finite.
-        rollout: log π_rollout, likewise.
-        log_ratio: their difference.
-        valid: bool, the tokens that count.
+    Returns:
+        [4] float64: the sums over pairs of neighbours of d(train_t, rollout_t), straight, of d(train_t, rollout_t+1),
+        small if the rollout tensor is late, and of d(train_t+1, rollout_t), small if it is early; the number of pairs.
     """
+    train, rollout, valid = decisions.train, decisions.rollout, decisions.valid
     here, following = slice(None, -1), slice(1, None)
     pairs = valid[..., here] & valid[..., following]
     late = train[..., here] - rollout[..., following]
     early = train[..., following] - rollout[..., here]
-    apart = torch.stack([log_ratio[..., here], late, early]).abs().clamp(max=_FARTHEST).masked_fill(~pairs, 0)
-    return pairs.sum(), apart.flatten(1).sum(1, dtype=torch.float64)
+    apart = torch.stack([decisions.log_ratio[..., here], late, early, pairs]).abs().clamp(max=_FARTHEST)
+    return torch.where(pairs, apart, decisions.zero).flatten(1).sum(1, dtype=torch.float64)
 
 
 def measure_shift(tokens: TokenMeasures[float]) -> Shift:
     """Return the shift that the measures of a whole batch's tokens show."""
-    straight, late, early = tokens.distances
+    straight, late, early, num_pairs = tokens.distances
     crosswise, lag = min((late, 1), (early, -1))
     num_different = sum(count > 0 for count in tokens.bins)
-    is_enough = tokens.pairs >= MIN_PAIRS and num_different >= MIN_DIFFERENT
+    is_enough = num_pairs >= MIN_PAIRS and num_different >= MIN_DIFFERENT
     return Shift(crosswise / straight if straight else 1.0, lag, is_enough)
 
 

@@ -30,7 +30,7 @@ POLICY = (
     ),
     Metric(
         name="k3_kl",
-        numerator=lambda batch: batch.of_tokens("k3").total,
+        numerator=lambda batch: batch.header.tokens.totals["k3"],
         over="T",
         formula="ρ − 1 − l",
         values="≥ 0",

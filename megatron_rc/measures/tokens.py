@@ -19,10 +19,10 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 class BlockSums:
     """The numbers of one block, as a few tensors with a number for each name: a device has little to do for each."""
 
-    names: tuple[str, ...]  # of the columns, then of the flags, then of the quantities
-    flag_names: tuple[str, ...]
+    names: tuple[str, ...]  # of the flags, then of the numbers; the quantities are the last of them
+    total_names: tuple[str, ...]  # of the rows that are only added up over all tokens
     sums: Tensor  # [names, n] float64, over the tokens of each sequence
-    squares: Tensor  # [quantities] float64, Σ x² over all tokens; the quantities are the last of the names
+    squares: Tensor  # [quantities] float64, Σ x² over all tokens
     extreme_names: tuple[str, ...]
     largest: Tensor  # [extreme_names] over all valid tokens
     smallest: Tensor
@@ -34,23 +34,26 @@ def sum_block(
     tokens: Tokens, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
 ) -> BlockSums:
     """Reduce one block of tokens; every addition is made in float64."""
+    columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
+    only_totals = token_totals(tokens, decisions, config)
     quantities = token_quantities(decisions, config)
-    rows = token_columns(tokens, decisions, config)
-    rows |= measured_columns(decisions, config)
-    flags = token_flags(tokens, decisions, config)
-    # The quantities come last, and once: the weight is a column too.
-    rows = {name: row for name, row in rows.items() if name not in quantities} | flags | quantities
+    rows = columns | only_totals
+    flags = {name: row for name, row in rows.items() if row.dtype == torch.bool}
+    numbers = {name: row for name, row in rows.items() if name not in flags and name not in quantities} | quantities
 
-    # One table of all rows, [rows, n, length] or [rows, t], is reduced at once: each operation costs a GPU's host time.
-    table = torch.stack([*rows.values()])
-    sums = sequences.sum(table)
-    squares = table[-len(quantities) :].double().square().flatten(1).sum(1)
     extremes = token_extremes(decisions)
-    largest, smallest = extremes_of([*extremes.values()], decisions.invalid)
+    largest, smallest = extremes_of([*extremes.values()], ~decisions.valid)
+
+    # Two tables of all rows, [rows, n, length] or [rows, t], are reduced at once: each operation costs a GPU's host time.
+    shape = (len(numbers), *decisions.valid.shape)
+    number_table = torch.empty(shape, dtype=torch.float64, device=decisions.valid.device)
+    torch.stack([*numbers.values()], out=number_table)
+    sums = [sequences.count(torch.stack([*flags.values()])), sequences.sum(number_table)]
+    squares = number_table[-len(quantities) :].square_().flatten(1).sum(1)
     return BlockSums(
-        names=tuple(rows),
-        flag_names=tuple(flags),
-        sums=sums,
+        names=(*flags, *numbers),
+        total_names=tuple(only_totals),
+        sums=torch.cat(sums),
         squares=squares,
         extreme_names=tuple(extremes),
         largest=largest,
@@ -66,8 +69,8 @@ def join_blocks(
     """Return the numbers of all local tokens by name, from those of their blocks.
 
     Returns:
-        The sums and extremes over the tokens of each sequence; counts of the flags, and moments of the quantities,
-        over all tokens.
+        The sums and extremes over the tokens of each sequence; totals, and moments of the quantities, over all
+        tokens.
     """
     first = blocks[0]
     sums, squares = first.sums, first.squares
@@ -88,9 +91,9 @@ def join_blocks(
         moments[name] = Moments(totals["valid"], totals[name], squared, *extremes.get(name, (None, None)))
 
     # Of the quantities, only the weights are also needed of whole sequences.
-    only_of_tokens = {*first.flag_names, *moments} - {"weight", raw_excess_name(config)}
+    only_of_tokens = {*first.total_names, *moments} - {"weight", raw_excess_name(config)}
     sum_of = {name: values for name, values in zip(first.names, sums, strict=True) if name not in only_of_tokens}
-    return SequenceSums(sum_of, maxima, minima), {name: totals[name] for name in first.flag_names}, moments
+    return SequenceSums(sum_of, maxima, minima), {name: totals[name] for name in first.total_names}, moments
 
 
 def raw_excess_name(config: RolloutCorrectionConfig) -> str:
@@ -119,45 +122,45 @@ def measured_columns(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     return columns
 
 
-def token_flags(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
-    """Return flags of the tokens that are counted over the batch, by name.
+def token_totals(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
+    """Return the numbers of each token that are only added up over all tokens, by name; 0 where they do not count.
 
-    ``bad``: in the response mask, without two usable log-probs; ``<criterion>_above``: above the criterion's bound.
+    ``bad``: in the response mask, without two usable log-probs; ``k3``; ``<criterion>_above``: above the criterion's
+    bound.
     """
-    flags = {"bad": tokens.mask & decisions.invalid}
+    totals = {
+        "bad": tokens.mask ^ decisions.valid,
+        # Both terms clamped, as in numerics.k3, and log ρ - 1 to 6e-8 in float32, as measured for the ratios' spread.
+        "k3": decisions.ratio - 1 - decisions.log_ratio.clamp(max=EXP_LIMIT),
+    }
     for criterion in config.criteria:
         if criterion.of_tokens:
             tested = decisions.tests[criterion.name].tested
             scaled = tested if decisions.bound_scale is None else tested / decisions.bound_scale
-            flags[f"{criterion.name}_above"] = decisions.valid & (scaled > criterion.upper)
-    return flags
+            totals[f"{criterion.name}_above"] = decisions.valid & (scaled > criterion.upper)
+    return totals
 
 
 def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
     """Return the quantities of each token whose sum and sum of squares are measured, by name; 0 if invalid.
 
-    - ``ratio_excess``: ρ - 1; ``k3``;
+    - ``ratio_excess``: ρ - 1;
     - with token-level weights: ``weight``, bounded, and ``raw_weight``, unbounded; ``sampled_weight``: the latter, but
       up to exp(300) for weights of several tokens; each ``…_excess``: less 1. A small variance is computed from the
       excess, because it must not be the difference of two large numbers; an effective sample size from the weights,
       because a tiny weight less 1 is rounded to -1;
     - of each criterion on tokens or turns, by its name: the number that it tests, clamped to the bounds.
     """
-    ratio_excess = decisions.ratio - 1
-    quantities = {
-        "ratio_excess": ratio_excess,
-        # Both terms clamped, as in numerics.k3.
-        "k3": ratio_excess - decisions.log_ratio.clamp(max=EXP_LIMIT),
-    }
-    weights, invalid = decisions.weights, decisions.invalid
+    quantities = {"ratio_excess": decisions.ratio - 1}
+    weights, valid, zero = decisions.weights, decisions.valid, decisions.zero
     if weights is not None:
-        raw_weight = weights.raw.masked_fill(invalid, 0)
+        raw_weight = torch.where(valid, weights.raw, zero)
         quantities["weight"] = weights.bounded
-        quantities["weight_excess"] = (weights.bounded - 1).masked_fill(invalid, 0)
+        quantities["weight_excess"] = torch.where(valid, weights.bounded - 1, zero)
         quantities["raw_weight"] = raw_weight
         if not config.weighs_single_tokens:
             quantities["raw_weight_excess"] = weights.raw - 1
-            quantities["sampled_weight"] = exp_sample(weights.log).masked_fill(invalid, 0)
+            quantities["sampled_weight"] = torch.where(valid, exp_sample(weights.log), zero)
     for criterion in config.criteria:
         if criterion.of_tokens:
             tested = decisions.tests[criterion.name].tested
@@ -166,7 +169,7 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
             else:
                 scaled = tested / decisions.bound_scale
                 clamped = scaled.clamp(criterion.least, criterion.upper) * decisions.bound_scale
-            quantities[criterion.name] = clamped.masked_fill(invalid, 0)
+            quantities[criterion.name] = torch.where(valid, clamped, zero)
     return quantities
 
 
@@ -202,7 +205,7 @@ def _need_extremes(
         return {}
     rows = torch.stack([decisions.divergences[need.divergence.name].double() for need in needs])
     if how == "max":
-        values = sequences.largest(rows.masked_fill(decisions.invalid, -torch.inf))
+        values = sequences.largest(rows.masked_fill(~decisions.valid, -torch.inf))
     else:
-        values = sequences.smallest(rows.masked_fill(decisions.invalid, torch.inf))
+        values = sequences.smallest(rows.masked_fill(~decisions.valid, torch.inf))
     return {need.name: value for need, value in zip(needs, values, strict=True)}
