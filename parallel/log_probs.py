@@ -116,7 +116,7 @@ class Target:
 
     label: Tensor  # the index in the whole vocabulary, of any value
     column: Tensor  # int64, the local column; 0 if this rank does not own the label
-    owns_label: Tensor  # bool, this rank has the label's column, and the token counts
+    owns_label: Tensor  # bool, this rank has the label's column, and the token counts and has a log-prob
     has_log_prob: Tensor  # bool, the label lies in the whole vocabulary, and is a kept token if there are some
     counted: Tensor  # bool, the token counts
 
