@@ -258,7 +258,7 @@ def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, 
 
 
 def _chunk_gradient(chunk: Tensor, out: Tensor, factors: Factors, inverse_temperature: float) -> None:
-    """Write π (constant + log_pi_factor · log π + pi_factor · π) of a chunk's logits to ``out``, which may be the chunk.
+    """Write π (constant + log_pi_factor · log π + pi_factor · π) of a chunk to ``out``, which may be the chunk itself.
 
     It computes the same as :func:`_eager_gradient`, in a form that ``torch.compile`` fuses to one pass over the chunk.
     """

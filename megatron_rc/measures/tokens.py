@@ -44,7 +44,7 @@ def sum_block(
     extremes = token_extremes(decisions)
     largest, smallest = extremes_of([*extremes.values()], ~decisions.valid)
 
-    # Two tables of all rows, [rows, n, length] or [rows, t], are reduced at once: each operation costs a GPU's host time.
+    # Two tables of all rows, [rows, n, length] or [rows, t], are reduced at once: each operation costs time of the host.
     shape = (len(numbers), *decisions.valid.shape)
     number_table = torch.empty(shape, dtype=torch.float64, device=decisions.valid.device)
     torch.stack([*numbers.values()], out=number_table)
@@ -174,7 +174,7 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
 
 
 def token_extremes(decisions: TokenDecisions) -> dict[str, Tensor]:
-    """Return the quantities of each token whose extremes are measured, by name: weights, and numbers that are tested."""
+    """Return the quantities of each token whose extremes are measured, by name: weights, and tested numbers."""
     values = {name: test.tested for name, test in decisions.tests.items()}
     if decisions.weights is not None:
         values |= {"weight": decisions.weights.bounded, "raw_weight": decisions.weights.raw}
