@@ -44,7 +44,7 @@ def sum_block(
     extremes = token_extremes(decisions)
     largest, smallest = extremes_of([*extremes.values()], ~decisions.valid)
 
-    # Two tables of all rows, [rows, n, length] or [rows, t], are reduced at once: each operation costs time of the host.
+    # Two tables of all rows, [rows, n, length] or [rows, t], are reduced at once: each operation costs host time.
     shape = (len(numbers), *decisions.valid.shape)
     number_table = torch.empty(shape, dtype=torch.float64, device=decisions.valid.device)
     torch.stack([*numbers.values()], out=number_table)
