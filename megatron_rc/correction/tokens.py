@@ -20,7 +20,7 @@ from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio, exp_weight
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/48, so that the scratch stays below
+# Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/44, so that the scratch stays below
 # a tensor of the shard's size, and near MIN_BLOCK within the processor's cache. A GPU takes as many tokens at once as
 # keep it busy while the host asks for the next operation.
 WHOLE, MIN_BLOCK, GPU_BLOCK = 2**18, 2**14, 2**21
@@ -47,7 +47,7 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     largest = num_tokens
     if num_tokens > WHOLE:
         # A compiled block has less scratch, and more to do for each call.
-        largest = max(num_tokens // (16 if compile else 48), MIN_BLOCK)
+        largest = max(num_tokens // (16 if compile else 44), MIN_BLOCK)
     return part.layout.blocks(largest, part.mask.device)
 
 
@@ -111,7 +111,7 @@ class TokenDecisions:
     divergences: dict[str, Tensor]  # x of each divergence that a criterion needs, float64 (log ρ in its own dtype)
     tests: dict[str, TokenTest]  # of each criterion on tokens or turns, by its name
     passed: Tensor  # bool: the valid tokens that all criteria on tokens and turns accept
-    # Of an invalid token bounded 0, log 0, raw 1. Float64 for weights of several tokens. None unless token-level.
+    # Of an invalid token all are 0. Float64 for weights of several tokens. None unless token-level.
     weights: Weights | None
 
 
@@ -171,8 +171,12 @@ def _token_weights(
         # A sum over many tokens, float64: float32 would make 0 of weights below e⁻¹⁰³.
         log_weight = torch.where(valid, tokens.log_weight, zero)
         raw = exp_weight(log_weight)
+    raw = torch.where(valid, raw, zero)
     bounded = bounded_weights(raw, log_weight, config, bound_scale)
-    return Weights(log=log_weight, raw=raw, bounded=torch.where(valid, bounded, zero))
+    if config.is_mode == "clamp":
+        # The lower bound has moved the zeros.
+        bounded = torch.where(valid, bounded, zero)
+    return Weights(log=log_weight, raw=raw, bounded=bounded)
 
 
 def token_columns(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:

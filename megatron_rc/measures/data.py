@@ -66,7 +66,8 @@ def first_bad_key(tokens: Tokens, valid: Tensor, part: Part, block: Block, ids: 
     if not numbers.numel():
         return numbers.new_full((), NO_KEY)
     # Only the first unusable token is looked at. Without one it is any token, behind the number of every other.
-    number, index = numbers.masked_fill(valid == tokens.mask, _NO_NUMBER).flatten().min(0, keepdim=True)
+    is_bad = tokens.mask & ~valid
+    number, index = torch.where(is_bad, numbers, _NO_NUMBER).flatten().min(0, keepdim=True)
     log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
     train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
     kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)

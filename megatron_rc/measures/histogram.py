@@ -57,9 +57,9 @@ def even_bins(
 
 
 def bin_index(values: Tensor) -> Tensor:
-    """Return the index of each value's bin, int64, of any shape; bins are in ascending order."""
-    # The sign is the highest bit that stays: codes of negative numbers are negative, and count from the table's end.
-    return _bin_of_code(values.device)[values.float().view(torch.int32) >> _DROPPED_BITS]
+    """Return the index of each value's bin, int64, flat, of values of any shape; bins are in ascending order."""
+    code = (values.float().flatten().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)
+    return _bin_of_code(values.device).index_select(0, code)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def bins_of(values: Tensor, counts: Tensor) -> Tensor:
 
 def add_to_bins(bins: Tensor, values: Tensor) -> None:
     """Add values of any shape to a histogram, [NUM_BINS] float64, in place."""
-    bins.index_add_(0, bin_index(values).flatten(), _one(values.device).expand(values.numel()))
+    bins.index_add_(0, bin_index(values), _one(values.device).expand(values.numel()))
 
 
 @functools.cache

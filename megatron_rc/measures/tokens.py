@@ -154,12 +154,11 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     quantities = {"ratio_excess": decisions.ratio - 1}
     weights, valid, zero = decisions.weights, decisions.valid, decisions.zero
     if weights is not None:
-        raw_weight = torch.where(valid, weights.raw, zero)
         quantities["weight"] = weights.bounded
         quantities["weight_excess"] = torch.where(valid, weights.bounded - 1, zero)
-        quantities["raw_weight"] = raw_weight
+        quantities["raw_weight"] = weights.raw
         if not config.weighs_single_tokens:
-            quantities["raw_weight_excess"] = weights.raw - 1
+            quantities["raw_weight_excess"] = torch.where(valid, weights.raw - 1, zero)
             quantities["sampled_weight"] = torch.where(valid, exp_sample(weights.log), zero)
     for criterion in config.criteria:
         if criterion.of_tokens:
@@ -169,7 +168,10 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
             else:
                 scaled = tested / decisions.bound_scale
                 clamped = scaled.clamp(criterion.least, criterion.upper) * decisions.bound_scale
-            quantities[criterion.name] = torch.where(valid, clamped, zero)
+            if not criterion.least <= 0 <= criterion.upper:
+                # The bounds have moved the zeros of invalid tokens.
+                clamped = torch.where(valid, clamped, zero)
+            quantities[criterion.name] = clamped
     return quantities
 
 
