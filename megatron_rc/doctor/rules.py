@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
         "the engine's log-prob of a token is nearer to the trainer's log-prob of its neighbour (lag {shift_lag:+.0f}): "
         "the distance is {shift_share:.0%} of the distance at the same token",
         "align both to the label tokens; shift whole sequences before they are cut",
-        "megatron_rc/measures/data.py; ms-swift#8196, verl#4250",
+        "megatron_rc/measures/shift.py; ms-swift#8196, verl#4250",
         kind=REPAIR,
     ),
     Rule(

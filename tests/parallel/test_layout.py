@@ -70,3 +70,23 @@ def test_sums_are_float64():
 def test_wrong_cuts_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+def test_neighbours_are_next_positions_of_one_sequence(cp_size, split):
+    """Sequences of many lengths, none at all, two chunks each under zigzag."""
+    local = [0, 6, 2, 2, 0, 4, 8, 8, 2]
+    bounds = [sum(local[:index]) for index in range(len(local) + 1)]
+    for layout in (
+        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.packed([0], cp_rank=0, cp_size=cp_size, split=split),
+    ):
+        positions = layout.positions().view(-1)
+        sequences = layout.sequence_index
+        is_next = (positions[1:] == positions[:-1] + 1) & (sequences[1:] == sequences[:-1])
+        last_has_none = torch.zeros(min(len(positions), 1), dtype=torch.bool)
+        expected = torch.cat([is_next, last_has_none])
+        assert torch.equal(layout.followed(torch.arange(len(positions))), expected)
