@@ -227,7 +227,7 @@ def sequence_sums(
         if result.weights is not None:
             weights.put(index, block, result.weights)
         add_to_bins(bins, result.log_ratio)
-        bad_keys.append(first_bad_key(tokens, result.valid, shards.parts[index], block, ids))
+        bad_keys.append(first_bad_key(tokens, result.bad, shards.parts[index], block, ids))
         results.append(result.numbers)
 
     sums, totals, moments = join_blocks([numbers.sums for numbers in results], config)
@@ -410,6 +410,7 @@ class BlockResult:
     """The decisions on one block of tokens, of the tokens' shape, and its numbers."""
 
     valid: Tensor  # bool
+    bad: Tensor  # bool: tokens of the response mask that are not valid
     passed: Tensor  # bool: valid tokens that all criteria on tokens and turns accept
     weights: Tensor | None  # bounded, 0 if invalid; None unless token-level
     log_ratio: Tensor  # log ρ, 0 if invalid
@@ -421,6 +422,7 @@ def _decide_block(tokens: Tokens, sequences: BlockSequences, config: RolloutCorr
     decisions = decide_tokens(tokens, config)
     return BlockResult(
         valid=decisions.valid,
+        bad=decisions.bad,
         passed=decisions.passed,
         weights=None if decisions.weights is None else decisions.weights.bounded,
         log_ratio=decisions.log_ratio,

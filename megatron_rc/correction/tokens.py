@@ -102,6 +102,7 @@ class TokenDecisions:
     """Decisions on each token alone; every tensor has the tokens' shape."""
 
     valid: Tensor  # bool: in the response mask, with two usable log-probs
+    bad: Tensor  # bool: in the response mask, without two usable log-probs
     zero: Tensor  # 0-D, 0 in the dtype of the log-probs: the value of invalid tokens
     train: Tensor  # log π_train, 0 if invalid
     rollout: Tensor  # log π_rollout, 0 if invalid
@@ -126,6 +127,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
         torch.minimum(tokens.train, tokens.rollout) > -torch.inf
     )
     valid = tokens.mask & is_usable
+    bad = tokens.mask ^ valid
     zero = tokens.train.new_zeros(())
     train = torch.where(valid, tokens.train, zero)
     rollout = torch.where(valid, tokens.rollout, zero)
@@ -152,7 +154,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     if config.weighs_tokens:
         weights = _token_weights(tokens, log_ratio, ratio, valid, zero, bound_scale, config)
     return TokenDecisions(
-        valid, zero, train, rollout, log_ratio, ratio, bound_scale, divergences, tests, passed, weights
+        valid, bad, zero, train, rollout, log_ratio, ratio, bound_scale, divergences, tests, passed, weights
     )
 
 

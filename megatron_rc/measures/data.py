@@ -48,15 +48,15 @@ def key_ids(shards: Shards) -> Tensor:
     last = min(first + _LOCAL_IDS, NUM_SEQUENCE_IDS) - 1
     if first:
         ids = ids + first
-    return ids.clamp(max=last) if len(ids) > _LOCAL_IDS or first + len(ids) > NUM_SEQUENCE_IDS else ids
+    return ids.clamp(max=last)
 
 
-def first_bad_key(tokens: Tokens, valid: Tensor, part: Part, block: Block, ids: Tensor) -> Tensor:
+def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Tensor) -> Tensor:
     """Return the smallest key of an unusable token of a block, 0-D int64; NO_KEY without one.
 
     Args:
         tokens: the tokens of the block.
-        valid: bool, the valid ones.
+        bad: bool, the unusable ones.
         part: the micro-batch that the block is of.
         block: the block.
         ids: :func:`key_ids` of all local sequences.
@@ -66,8 +66,7 @@ def first_bad_key(tokens: Tokens, valid: Tensor, part: Part, block: Block, ids: 
     if not numbers.numel():
         return numbers.new_full((), NO_KEY)
     # Only the first unusable token is looked at. Without one it is any token, behind the number of every other.
-    is_bad = tokens.mask & ~valid
-    number, index = torch.where(is_bad, numbers, _NO_NUMBER).flatten().min(0, keepdim=True)
+    number, index = torch.where(bad, numbers, _NO_NUMBER).flatten().min(0, keepdim=True)
     log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
     train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
     kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)

@@ -210,9 +210,9 @@ def weight_columns(
 ) -> dict[str, Tensor]:
     """Return counts of each sequence's weights outside of their bounds, and what batch normalisation averages.
 
-    ``above``, ``below``: tokens; ``sequences_outside``: 1 if it has such a token (only with ``mask``); ``mean_above``,
-    ``mean_below``: 1 if the mean of its unbounded weights is outside; ``averaged_weight``, ``averaged_count``: as their
-    names say.
+    ``above``, ``below``: tokens; ``mean_above``, ``mean_below``: 1 if the mean of its unbounded weights is outside;
+    ``averaged_weight``, ``averaged_count``: the sum and the number of weights that batch normalisation averages;
+    ``sequences_outside``: 1 if it has a token with a weight outside (only with ``mask``).
     """
     if decisions.weights is not None:
         # One weight for all tokens of a sequence. Its log is tested.

@@ -35,7 +35,7 @@ def sum_block(
 ) -> BlockSums:
     """Reduce one block of tokens; every addition is made in float64."""
     columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
-    only_totals = token_totals(tokens, decisions, config)
+    only_totals = token_totals(decisions, config)
     quantities = token_quantities(decisions, config)
     rows = columns | only_totals
     flags = {name: row for name, row in rows.items() if row.dtype == torch.bool}
@@ -44,7 +44,7 @@ def sum_block(
     extremes = token_extremes(decisions)
     largest, smallest = extremes_of([*extremes.values()], ~decisions.valid)
 
-    # Two tables of all rows, [rows, n, length] or [rows, t], are reduced at once: each operation costs host time.
+    # All rows are reduced at once, as two tables [rows, n, length] or [rows, t]: each operation costs host time.
     shape = (len(numbers), *decisions.valid.shape)
     number_table = torch.empty(shape, dtype=torch.float64, device=decisions.valid.device)
     torch.stack([*numbers.values()], out=number_table)
@@ -122,14 +122,14 @@ def measured_columns(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     return columns
 
 
-def token_totals(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
+def token_totals(decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
     """Return the numbers of each token that are only added up over all tokens, by name; 0 where they do not count.
 
     ``bad``: in the response mask, without two usable log-probs; ``k3``; ``<criterion>_above``: above the criterion's
     bound.
     """
     totals = {
-        "bad": tokens.mask ^ decisions.valid,
+        "bad": decisions.bad,
         # Both terms clamped, as in numerics.k3, and log ρ - 1 to 6e-8 in float32, as measured for the ratios' spread.
         "k3": decisions.ratio - 1 - decisions.log_ratio.clamp(max=EXP_LIMIT),
     }
@@ -176,7 +176,7 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
 
 
 def token_extremes(decisions: TokenDecisions) -> dict[str, Tensor]:
-    """Return the quantities of each token whose extremes are measured, by name: weights, and tested numbers."""
+    """Return the quantities of each token whose extremes are measured, by name: weights, and what is tested."""
     values = {name: test.tested for name, test in decisions.tests.items()}
     if decisions.weights is not None:
         values |= {"weight": decisions.weights.bounded, "raw_weight": decisions.weights.raw}

@@ -1,7 +1,5 @@
 """Rollout log-probs that are one position off are refused, and honest ones are not."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from megatron_rc import (
 )
 from megatron_rc.measures.shift import MIN_DIFFERENT, MIN_PAIRS, find_lag
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.parallel.collectives import merged
+from megatron_rc.parallel.collectives import merged, on_host
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
 
@@ -35,6 +33,11 @@ def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
     return train, rollout, torch.rand(shape, generator=generator) > holes
 
 
+def lag_of(train, rollout, mask, layout=None):
+    """The lag that the test finds in a batch, or in micro-batches."""
+    return find_lag(correct_rollouts(train, rollout, mask, CONFIG, layout).on_host.tokens)
+
+
 @pytest.mark.parametrize("lag", [1, -1])
 @pytest.mark.parametrize(
     ("shape", "noise"), [((32, 64), 0.0), ((32, 64), 0.2), ((16, 64), 0.05), ((128, 8), 0.05), ((1, 1024), 0.05)]
@@ -49,22 +52,28 @@ def test_a_shift_is_refused_and_named(shape, noise, lag):
     correct_rollouts(train, rollout, mask, CONFIG).check()
 
 
-def measures_of(crosswise, lag, num_pairs=1000.0, num_different=1000):
-    """Measures of tokens whose straight distance is 1 a pair, and whose crosswise distance for the lag is this."""
-    late, early = (crosswise, 3.0)[::lag]
-    distances = [num_pairs * distance for distance in (1.0, late, early)]
-    bins = [1.0] * num_different + [0.0] * 100
-    return SimpleNamespace(distances=[*distances, num_pairs], bins=bins)
+@pytest.mark.parametrize("lag", [1, -1])
+@pytest.mark.parametrize("num_pairs", [MIN_PAIRS - 1, MIN_PAIRS])
+def test_few_pairs_prove_nothing(lag, num_pairs):
+    train, rollout, _ = make_batch(shape=(1, num_pairs + 1), holes=0)
+    found = lag_of(train, rollout.roll(lag, dims=1), torch.ones_like(train, dtype=torch.bool))
+    assert found == (lag if num_pairs == MIN_PAIRS else 0)
+
+
+@pytest.mark.parametrize("num_different", [MIN_DIFFERENT - 10, 2 * MIN_DIFFERENT])
+def test_few_different_log_ratios_prove_nothing(num_different):
+    """A shifted response again and again: as many different numbers as it has tokens."""
+    train, rollout, mask = make_batch(shape=(1, num_different), holes=0)
+    values = (train, rollout.roll(1, dims=1), mask)
+    assert lag_of(*(value.repeat(20, 1) for value in values)) == (num_different > MIN_DIFFERENT)
 
 
 @pytest.mark.parametrize("lag", [1, -1])
-def test_less_than_half_of_the_straight_distance_is_a_lag(lag):
-    assert find_lag(measures_of(0.499, lag)) == lag
-    assert find_lag(measures_of(0.501, lag)) == 0
-    assert find_lag(measures_of(0.499, lag, num_pairs=MIN_PAIRS)) == lag
-    assert find_lag(measures_of(0.499, lag, num_pairs=MIN_PAIRS - 1)) == 0
-    assert find_lag(measures_of(0.499, lag, num_different=MIN_DIFFERENT)) == lag
-    assert find_lag(measures_of(0.499, lag, num_different=MIN_DIFFERENT - 1)) == 0
+@pytest.mark.parametrize(("noise", "is_refused"), [(0.2, True), (0.5, True), (1.5, False), (3.0, False)])
+def test_less_than_half_of_the_straight_distance_is_a_lag(lag, noise, is_refused):
+    """Behind more noise than tokens differ a shift cannot be seen."""
+    train, rollout, mask = make_batch(noise=noise)
+    assert lag_of(train, rollout.roll(lag, dims=1), mask) == lag * is_refused
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -81,17 +90,17 @@ def test_the_same_few_answers_are_no_shift(lag, noise):
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
-def test_the_sums_of_shards_give_the_verdict_of_the_whole(split):
+@pytest.mark.parametrize("lag", [0, 1, -1])
+def test_the_sums_of_shards_give_the_same_verdict(split, lag):
+    """Where two chunks meet on a rank, a pair is compared that is none."""
     train, rollout, mask = make_batch(shape=(24, 64), holes=0)
-    for lag in (0, 1):
-        late = rollout.roll(lag, dims=1)
-        measures = []
-        for rank in range(4):
-            layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
-            inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
-            measures.append(sequence_sums(collect_shards(inputs, AgreedCounts()), CONFIG).tokens)
-        tokens = merged(measures)
-        assert find_lag(SimpleNamespace(distances=tokens.distances.tolist(), bins=tokens.bins.tolist())) == lag
+    late = rollout.roll(lag, dims=1)
+    layouts = [SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split) for rank in range(4)]
+    measures = []
+    for layout in layouts:
+        inputs = PlanInputs(*(layout.cut(values) for values in (train, late, mask)), layout)
+        measures.append(sequence_sums(collect_shards(inputs, AgreedCounts()), CONFIG).tokens)
+    assert find_lag(on_host(merged(measures))) == lag
 
 
 @pytest.mark.parametrize(
@@ -111,9 +120,9 @@ def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
 @pytest.mark.parametrize(("count", "length"), [(16, 65), (64, 64), (256, 64), (200, 8)])
 def test_a_shift_is_seen_in_short_micro_batches(count, length):
     train, rollout, mask = make_batch(shape=(count, length), holes=0)
-    for lag in (0, 1):
-        parts = [list(tensor.split(1)) for tensor in (train, rollout.roll(lag, dims=1), mask)]
-        assert find_lag(correct_rollouts(*parts, CONFIG).on_host.tokens) == lag
+    for given, lag in ((rollout, 0), (rollout.roll(1, dims=1), 1)):
+        parts = [list(tensor.split(1)) for tensor in (train, given, mask)]
+        assert lag_of(*parts) == lag
 
 
 @pytest.mark.parametrize(("lag", "count"), [(0, 64), (1, 64), (-1, 64), (1, 16)])
@@ -134,17 +143,17 @@ def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
-    train_values, rollout_values, _ = make_batch(shape=(shape[0], 4 * trained))
+    values = make_batch(shape=(shape[0], 4 * trained))[:2]
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[:, shape[1] // 2 :][:, :trained] = True
-    for lag in (0, 1):
-        shifted_values = rollout_values.roll(lag, dims=1)
-        train, rollout = (
-            torch.zeros(shape).masked_scatter_(mask, values[:, :trained]) for values in (train_values, shifted_values)
-        )
-        layout = SequenceLayout.packed(range(0, mask.numel() + 1, shape[1])) if packed else None
-        batch = [values.view(-1) if packed else values for values in (train, rollout, mask)]
-        assert find_lag(correct_rollouts(*batch, CONFIG, layout).on_host.tokens) == lag
+    train, rollout = (torch.zeros(shape).masked_scatter_(mask, one[:, :trained]) for one in values)
+    late = torch.zeros(shape).masked_scatter_(mask, values[1].roll(1, dims=1)[:, :trained])
+    layout = None
+    if packed:
+        layout = SequenceLayout.packed(range(0, mask.numel() + 1, shape[1]))
+        train, rollout, late, mask = (one.view(-1) for one in (train, rollout, late, mask))
+    for given, lag in ((rollout, 0), (late, 1)):
+        assert lag_of(train, given, mask, layout) == lag
 
 
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])
