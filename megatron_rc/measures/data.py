@@ -52,7 +52,7 @@ def key_ids(shards: Shards) -> Tensor:
 
 
 def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Tensor) -> Tensor:
-    """Return the smallest key of an unusable token of a block, 0-D int64; NO_KEY without one.
+    """Return the smallest key of an unusable token of a block, 0-D int64; without one a number above all keys.
 
     Args:
         tokens: the tokens of the block.
@@ -65,12 +65,14 @@ def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Te
     numbers = torch.add(positions, block.expand(ids[part.sequences]), alpha=_NUM_POSITIONS)
     if not numbers.numel():
         return numbers.new_full((), NO_KEY)
-    # Only the first unusable token is looked at. Without one it is any token, behind the number of every other.
+    # Only the first unusable token is looked at. Without one it is any token, with a number behind all others, and the
+    # key is limited, so that it does not depend on the values there.
     number, index = torch.where(bad, numbers, _NO_NUMBER).flatten().min(0, keepdim=True)
     log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
     train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
     kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)
-    return torch.add(kinds, number, alpha=NUM_KINDS**2).squeeze(0)
+    key = torch.add(kinds, number, alpha=NUM_KINDS**2)
+    return key.clamp(max=_NO_NUMBER * NUM_KINDS**2).squeeze(0)
 
 
 def data_columns(sums: SequenceSums) -> dict[str, Tensor]:
