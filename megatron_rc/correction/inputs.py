@@ -195,18 +195,21 @@ class Shards:
         return torch.zeros_like(self.sequence_ids, dtype=torch.bool)
 
     @functools.cached_property
-    def counts_here(self) -> Tensor:
-        """[n] bool: the sequences that this rank counts: it is the first of their CP group, whose ranks know them."""
+    def counts_elsewhere(self) -> Tensor:
+        """[n] bool: the sequences that another rank counts.
+
+        All ranks of a CP group know a sequence whole. The first of them counts it.
+        """
         flags = [
-            part.mask.new_full((part.layout.num_sequences,), part.layout.cp_rank == 0, dtype=torch.bool)
+            part.mask.new_full((part.layout.num_sequences,), part.layout.cp_rank != 0, dtype=torch.bool)
             for part in self.parts
         ]
         return flags[0] if len(flags) == 1 else torch.cat(flags)
 
     @functools.cached_property
-    def counts_elsewhere(self) -> Tensor:
-        """[n] bool: the other sequences."""
-        return ~self.counts_here
+    def counts_here(self) -> Tensor:
+        """[n] bool: the sequences that this rank counts."""
+        return ~self.counts_elsewhere
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:

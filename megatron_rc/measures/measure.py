@@ -73,7 +73,7 @@ def measure_batch(
         quantities |= {"mean_weight": mean_weight, "mean_weight_excess": mean_weight - 1}
 
     # A sequence without a valid token has no mean: it counts nowhere.
-    left_out = ~(shards.counts_here & has_tokens)
+    left_out = shards.counts_elsewhere | ~has_tokens
     table = torch.stack([*columns.values(), *quantities.values()])
     counted = table.masked_fill(left_out, 0)
     totals = counted.sum(1)
