@@ -1,6 +1,6 @@
 """Every metric of the correction: its name, numerator and denominator, and what docs/metrics.md says about it.
 
-One row is one metric; the tables of docs/metrics.md are written from these rows by ``docs/metric_tables.py``.
+One row is one metric; docs/metrics.md has the same rows.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rc.correction.decisions import BlockSequences
+from megatron_rc.correction.sequences import BlockSequences
 
 
 @pytest.mark.parametrize("length", [2**16, 2**20], ids=str)
