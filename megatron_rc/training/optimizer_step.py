@@ -168,9 +168,11 @@ class OpenStep:
         if self.step is not None:
             expected_micro_batches = self.step.num_microbatches or self.num_micro_batches
             expected_divisor = self.step.total_tokens or 0
-        divisor = number(expected_divisor)
-        if self._divisor is not None:
-            divisor = torch.as_tensor(self._divisor, dtype=torch.float64, device=divisor.device).reshape(())
+        if isinstance(self._divisor, Tensor):
+            # Megatron's own sum, on the device: the host must not wait for it.
+            divisor = self._divisor.to(torch.float64).reshape(())
+        else:
+            divisor = number(expected_divisor if self._divisor is None else self._divisor)
 
         return StepHeader(
             counts=counts,
