@@ -31,8 +31,8 @@ from megatron_rc.correction.inputs import (
     check_needs,
     collect_shards,
 )
+from megatron_rc.correction.reductions import BlockReductions, CompiledReductions
 from megatron_rc.correction.sequences import (
-    BlockSequences,
     SequenceDecisions,
     SequenceSums,
     accepted_masks,
@@ -220,7 +220,7 @@ def sequence_sums(
             compiled_shape = tokens.mask.shape
             result = _compiled_block(config, tokens.mask.device.type)(tokens)
         else:
-            result = _decide_block(tokens, BlockSequences(block.lengths), config)
+            result = _decide_block(tokens, BlockReductions(block.lengths), config)
         valid.put(index, block, result.valid)
         if has_token_criteria:
             passed.put(index, block, result.passed)
@@ -417,7 +417,7 @@ class BlockResult:
     numbers: BlockNumbers
 
 
-def _decide_block(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionConfig) -> BlockResult:
+def _decide_block(tokens: Tokens, reductions: BlockReductions, config: RolloutCorrectionConfig) -> BlockResult:
     """Decide and measure one block: the arithmetic that may be compiled."""
     decisions = decide_tokens(tokens, config)
     return BlockResult(
@@ -426,15 +426,32 @@ def _decide_block(tokens: Tokens, sequences: BlockSequences, config: RolloutCorr
         passed=decisions.passed,
         weights=None if decisions.weights is None else decisions.weights.bounded,
         log_ratio=decisions.log_ratio,
-        numbers=BlockNumbers(sum_block(tokens, decisions, sequences, config), distances(decisions)),
+        numbers=BlockNumbers(sum_block(tokens, decisions, reductions, config), distances(decisions, reductions)),
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_block(config: RolloutCorrectionConfig, device: str) -> Callable[[Tokens], BlockResult]:
-    """Return :func:`_decide_block` for blocks of equally long sequences, compiled when it is first called."""
+    """Return :func:`_decide_block` for blocks of equally long sequences, compiled when it is first called.
 
-    def program(tokens: Tokens) -> BlockResult:
-        return _decide_block(tokens, BlockSequences(), config)
+    Masks go in and out as bytes, for which a CPU has vectors; the compiler takes bools one by one.
+    """
 
-    return torch.compile(program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None)
+    def program(tokens: Tokens, mask: Tensor, present: Tensor) -> BlockResult:
+        tokens = dataclasses.replace(tokens, mask=(mask != 0) & present)
+        result = _decide_block(tokens, CompiledReductions(), config)
+        masks = {name: getattr(result, name).to(torch.uint8) for name in ("valid", "bad", "passed")}
+        return dataclasses.replace(result, **masks)
+
+    compiled: Callable[..., BlockResult] = torch.compile(
+        program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None
+    )
+
+    def run(tokens: Tokens) -> BlockResult:
+        # The compiler makes one loop of the sums and of the tokens' results only if the latter depend on the sequence.
+        present = tokens.mask.new_ones(len(tokens.mask), 1)
+        result = compiled(tokens, tokens.mask.view(torch.uint8), present)
+        masks = {name: getattr(result, name).view(torch.bool) for name in ("valid", "bad", "passed")}
+        return dataclasses.replace(result, **masks)
+
+    return run

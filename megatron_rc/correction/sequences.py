@@ -18,43 +18,6 @@ from megatron_rc.settings.criterion import Criterion, SequenceValues
 
 
 @dataclass(frozen=True)
-class BlockSequences:
-    """The reductions over the tokens of each sequence of a block.
-
-    Attributes:
-        lengths: [n] int64, tokens of each sequence of a flat block [t]; None for a block [n, length].
-    """
-
-    lengths: Tensor | None = None
-
-    def sum(self, rows: Tensor) -> Tensor:
-        """Return sums, from [k, n, length] or [k, t] to [k, n] float64; every addition is made in float64."""
-        if self.lengths is None:
-            return rows.sum(-1, dtype=torch.float64)
-        return self._segments(rows.double(), "sum", 0.0)
-
-    def count(self, flags: Tensor) -> Tensor:
-        """Return the numbers of flags that are True, from [k, n, length] or [k, t] bool to [k, n]."""
-        return flags.sum(-1, dtype=torch.int32) if self.lengths is None else self._segments(flags.double(), "sum", 0.0)
-
-    def largest(self, rows: Tensor) -> Tensor:
-        """Return the largest values; -inf of no tokens."""
-        return rows.amax(-1) if self.lengths is None else self._segments(rows, "max", -torch.inf)
-
-    def smallest(self, rows: Tensor) -> Tensor:
-        """Return the smallest values; +inf of no tokens."""
-        return rows.amin(-1) if self.lengths is None else self._segments(rows, "min", torch.inf)
-
-    def _segments(self, rows: Tensor, how: str, of_nothing: float) -> Tensor:
-        lengths = self.lengths
-        if lengths is None or not rows.numel():
-            return rows.new_full((len(rows), 0 if lengths is None else len(lengths)), of_nothing)
-        # The rows one after the other, as one long row: a reduction of one dimension is fast on a GPU.
-        reduced = torch.segment_reduce(rows.flatten(), how, lengths=lengths.repeat(len(rows)), unsafe=True)
-        return reduced.view(len(rows), len(lengths))
-
-
-@dataclass(frozen=True)
 class SequenceSums:
     """Numbers of each sequence, by name, [n] float64: sums, largest and smallest values over its tokens.
 

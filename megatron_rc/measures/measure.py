@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megatron_rc.correction.denominators import Denominators, averaged_weights, mini_batch_columns
 from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.reductions import extremes_of
 from megatron_rc.correction.sequences import SequenceDecisions, SequenceSums
 from megatron_rc.correction.tokens import blocks_of
 from megatron_rc.correction.weights import scaled_bounds
 from megatron_rc.measures.data import data_columns, data_sums
 from megatron_rc.measures.header import BatchHeader, Breakdowns, Moments, TokenMeasures
 from megatron_rc.measures.histogram import bins_of
-from megatron_rc.measures.tokens import extremes_of, raw_excess_name
+from megatron_rc.measures.tokens import raw_excess_name
 from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_sample
 from megatron_rc.parallel.collectives import Pair, pack
 from megatron_rc.settings.config import RolloutCorrectionConfig

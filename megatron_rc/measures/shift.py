@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.reductions import BlockReductions
 from megatron_rc.correction.tokens import TokenDecisions
 from megatron_rc.measures.header import TokenMeasures
 
@@ -36,7 +37,7 @@ class Shift:
     is_enough: bool  # there are enough pairs, and different ones, to judge
 
 
-def distances(decisions: TokenDecisions) -> Tensor:
+def distances(decisions: TokenDecisions, reductions: BlockReductions) -> Tensor:
     """Compare valid neighbours of a block of tokens.
 
     Returns:
@@ -48,8 +49,8 @@ def distances(decisions: TokenDecisions) -> Tensor:
     pairs = valid[..., here] & valid[..., following]
     late = train[..., here] - rollout[..., following]
     early = train[..., following] - rollout[..., here]
-    apart = torch.stack([decisions.log_ratio[..., here], late, early, pairs]).abs().clamp(max=_FARTHEST)
-    return torch.where(pairs, apart, decisions.zero).flatten(1).sum(1, dtype=torch.float64)
+    apart = torch.stack([decisions.log_ratio[..., here], late, early]).abs().clamp(max=_FARTHEST)
+    return reductions.totals([*torch.where(pairs, apart, decisions.zero).unbind(0), pairs])
 
 
 def measure_shift(tokens: TokenMeasures[float]) -> Shift:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.sequences import BlockSequences, SequenceSums
+from megatron_rc.correction.reductions import BlockReductions
+from megatron_rc.correction.sequences import SequenceSums
 from megatron_rc.correction.tokens import TokenDecisions, Tokens, token_columns
 from megatron_rc.measures.header import Moments
 from megatron_rc.numerics import EXP_LIMIT, exp_sample
@@ -31,7 +32,7 @@ class BlockSums:
 
 
 def sum_block(
-    tokens: Tokens, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
+    tokens: Tokens, decisions: TokenDecisions, reductions: BlockReductions, config: RolloutCorrectionConfig
 ) -> BlockSums:
     """Reduce one block of tokens; every addition is made in float64."""
     columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
@@ -42,24 +43,19 @@ def sum_block(
     numbers = {name: row for name, row in rows.items() if name not in flags and name not in quantities} | quantities
 
     extremes = token_extremes(decisions)
-    largest, smallest = extremes_of([*extremes.values()], ~decisions.valid)
-
-    # All rows are reduced at once, as two tables [rows, n, length] or [rows, t]: each operation costs host time.
-    shape = (len(numbers), *decisions.valid.shape)
-    number_table = torch.empty(shape, dtype=torch.float64, device=decisions.valid.device)
-    torch.stack([*numbers.values()], out=number_table)
-    sums = [sequences.count(torch.stack([*flags.values()])), sequences.sum(number_table)]
-    squares = number_table[-len(quantities) :].square_().flatten(1).sum(1)
+    invalid = ~decisions.valid
+    largest, smallest = reductions.extremes([*extremes.values()], invalid)
+    sums, squares = reductions.sums([*numbers.values()], len(quantities))
     return BlockSums(
         names=(*flags, *numbers),
         total_names=tuple(only_totals),
-        sums=torch.cat(sums),
+        sums=torch.cat([reductions.counts([*flags.values()]), sums]),
         squares=squares,
         extreme_names=tuple(extremes),
         largest=largest,
         smallest=smallest,
-        maxima=_need_extremes("max", decisions, sequences, config),
-        minima=_need_extremes("min", decisions, sequences, config),
+        maxima=_need_extremes("max", decisions, reductions.largest, config),
+        minima=_need_extremes("min", decisions, reductions.smallest, config),
     )
 
 
@@ -183,31 +179,15 @@ def token_extremes(decisions: TokenDecisions) -> dict[str, Tensor]:
     return values
 
 
-def extremes_of(rows: Sequence[Tensor], left_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest and the smallest value of each row, [k] each; -inf and +inf of no values.
-
-    Args:
-        rows: k tensors of the shape of ``left_out``.
-        left_out: bool, what does not count.
-    """
-    if not rows or not left_out.numel():
-        nothing = torch.zeros(len(rows), dtype=torch.float64, device=left_out.device)
-        return nothing - torch.inf, nothing + torch.inf
-    table = torch.stack([*rows]).flatten(1)
-    flat = left_out.flatten()
-    return table.masked_fill(flat, -torch.inf).amax(1), table.masked_fill(flat, torch.inf).amin(1)
-
-
 def _need_extremes(
-    how: str, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
+    how: str,
+    decisions: TokenDecisions,
+    reduce: Callable[[Sequence[Tensor], Tensor], Tensor],
+    config: RolloutCorrectionConfig,
 ) -> dict[str, Tensor]:
     """Return the largest ("max") or smallest ("min") x of each sequence that criteria need, [n] float64, by name."""
     needs = [need for need in config.needs if need.how == how]
     if not needs:
         return {}
-    rows = torch.stack([decisions.divergences[need.divergence.name].double() for need in needs])
-    if how == "max":
-        values = sequences.largest(rows.masked_fill(~decisions.valid, -torch.inf))
-    else:
-        values = sequences.smallest(rows.masked_fill(~decisions.valid, torch.inf))
+    values = reduce([decisions.divergences[need.divergence.name].double() for need in needs], ~decisions.valid)
     return {need.name: value for need, value in zip(needs, values, strict=True)}
