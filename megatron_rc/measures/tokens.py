@@ -36,8 +36,8 @@ def sum_block(
 ) -> BlockSums:
     """Reduce one block of tokens; every addition is made in float64."""
     columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
-    only_totals = token_totals(decisions, config)
     quantities = token_quantities(decisions, config)
+    only_totals = token_totals(decisions, config, quantities["ratio_excess"])
     rows = columns | only_totals
     flags = {name: row for name, row in rows.items() if row.dtype == torch.bool}
     numbers = {name: row for name, row in rows.items() if name not in flags and name not in quantities} | quantities
@@ -118,16 +118,16 @@ def measured_columns(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     return columns
 
 
-def token_totals(decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
+def token_totals(decisions: TokenDecisions, config: RolloutCorrectionConfig, ratio_excess: Tensor) -> dict[str, Tensor]:
     """Return the numbers of each token that are only added up over all tokens, by name; 0 where they do not count.
 
     ``bad``: in the response mask, without two usable log-probs; ``k3``; ``<criterion>_above``: above the criterion's
-    bound.
+    bound. ``ratio_excess`` is ρ - 1 of each token.
     """
     totals = {
         "bad": decisions.bad,
         # Both terms clamped, as in numerics.k3, and log ρ - 1 to 6e-8 in float32, as measured for the ratios' spread.
-        "k3": decisions.ratio - 1 - decisions.log_ratio.clamp(max=EXP_LIMIT),
+        "k3": ratio_excess - decisions.log_ratio.clamp(max=EXP_LIMIT),
     }
     for criterion in config.criteria:
         if criterion.of_tokens:
