@@ -26,7 +26,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 _NUM_POSITIONS = 2**27
 _KINDS = ("infinite", "usable", "positive", "infinite", "NaN")
 _NO_NUMBER = NUM_SEQUENCE_IDS * _NUM_POSITIONS  # id · 2²⁷ + position of a token is below
-NO_KEY = 2**53  # above every key
+NO_KEY = _NO_NUMBER * NUM_KINDS**2  # every key is below
 _LOCAL_IDS = 2**11  # sequences that a rank can tell apart if none has an id
 # In the order of PER_SEQUENCE.
 _RANGES = (
@@ -65,14 +65,13 @@ def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Te
     numbers = torch.add(positions, block.expand(ids[part.sequences]), alpha=_NUM_POSITIONS)
     if not numbers.numel():
         return numbers.new_full((), NO_KEY)
-    # Only the first unusable token is looked at. Without one it is any token, with a number behind all others, and the
-    # key is limited, so that it does not depend on the values there.
-    number, index = torch.where(bad, numbers, _NO_NUMBER).flatten().min(0, keepdim=True)
+    # Only the first unusable token is looked at. Without one it is any token, behind the number of every other.
+    no_number = _number(_NO_NUMBER, tokens.mask.device, torch.int64)
+    number, index = torch.where(bad, numbers, no_number).flatten().min(0, keepdim=True)
     log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
     train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
     kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)
-    key = torch.add(kinds, number, alpha=NUM_KINDS**2)
-    return key.clamp(max=_NO_NUMBER * NUM_KINDS**2).squeeze(0)
+    return torch.add(kinds, number, alpha=NUM_KINDS**2).clamp(max=NO_KEY).squeeze(0)
 
 
 def data_columns(sums: SequenceSums) -> dict[str, Tensor]:
@@ -116,9 +115,9 @@ def data_sums(
 
 
 @functools.lru_cache(maxsize=64)
-def _number(value: float, device: torch.device) -> Tensor:
-    """Return a number on the device, 0-D float64, sent there once."""
-    return torch.full((), value, dtype=torch.float64, device=device)
+def _number(value: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return a number on the device, 0-D, sent there once."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def check_data(header: BatchHeader[float], config: RolloutCorrectionConfig, *, allow_zero_log_probs: bool) -> None:

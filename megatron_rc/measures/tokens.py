@@ -103,13 +103,16 @@ def measured_columns(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     - ``above``, ``below``: the weight is outside of its bounds (only with token-level weights);
     - ``accepted_<criterion>``: it accepts the token; ``turn_<criterion>``: the statistic of the token's turn.
     """
-    columns = {}
+    columns: dict[str, Tensor] = {}
     weights = decisions.weights
     if weights is not None:
         lower, upper = config.is_log_bounds
         scaled = weights.log if decisions.bound_scale is None else weights.log / decisions.bound_scale
-        columns["above"] = decisions.valid & (scaled > upper)
-        columns["below"] = decisions.valid & (scaled < lower)
+        above, below = scaled > upper, scaled < lower
+        if not lower <= 0 <= upper:
+            # The log weight of an invalid token is 0.
+            above, below = decisions.valid & above, decisions.valid & below
+        columns |= {"above": above, "below": below}
     for name, test in decisions.tests.items():
         columns[f"accepted_{name}"] = test.accepted
     for criterion in config.criteria:
