@@ -275,15 +275,6 @@ def broadcast_record(record: R, group: Group | None) -> R:
     return unpack(record, (numbers[: len(sums)], numbers[len(sums) :]))
 
 
-def first_text(text: str | None, group: Group | None) -> str | None:
-    """Return the text of the first rank that has one, on every rank of the group.
-
-    Collectives: one gather of objects.
-    """
-    texts = [rank_text for rank_text in every_text(text, group) if rank_text is not None]
-    return texts[0] if texts else None
-
-
 def every_text(text: str | None, group: Group | None) -> list[str | None]:
     """Return the texts of all ranks of the group, in rank order, on each of them.
 

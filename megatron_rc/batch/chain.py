@@ -47,7 +47,7 @@ from megatron_rc.measures.histogram import NUM_BINS, add_to_bins
 from megatron_rc.measures.measure import LocalSums, measure_batch
 from megatron_rc.measures.shift import distances
 from megatron_rc.measures.tokens import BlockSums, join_blocks, sum_block
-from megatron_rc.parallel.collectives import Pair, concatenated, merged, pack, reduce_columns, reduce_pair, unpack
+from megatron_rc.parallel.collectives import Pair, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import Block, Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
@@ -307,21 +307,6 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     sums = unpack(local.sums, sequences)
     decisions = decide_sequences(sums, local.shards, local.config, None if prompts is None else prompts[0])
     return BatchSums(local, sums, decisions, accepted_masks(local.passed, local.shards, decisions))
-
-
-def joined(batches: Sequence[BatchSums]) -> BatchSums:
-    """Join batches of one micro-batch each, of one rank, to one batch. Collectives: none."""
-    parts = [batch.local for batch in batches]
-    local = LocalSums(
-        shards=Shards.joined([part.shards for part in parts]),
-        config=parts[0].config,
-        sums=concatenated([batch.sums for batch in batches]),
-        tokens=merged([part.tokens for part in parts]),
-        valid=[mask for part in parts for mask in part.valid],
-        passed=[mask for part in parts for mask in part.passed],
-        weights=None,
-    )
-    return batch_sums(local, local.pair)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
