@@ -12,10 +12,9 @@ from megatron_rc.launch.flags.parser import Parser
 
 # Flags that torchrun gets as they were typed.
 _HANDED_ON = (
-    *("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "role", "monitor_interval"),
-    *("log_dir", "redirects", "tee", "local_ranks_filter", "numa_binding", "shutdown_timeout"),
-    *("node_rank", "master_addr", "master_port"),
-)
+    "standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr role monitor_interval log_dir redirects tee "
+    "local_ranks_filter numa_binding shutdown_timeout node_rank master_addr master_port"
+).split()
 _OF_MEETINGS = ("--rdzv-", "--local-addr", "--node-rank", "--master-")
 
 
@@ -37,7 +36,6 @@ def torchrun_parser() -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
-    parser.listing = "--help-all"
     group = parser.add_argument_group("torchrun")
     group.add_argument("-h", "--help", action="store_true", help="show the flags that a new user needs")
     group.add_argument("--help-all", action="store_true", help="show torchrun's and the trainer's flags, by group")
@@ -70,7 +68,8 @@ def machines_of(mine: argparse.Namespace) -> Machines:
     """Read the numbers of processes and machines, and check them."""
     from torch.distributed.run import parse_min_max_nnodes
 
-    memory, theirs = mine.device_memory_gib, _read_by_torchrun(mine)
+    memory = mine.device_memory_gib
+    theirs = _read_by_torchrun(mine)
     machines = Machines(_processes(mine.nproc_per_node), *parse_min_max_nnodes(mine.nnodes))
     if mine.json and not mine.dry_run:
         raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")

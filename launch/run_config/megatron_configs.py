@@ -50,10 +50,13 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     if config.experts:
         pattern = {"moe_layer_freq": number_or_pattern(config.experts.moe_layer_freq)}
         sections |= values_of(config.experts) | pattern
+    kind = TransformerConfig
     if config.latent:
         sections |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
-        return MLATransformerConfig(**(sections | own | given | fixed))
-    return TransformerConfig(**(sections | own | given | fixed))
+        kind = MLATransformerConfig
+    for flag_alone in ("group_query_attention", "num_layers_per_virtual_pipeline_stage"):
+        del sections[flag_alone]
+    return kind(**(sections | own | given | fixed))
 
 
 def _of_pattern(config: RunConfig) -> dict[str, Any]:

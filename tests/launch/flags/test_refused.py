@@ -1,15 +1,12 @@
 """Settings that cannot work: one sentence with the flag, its value and what it collides with."""
 
+import dataclasses
 import re
 
 import pytest
 
-from megatron_rc.launch.errors import flag
 from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.flags.parser import build_parser, needs_of
-from megatron_rc.launch.run_config import flag_options
-from megatron_rc.launch.run_config.options import is_met
 from megatron_rc.records.rollout import save_rollouts
 from tests.launch.flags.test_latent_attention import HEADS, LATENT
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
@@ -39,7 +36,6 @@ TABLES = {
         @2 PP --num-layers-per-virtual-pipeline-stage=3 :: --num-layers 4 | 2 · | = 6
         @2 PP --num-layers-per-virtual-pipeline-stage=1 --micro-batch-size=16 :: of 2 micro
         @2 --context-parallel-size=2 --seq-length=18 :: --seq-length 18 | 2 · --context-parallel-size = 4
-        --sequence-parallel :: --sequence-parallel | --tensor-model-parallel-size 1
         @2 --tensor-model-parallel-size=2 --sequence-parallel --seq-length=15 :: --seq-length 15 | --tensor-model
         @2 --padded-vocab-size=15 --tensor-model-parallel-size=2 :: --padded-vocab-size 15 | --tensor-model
         --padded-vocab-size=12 :: --padded-vocab-size 12 | 13
@@ -69,7 +65,6 @@ TABLES = {
         --tokenizer-type=HuggingFaceTokenizer :: HuggingFaceTokenizer | --tokenizer-model | --load-hf
         --tokenizer-type=CharacterTokenizer --tokenizer-model=DIR :: --tokenizer-model DIR | --tokenizer-type
         --apply-chat-template
-        ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
         --rollout-is=batch :: rollout_is='batch'
         --task=chess
@@ -81,43 +76,51 @@ TABLES = {
         --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
         --metric-prefix=step :: --metric-prefix 'step'
         --rollout-top-k=1 :: --rollout-top-k 1 | 2 and more
-        --entropy-over-support :: --entropy-over-support | --rollout-min-p
         @2 --num-experts=4 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 must divide the 1 tensor
         --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load-hf=nowhere
-        --record-memory-history
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
         --profile --profile-ranks 4 :: --profile-ranks 4
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
         --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
         --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
+        --lr-warmup-iters=2 --lr-warmup-fraction=0.1 :: --lr-warmup-iters 2 | --lr-warmup-fraction 0.1
+        --lr-warmup-init=1 :: --lr-warmup-init 1.0 | --lr 0.02
+        --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
+        --weight-decay-incr-style=cosine :: --weight-decay-incr-style cosine | --start-weight-decay
+        --optimizer=sgd --use-distributed-optimizer :: --use-distributed-optimizer | --optimizer sgd
+        --save-interval=2 :: --save-interval 2 | --save DIR
+        --ckpt-step=2 :: --ckpt-step 2 | --load DIR
+        --ref-load=a --ref-load-hf=b :: --ref-load a | --ref-load-hf b
+        --overlong=penalise :: --overlong penalise | --overlong-buffer
+        --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
+        --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override-opt-param-scheduler
+        --stop-if lr :: --stop-if 'lr'
+        --stop-if perf/save_seconds>1 :: perf/save_seconds | --save-interval
         --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
         --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
         """,
     ),
-    "idle": (
+    "engines": (
         LLAMA,
         "",
         True,
         """
-        --save=. --keep-last=2 :: --keep-last 2 | --save-interval
         --rollout-engine=vllm-server --rollout-url=http://a:1 :: --rollout-engine vllm-server | --rollout-weights-dir
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
-        @2 SERVERS=sglang-server --rollout-model=m :: --rollout-model m | --rollout-engine sglang-server | vllm-server
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
         SERVERS=vllm-server --rollout-weight-transfer=nccl :: --rollout-weight-transfer nccl | GPUs | gloo
         SERVERS=sglang-server --rollout-weight-transfer=ipc :: --rollout-weight-transfer ipc | vllm-server | gloo
         SERVERS=sglang-server --rl-partial-rollouts --rollout-staleness=4 :: --rl-partial-rollouts | vllm-server
         --rl-partial-rollouts --rollout-staleness=4 --max-turns=2 :: --rl-partial-rollouts | --max-turns 2
-        --rollout-colocate --rollout-staleness=4 :: --rollout-colocate | --rollout-staleness 4
-        --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
-        --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
+        --rl-partial-rollouts :: --rl-partial-rollouts | --rollout-staleness
+        --rollout-url=http://a:1 :: --rollout-url http://a:1 | --rollout-engine transformers | vllm-server
+        --rollout-engine=vllm --rollout-colocate --rollout-staleness=4 :: --rollout-colocate | --rollout-staleness 4
         --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
         --no-rollout-is-apply --advantage-baseline=weighted --advantage-baseline-weights=correction :: --rollout-is
-        @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
         """,
     ),
     "experts": (
@@ -125,7 +128,7 @@ TABLES = {
         "--num-experts=8 --moe-router-topk=4 --moe-ffn-hidden-size=24",
         False,
         """
-        @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
+        @2 --num-experts=5 --expert-model-parallel-size=2 :: --num-experts 5 | --expert-model-parallel-size = 2
         @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 tensor · data
         --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
@@ -136,6 +139,7 @@ TABLES = {
         --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce :: rejection_denominator=original
         --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
         --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
+        --moe-router-num-groups=3 :: --moe-router-num-groups 3 | --moe-router-group-topk
         --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
         --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
         --moe-router-bias-update-rate=0.1
@@ -161,7 +165,6 @@ TABLES = {
         """
         --group-query-attention --num-query-groups=2 :: --group-query-attention | --multi-latent-attention
         --position-embedding-type=learned_absolute
-        --rotary-percent=0.5
         --qk-l2-norm :: --qk-l2-norm | --multi-latent-attention
         --qk-pos-emb-head-dim=5
         @2 --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | --sequence-parallel
@@ -174,6 +177,8 @@ TABLES = {
         """
         --correct-values=mask --bypass-mode :: --correct-values mask | --bypass-mode
         --correct-values=weights :: --correct-values weights | --rollout-is
+        --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
+        --num-critic-only-steps=100 :: --num-critic-only-steps 100 | --train-iters 100
         """,
     ),
     "rewards": (
@@ -204,7 +209,6 @@ TABLES = {
         True,
         """
         --overlong=penalise --overlong-buffer=4 :: --overlong penalise | --load-rollouts
-        --rollout-engine=vllm :: --rollout-engine vllm | --load-rollouts
         --advantage-estimator=remax :: --advantage-estimator remax | --load-rollouts
         --train-iters=4 :: --train-iters 4 | 1 rollout batches | 2 optimizer steps
         --proximal-interpolation :: --proximal-interpolation | --rollout-staleness
@@ -234,8 +238,7 @@ TABLES = {
         --no-initialization :: --no-initialization | --load
         --no-rope-freq=often :: --no-rope-freq | 'often'
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
-        @2 PP --decoder-first-pipeline-num-layers=4 :: --num-layers 4 | leaves 0
-        @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: leaves 1
+        @2 PP --decoder-first-pipeline-num-layers=4 :: Megatron-Core refuses --decoder-first-pipeline-num-layers 4
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
     ),
@@ -267,30 +270,6 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
         configure(base, int(ranks[1:]), engine=samples)
 
 
-DEFAULTS = build_parser().parse_args([])
-# Options with the first condition that the defaults do not meet.
-UNMET = [
-    (option, next((need for need in needs_of(option) if not is_met(need, DEFAULTS)), ""))
-    for _, option in flag_options().values()
-]
-
-
-def test_no_option_has_lost_its_need():
-    assert sum(bool(need) for _, need in UNMET) >= 100
-
-
-@pytest.mark.parametrize(
-    ("option", "need"), [pair for pair in UNMET if pair[1]], ids=lambda part: getattr(part, "flag", part)
-)
-def test_a_flag_without_the_one_that_it_needs_is_refused(tmp_path, option, need):
-    word = flag(f"no_{option.flag}" if option.default is True else option.flag)
-    value = (*option.choices, "{}" if option.metavar == "JSON" else "0.5" if option.kind is float else "1")[0]
-    words = [word] if option.kind is bool else [word, value]
-    name, _, values = need.removeprefix("!").partition("=")
-    with refused(f"{word} | {flag(name)} | {values.replace('|', ' | ')}"):
-        configure([*flags(tmp_path, model=GPT2), *words], 1, engine=False)
-
-
 def test_what_does_nothing_in_megatron_passes(tmp_path):
     """Such flags go into its configs, as every other field does; nor is a switch refused that is off anyway."""
     words = "--optimizer=sgd --adam-beta1=0.8 --cross-entropy-loss-fusion --tp-comm-overlap-ag --moe-grouped-gemm "
@@ -303,3 +282,52 @@ def test_an_engine_that_does_not_report_its_kept_tokens_is_refused(tmp_path, mon
     monkeypatch.setattr(rollouts, "require", lambda *_: None)
     with refused("--rollout-top-p | --rollout-engine vllm | on a GPU alone"):
         configure(flags(tmp_path, "--rollout-engine=vllm", "--rollout-top-p=0.9"), 1)
+
+
+# The model, words, and what the line about them says of each.
+UNUSED = [
+    (
+        GPT2,
+        "--rope-scaling-factor=4 --moe-router-topk=4 --beta-fast=3",
+        "--use-rope-scaling | --num-experts | --multi-",
+    ),
+    (GPT2, "--swiglu --openai-gelu --sequence-parallel --num-query-groups=2", "--swiglu | above 1 | --group-query"),
+    (LLAMA, "--save=save --keep-last=2 --profile-ranks 0 --critic-lr=1", "--save-interval | --profile | gae"),
+    (LLAMA, "--kl-estimator=k1 --grpo-kl-beta=0 --ref-update-interval=2", "--grpo-kl-beta above 0 | --kl-in-reward"),
+    (LLAMA, "--policy-loss=reinforce --grpo-clamp-eps-lower=0.1", "an objective with bounds"),
+    (LLAMA, "--load-rollouts=RECORDS --rollout-engine=vllm --rollout-url=http://a:1 --max-turns=3", "--load-rollouts"),
+    (
+        LLAMA,
+        "--rollout-model=m --rollout-max-versions=2 --eval-samples=4",
+        "vllm-server | --rl-partial | --eval-interval",
+    ),
+    (LLAMA, "--bypass-mode --always-score --doctor-interval=1000", "before the loss | --train-iters"),
+    (LLAMA, "--no-async-save --rotary-percent=1.0 --critic-lr-decay-style=constant", ""),
+]
+
+
+@pytest.mark.parametrize(("model", "words", "needs"), UNUSED, ids=[words for _, words, _ in UNUSED])
+def test_flags_that_do_nothing_are_one_line_and_change_nothing(tmp_path, caplog, model, words, needs):
+    """Given values of the defaults are not named."""
+    (tmp_path / "records").mkdir()
+    save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
+    used = ("swiglu", "save=", "grpo-kl-beta", "policy-loss", "load-rollouts", "bypass-mode")
+    given = words.replace("RECORDS", f"{tmp_path}/records").split("--")[1:]
+    base = [*flags(tmp_path, model=model), "--train-iters=2"]
+    said = []
+    configs = []
+    for kept in (given, [word for word in given if word.startswith(used)]):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            both = [*base, *(part for word in kept for part in f"--{word}".split())]
+            configs.append(configure(both, 1, engine=False)[0])
+        said.append([record.message for record in caplog.records])
+    # Unused flags of the loss keep their values.
+    assert configs[0] == dataclasses.replace(configs[1], loss=configs[0].loss)
+    assert said[1] == []
+    assert len(said[0]) == bool(needs)
+    for word in given:
+        flag_name = f"--{word.split('=')[0].split()[0]}"
+        if needs and not word.startswith(used):
+            assert f"{flag_name} " in said[0][0]
+    assert all(part in said[0][0] for part in needs.split(" | ") if part)

@@ -1,0 +1,113 @@
+"""The command line of a run: the values that its words, its launch file and its model give, each read once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.hints import unknown
+from megatron_rc.launch.flags.launch_file import read_launch_file
+from megatron_rc.launch.flags.own_objects import define_own_objects
+from megatron_rc.launch.flags.parser import defaults, parser_for, words_of
+from megatron_rc.launch.run_config.options import as_typed
+from megatron_rc.launch.weights.architecture import read_architecture
+
+# Flags that contradict a directory that does not mention them.
+_ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", "moe_router_group_topk")
+# Typed flags that take the place of other flags in a launch file.
+_REPLACED = {
+    "load_hf": ("from_scratch",),
+    "task": ("prompt_data", "eval_data", "eval_input_key", "eval_label_key"),
+    "prompt_data": ("task",),
+}
+
+
+class Values(dict[str, Any]):
+    """Values of a run's flags by name, read as attributes; functions return further values, and change none."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a flag; its name has underscores."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def also(self, more: Mapping[str, Any]) -> Values:
+        """Return these values with further or other ones."""
+        return Values({**self, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The given values of a run by flag, from each source that gives some."""
+
+    typed: Mapping[str, Any]
+    in_file: Mapping[str, Any] = field(default_factory=dict)  # of the launch file
+    of_model: Mapping[str, Any] = field(default_factory=dict)  # of the directory of ``--load-hf``
+    specs: Mapping[str, str] = field(default_factory=dict)  # ``python:`` texts by the names of the objects they define
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Values of the launch file and of the typed flags, which override it."""
+        return {**self.in_file, **self.typed}
+
+    def values(self) -> Values:
+        """Return the values of all flags; a flag that nothing gives has its default."""
+        return Values({**defaults(), **self.of_model, **self.given})
+
+
+def read_command(argv: Sequence[str]) -> Command:
+    """Read the words of a command line, and the files that they name."""
+    typed = _parsed(argv)
+    in_file: dict[str, Any] = {}
+    if "config" in typed:
+        words = read_launch_file(typed["config"])
+        try:
+            in_file = _parsed(words)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--config {typed['config']}: {error}") from error
+    for name, replaced in _REPLACED.items():
+        if name in typed:
+            in_file = {key: value for key, value in in_file.items() if key not in replaced}
+
+    specs: dict[str, str] = {}
+    typed = define_own_objects(typed, specs)
+    in_file = define_own_objects(in_file, specs)
+
+    command = Command(typed=typed, in_file=in_file, specs=specs)
+    folder = command.given.get("load_hf")
+    if folder is None:
+        return command
+    described = read_architecture(folder)
+    words = [word for name, value in described.items() for word in words_of(f"{folder}/config.json", name, value)]
+    command = dataclasses.replace(command, of_model=_parsed(words))
+    _check_model(command, folder)
+    return command
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of flags that are among these words, by name."""
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    parser = parser_for(names)
+    namespace, rest = parser.parse_known_args(words)
+    if rest:
+        strange = [word.partition("=")[0] for word in rest if word.startswith("--")] or rest[:1]
+        raise ConfigurationError("; ".join(unknown("flag", name) for name in dict.fromkeys(strange)))
+    values = {name: value for name, value in vars(namespace).items() if value is not None}
+    # Sections are frozen, so their lists of values are tuples.
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _check_model(command: Command, folder: str) -> None:
+    """Refuse flags that contradict the model of ``--load-hf``."""
+    usual = defaults()
+    for name in [*command.of_model, *_ABSENT]:
+        of_model = command.of_model.get(name, usual.get(name))
+        value = command.given.get(name, of_model)
+        if value != of_model:
+            raise ConfigurationError(
+                f"{as_typed(name, value)} contradicts --load-hf {folder}, whose model has {of_model}: drop the flag"
+            )

@@ -1,0 +1,273 @@
+"""Flags that do nothing in a run, because of its other flags: a table, and the values without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rc.launch.engines.registry import ENGINES
+from megatron_rc.launch.run_config import RunConfig, flag_options, sections_of
+from megatron_rc.launch.run_config.options import as_typed, options_of
+from megatron_rc.loss.objectives import OBJECTIVES
+
+# Estimators without a baseline over the responses to a prompt, or with one that importance weights do not change.
+_WITHOUT_BASELINE = ("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Condition under which some flags are used."""
+
+    needs: str  # the condition in words
+    is_met: Callable[[Any], bool]  # of the values of all flags
+    flags: str  # names with underscores
+
+
+def _rules_of_engines() -> Iterator[Rule]:
+    """Yield a rule for each setting that not every engine takes; two are errors, see ``checks/rollouts.py``."""
+    for name, (_, option) in flag_options().items():
+        engines = [engine for engine, kind in ENGINES.items() if option.field in kind.settings]
+        if engines and option.field not in ("rollout_url", "rl_partial_rollouts"):
+            yield Rule(
+                f"--rollout-engine {' or '.join(engines)}",
+                lambda run, engines=tuple(engines): run.rollout_engine in engines,
+                name.replace("-", "_"),
+            )
+
+
+# Sections of the configuration that are absent unless a condition is met.
+OPTIONAL_SECTIONS = {
+    "latent": Rule("--multi-latent-attention", lambda run: run.multi_latent_attention, ""),
+    "experts": Rule("--num-experts", lambda run: run.num_experts is not None, ""),
+    "routing": Rule(
+        "--moe-enable-routing-replay and --num-experts",
+        lambda run: run.moe_enable_routing_replay and run.num_experts is not None,
+        "",
+    ),
+    "critic": Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", ""),
+}
+# In this order: a flag of one rule may be a condition of a later one.
+_RULES = (
+    Rule(
+        "responses that an engine samples, not --load-rollouts",
+        lambda run: not run.load_rollouts,
+        "eval_interval reward reply reward_workers reward_timeout reward_errors reward_on_error bad_samples "
+        "bad_sample_attempts max_turns rollout_stop_token_ids rollout_no_stop_token_ids rollout_stop "
+        "rollout_skip_special_tokens dynamic_sampling save_rollouts rollout_engine rollout_url rl_partial_rollouts",
+    ),
+    # Layers.
+    Rule("--tensor-model-parallel-size above 1", lambda run: run.tensor_model_parallel_size != 1, "sequence_parallel"),
+    Rule("--num-experts", lambda run: run.num_experts is not None, "expert_model_parallel_size"),
+    Rule(
+        "--position-embedding-type rope without --multi-latent-attention",
+        lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,
+        "rotary_percent use_rope_scaling",
+    ),
+    Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
+    Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
+    Rule("layers without --multi-latent-attention", lambda run: not run.multi_latent_attention, "kv_channels"),
+    Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
+    Rule(
+        "--disable-bias-linear without --multi-latent-attention",
+        lambda run: run.disable_bias_linear and not run.multi_latent_attention,
+        "add_qkv_bias",
+    ),
+    Rule(
+        "--rope-type yarn",
+        lambda run: run.rope_type == "yarn",
+        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
+    ),
+    Rule(
+        "--moe-router-score-function softmax",
+        lambda run: run.moe_router_score_function == "softmax",
+        "moe_router_pre_softmax",
+    ),
+    Rule(
+        "--moe-router-score-function sigmoid",
+        lambda run: run.moe_router_score_function == "sigmoid",
+        "moe_router_enable_expert_bias",
+    ),
+    Rule(
+        "a --moe-router-load-balancing-type other than none",
+        lambda run: run.moe_router_load_balancing_type != "none",
+        "moe_aux_loss_coeff",
+    ),
+    Rule(
+        "--moe-routing-replay-source rollout",
+        lambda run: run.moe_routing_replay_source == "rollout",
+        "moe_routing_replay_check_interval",
+    ),
+    Rule(
+        "--recompute-granularity full",
+        lambda run: run.recompute_granularity == "full",
+        "recompute_method recompute_num_layers",
+    ),
+    Rule("--rl-use-sequence-packing", lambda run: run.rl_use_sequence_packing, "rl_sequence_packing_bin_size"),
+    # Prompts and evaluations.
+    Rule("--prompt-data", lambda run: run.prompt_data, "eval_data input_key label_key tools_key overlong_prompts"),
+    Rule("--apply-chat-template", lambda run: run.apply_chat_template, "chat_template_kwargs tools_key"),
+    Rule(
+        "--eval-interval",
+        lambda run: run.eval_interval is not None,
+        "eval_data eval_problems eval_samples eval_temperature eval_answers",
+    ),
+    Rule("--eval-data", lambda run: run.eval_data, "eval_input_key eval_label_key"),
+    # Rewards and advantages.
+    Rule("--max-turns above 1", lambda run: run.max_turns > 1, "reply"),
+    Rule("--bad-samples resample", lambda run: run.bad_samples == "resample", "bad_sample_attempts"),
+    Rule("--reward-errors continue", lambda run: run.reward_errors == "continue", "reward_on_error"),
+    Rule(
+        "--overlong penalise",
+        lambda run: run.overlong == "penalise",
+        "overlong_buffer overlong_penalty_factor",
+    ),
+    Rule("--grpo-group-size above 1", lambda run: run.grpo_group_size > 1, "dynamic_sampling"),
+    Rule(
+        "--advantage-estimator reinforce-pp or gae",
+        lambda run: run.advantage_estimator in ("reinforce-pp", "gae"),
+        "gamma",
+    ),
+    Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", "gae_lambda"),
+    Rule("--advantage-estimator gpg", lambda run: run.advantage_estimator == "gpg", "gpg_f_norm"),
+    Rule(
+        "an --advantage-estimator other than remax",
+        lambda run: run.advantage_estimator != "remax",
+        "advantage_scope",
+    ),
+    Rule(
+        "an --advantage-estimator with a baseline of each prompt, and --grpo-group-size above 1",
+        lambda run: run.advantage_estimator not in _WITHOUT_BASELINE and run.grpo_group_size > 1,
+        "advantage_baseline",
+    ),
+    Rule(
+        "--advantage-baseline weighted",
+        lambda run: run.advantage_baseline == "weighted",
+        "advantage_baseline_weights",
+    ),
+    Rule(
+        "--advantage-baseline weighted and --advantage-baseline-weights ratio",
+        lambda run: run.advantage_baseline == "weighted" and run.advantage_baseline_weights == "ratio",
+        "advantage_baseline_bound",
+    ),
+    Rule("--kl-in-reward", lambda run: run.kl_in_reward, "kl_in_reward_estimator"),
+    Rule(
+        "a --critic-lr-decay-style other than constant",
+        lambda run: run.critic_lr_decay_style != "constant",
+        "critic_min_lr",
+    ),
+    # Schedules.
+    Rule("--train-samples", lambda run: run.train_samples, "lr_decay_samples lr_warmup_samples lr_wsd_decay_samples"),
+    Rule(
+        "--lr-decay-style WSD",
+        lambda run: run.lr_decay_style == "WSD",
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+    ),
+    Rule("--lr-ess-scaling", lambda run: run.lr_ess_scaling, "lr_ess_base"),
+    Rule(
+        "--weight-decay-incr-style linear or cosine",
+        lambda run: run.weight_decay_incr_style != "constant",
+        "start_weight_decay end_weight_decay",
+    ),
+    # Checkpoints and logs.
+    Rule(
+        "--save and --save-interval",
+        lambda run: run.save and run.save_interval,
+        "async_save keep_last save_retain_interval continue_after_failed_save",
+    ),
+    Rule("--save", lambda run: run.save, "no_save_optim"),
+    Rule("--save-hf", lambda run: run.save_hf, "save_hf_interval"),
+    Rule("--load", lambda run: run.load, "finetune no_load_optim verify_integrity load_last_valid"),
+    Rule("--load without --ckpt-step", lambda run: run.ckpt_step is None, "load_last_valid"),
+    Rule(
+        "--load with the optimizer's state, without --finetune and --no-load-optim",
+        lambda run: run.load and not run.finetune and not run.no_load_optim,
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+    ),
+    Rule("--wandb-project", lambda run: run.wandb_project, "wandb_exp_name wandb_entity wandb_save_dir"),
+    Rule("--log-timers-to-tensorboard", lambda run: run.log_timers_to_tensorboard, "timing_log_level"),
+    Rule("--profile", lambda run: run.profile, "profile_step_start profile_step_end profile_ranks"),
+    # Rollouts and engines.
+    Rule("--save-rollouts", lambda run: run.save_rollouts, "save_log_probs"),
+    Rule(
+        "--rollout-top-p, --rollout-top-k or --rollout-min-p",
+        lambda run: run.rollout_top_p < 1 or run.rollout_top_k or run.rollout_min_p,
+        "entropy_over_support",
+    ),
+    Rule("--rl-partial-rollouts", lambda run: run.rl_partial_rollouts, "rollout_max_versions"),
+    Rule("no --rollout-staleness", lambda run: not run.rollout_staleness, "sync_probe_interval"),
+    *_rules_of_engines(),
+)
+
+
+def without_unused(values: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the values with unused flags at their defaults, and the given ones among these flags, in words.
+
+    Args:
+        values: values of all flags, as ``Values``.
+        given: values of the flags that the user gave.
+    """
+    unused: list[str] = []
+    for rule in _all_rules():
+        if rule.is_met(values):
+            continue
+        names = rule.flags.split()
+        usual = {name: flag_options()[name.replace("_", "-")][1].default for name in names}
+        unused += [
+            f"{as_typed(name, given[name])} (needs {rule.needs})"
+            for name in names
+            if name in given and values[name] != usual[name]
+        ]
+        values = values.also(usual)
+    return values, unused
+
+
+def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """Return the settings without what the objective, the correction, the device or the run's length leave unused.
+
+    Fields of sections get their defaults; flags of the loss keep their values. All that were given are listed.
+    """
+    loss = config.loss
+    steps = config.training.train_iters
+    doctor_interval = config.guards.doctor_interval or 0
+    save_hf_interval = config.checkpoints.save_hf_interval or 0
+    clips = loss.algorithm is None or OBJECTIVES[loss.algorithm].clips
+    rules = [
+        ("--grpo-kl-beta above 0", bool(loss.kl_coef), "kl_estimator"),
+        ("an objective with bounds", clips, "grpo_clamp_eps_lower grpo_clamp_eps_upper"),
+        ("--grpo-kl-beta or --kl-in-reward", config.needs_reference, "ref_load ref_load_hf ref_update_interval"),
+        ("a correction before the loss", not config.correction.corrects_in_loss, "always_score"),
+        ("--train-iters of a whole rollout batch", steps >= config.updates_per_rollout, "save_log_probs"),
+        ("a GPU", not config.launch.on_cpu, "record_memory_history rollout_colocate"),
+        ("as many --train-iters", steps >= doctor_interval, "doctor_interval"),
+        ("as many --train-iters", steps >= save_hf_interval, "save_hf_interval"),
+    ]
+    unused = list(config.unused)
+    for needs, is_met, names in rules:
+        if is_met:
+            continue
+        for name in names.split():
+            if given.get(name):
+                unused.append(f"{as_typed(name, given[name])} (needs {needs})")
+            if name.replace("_", "-") in flag_options():
+                section, option = flag_options()[name.replace("_", "-")]
+                config = config.changed(**{section: {option.field: option.default}})
+    return dataclasses.replace(config, unused=tuple(unused))
+
+
+def needs_in_words(name: str) -> str:
+    """Return the end of a flag's help text: the conditions under which it is used."""
+    needs = [rule.needs for rule in _all_rules() if name in rule.flags.split()]
+    return f"; needs {', and '.join(needs)}" if needs else ""
+
+
+def _all_rules() -> Iterator[Rule]:
+    """Yield the rules, those of whole sections first."""
+    for section, kind, is_optional in sections_of(RunConfig):
+        if is_optional:
+            rule = OPTIONAL_SECTIONS[section]
+            switches = ("multi_latent_attention", "num_experts", "moe_enable_routing_replay")
+            names = [option.flag for option in options_of(kind) if option.flag not in switches]
+            yield Rule(rule.needs, rule.is_met, " ".join(names))
+    yield from _RULES
