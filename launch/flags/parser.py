@@ -61,7 +61,6 @@ class Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message[0].lower()}{message[1:]}; {self.listing} lists the flags")
 
 
-@functools.cache
 def build_parser(*, with_megatron: bool = True) -> Parser:
     """Build the parser of every flag of a run; Megatron-Core's own flags import it."""
     parser = Parser(
@@ -89,15 +88,26 @@ def build_parser(*, with_megatron: bool = True) -> Parser:
 
 def parser_for(names: Iterable[str]) -> Parser:
     """Return a parser of flags with these names, which imports Megatron-Core only if one of them may be Megatron's."""
-    parser = build_parser(with_megatron=False)
+    parser = shared_parser(with_megatron=False)
     known = long_options(parser)
     is_known = all(name.removeprefix("--") in known for name in names)
-    return parser if is_known else build_parser()
+    return parser if is_known else shared_parser(with_megatron=True)
+
+
+@functools.cache
+def shared_parser(*, with_megatron: bool) -> Parser:
+    """Return this process's parser; its help may be older than the objectives that a program has defined."""
+    return build_parser(with_megatron=with_megatron)
 
 
 def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Return every option of a parser by its name without dashes."""
-    return {text.removeprefix("--"): action for action in parser._actions for text in action.option_strings}
+    return {
+        text.removeprefix("--"): action
+        for action in parser._actions
+        for text in action.option_strings
+        if text.startswith("--")
+    }
 
 
 def words_of(where: str, key: str, value: Any) -> list[str]:
@@ -121,7 +131,7 @@ def words_of(where: str, key: str, value: Any) -> list[str]:
 @functools.cache
 def defaults() -> dict[str, Any]:
     """Return the value of each flag that is not given, by name; None if it follows from others, or is none."""
-    values: dict[str, Any] = dict.fromkeys(action.dest for action in build_parser(with_megatron=False)._actions)
+    values: dict[str, Any] = dict.fromkeys(action.dest for action in shared_parser(with_megatron=False)._actions)
     values |= {option.flag: option.default for _, option in flag_options().values()}
     return values
 

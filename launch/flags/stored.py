@@ -62,7 +62,9 @@ def _on_one_process(config: RunConfig) -> RunConfig:
 def _section(section: type[Section], stored: Mapping[str, Any], where: str, *, strict: bool) -> Section:
     """Make a section of stored values; a field that the file does not have gets its default."""
     hints = get_type_hints(section)
-    defaults = {option.field: option.default for option in options_of(section)}
+    defaults = {
+        option.field: not option.default if option.inverted else option.default for option in options_of(section)
+    }
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
     unknown = [name for name, value in stored.items() if name not in names and value is not None]
     if strict and unknown:

@@ -65,7 +65,7 @@ def make_task_of_run(command: Command, values: Values) -> tuple[Task, Values]:
         {
             **digests,
             "max_response_length": values.max_response_length or task.max_response_length,
-            "eval_problems": values.eval_problems or num_held_out,
+            "eval_problems": values.eval_problems or num_held_out or EVAL_PROBLEMS,
             "eval_temperature": eval_temperature,
             "vocab_size": vocab_size,
             "padded_vocab_size": values.padded_vocab_size or padded_vocab_size,

@@ -26,15 +26,15 @@ class Rule:
 
 
 def _rules_of_engines() -> Iterator[Rule]:
-    """Yield a rule for each setting that not every engine takes; two are errors, see ``checks/rollouts.py``."""
+    """Yield a rule for each setting that not every engine takes."""
     for name, (_, option) in flag_options().items():
         engines = [engine for engine, kind in ENGINES.items() if option.field in kind.settings]
-        if engines and option.field not in ("rollout_url", "rl_partial_rollouts"):
-            yield Rule(
-                f"--rollout-engine {' or '.join(engines)}",
-                lambda run, engines=tuple(engines): run.rollout_engine in engines,
-                name.replace("-", "_"),
-            )
+        if engines:
+            yield Rule(f"--rollout-engine {' or '.join(engines)}", _has_engine_of(engines), name.replace("-", "_"))
+
+
+def _has_engine_of(engines: list[str]) -> Callable[[Any], bool]:
+    return lambda run: run.rollout_engine in engines
 
 
 # Sections of the configuration that are absent unless a condition is met.

@@ -72,9 +72,13 @@ class Section:
         raise ConfigurationError(f"{' with '.join(map(self.typed, names))} {because}")
 
 
-@functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
     """Return the complete options of a section, in the order of its fields."""
+    return _read_options(section)
+
+
+@functools.cache
+def _read_options(section: type) -> tuple[Option, ...]:
     hints = get_type_hints(section)
     options = []
     for field in dataclasses.fields(section):
@@ -82,9 +86,7 @@ def options_of(section: type) -> tuple[Option, ...]:
         if declared is None:
             continue
         of_type = kind_of(hints[field.name])
-        default = declared.default
-        if of_type["kind"] is bool and not declared.inverted:
-            default = bool(default)
+        default = bool(declared.default) if of_type["kind"] is bool else declared.default
         name = declared.flag or field.name
         options.append(dataclasses.replace(declared, field=field.name, flag=name, default=default, **of_type))
     return tuple(options)

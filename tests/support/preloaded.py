@@ -2,7 +2,7 @@
 
 import importlib
 
-from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.flags.parser import shared_parser
 from megatron_rc.launch.training.models.cpu import without_compiler
 
 with without_compiler():
@@ -21,5 +21,6 @@ with without_compiler():
     ):
         importlib.import_module(name)
 
-# Ranks have the parser, and Megatron's fields, which are read from its source.
-parse_args([])
+# Ranks have both parsers, and Megatron's fields.
+shared_parser(with_megatron=False)
+shared_parser(with_megatron=True)

@@ -76,10 +76,11 @@ def check_megatron(config: RunConfig) -> None:
             "--openai-gelu instead"
         )
     if given.get("optimizer_cpu_offload"):
-        offloads = [config.training.optimizer_offload and "--optimizer-offload"]
-        offloads.append(config.critic and config.critic.critic_offload and "--critic-offload")
-        for other in filter(None, offloads):
-            raise ConfigurationError(f"--optimizer-cpu-offload does not go with {other}: drop one of them")
+        offloads_critic = config.critic is not None and config.critic.critic_offload
+        others = {"--optimizer-offload": config.training.optimizer_offload, "--critic-offload": offloads_critic}
+        for other, is_given in others.items():
+            if is_given:
+                raise ConfigurationError(f"--optimizer-cpu-offload does not go with {other}: drop one of them")
     for field, value in _chosen(config):
         if field.name in _REASONS:
             raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")

@@ -73,15 +73,6 @@ def check_engine(config: RunConfig, samples: bool) -> None:
     for needed in engine.needs:
         if getattr(config.engine, needed) is None:
             raise ConfigurationError(f"{typed} needs {flag(needed)}")
-    takers = {
-        setting: [other for other, kind in ENGINES.items() if setting in kind.settings]
-        for setting in ("rollout_url", "rl_partial_rollouts")
-    }
-    for setting, engines in takers.items():
-        if getattr(config.engine, setting) and name not in engines:
-            raise ConfigurationError(
-                f"{config.typed(setting)} does nothing with {typed}: drop it, or use {' or '.join(engines)}"
-            )
     if samples and config.launch.on_cpu and config.rollouts.replays_sampling and not engine.reports_kept_on_cpu:
         raise ConfigurationError(
             "--rollout-top-p, --rollout-top-k and --rollout-min-p need the tokens that the engine kept, which "

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megatron_rc.launch.errors import missing_packages_noted
 from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.records.rollout import save_rollouts
@@ -113,11 +114,8 @@ TABLES = {
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
         SERVERS=vllm-server --rollout-weight-transfer=nccl :: --rollout-weight-transfer nccl | GPUs | gloo
         SERVERS=sglang-server --rollout-weight-transfer=ipc :: --rollout-weight-transfer ipc | vllm-server | gloo
-        SERVERS=sglang-server --rl-partial-rollouts --rollout-staleness=4 :: --rl-partial-rollouts | vllm-server
-        --rl-partial-rollouts --rollout-staleness=4 --max-turns=2 :: --rl-partial-rollouts | --max-turns 2
-        --rl-partial-rollouts :: --rl-partial-rollouts | --rollout-staleness
-        --rollout-url=http://a:1 :: --rollout-url http://a:1 | --rollout-engine transformers | vllm-server
-        --rollout-engine=vllm --rollout-colocate --rollout-staleness=4 :: --rollout-colocate | --rollout-staleness 4
+        SERVERS=vllm-server --rl-partial-rollouts --rollout-staleness=4 --max-turns=2 :: --rl-partial | --max-turns 2
+        SERVERS=vllm-server --rl-partial-rollouts :: --rl-partial-rollouts | --rollout-staleness
         --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
         --no-rollout-is-apply --advantage-baseline=weighted --advantage-baseline-weights=correction :: --rollout-is
@@ -277,6 +275,12 @@ def test_what_does_nothing_in_megatron_passes(tmp_path):
     assert configure(flags(tmp_path, *f"{words} --no-critic-offload --no-async-save".split()), 1)
 
 
+def test_memory_is_not_shared_with_an_engine_that_samples_ahead(tmp_path):
+    words = "--no-cpu --transformer-impl=local --rollout-engine=vllm --rollout-colocate --rollout-staleness=4".split()
+    with missing_packages_noted(), refused("--rollout-colocate | --rollout-staleness 4"):
+        configure(flags(tmp_path, *words), 1, elsewhere=True)
+
+
 def test_an_engine_that_does_not_report_its_kept_tokens_is_refused(tmp_path, monkeypatch):
     """vLLM in this process, which need not be installed here."""
     monkeypatch.setattr(rollouts, "require", lambda *_: None)
@@ -284,50 +288,53 @@ def test_an_engine_that_does_not_report_its_kept_tokens_is_refused(tmp_path, mon
         configure(flags(tmp_path, "--rollout-engine=vllm", "--rollout-top-p=0.9"), 1)
 
 
-# The model, words, and what the line about them says of each.
+# The model, flags that do nothing, flags beside them, and what the line says that they need.
 UNUSED = [
     (
         GPT2,
         "--rope-scaling-factor=4 --moe-router-topk=4 --beta-fast=3",
-        "--use-rope-scaling | --num-experts | --multi-",
+        "",
+        "--use-rope-scaling | --num-experts | --mul",
     ),
-    (GPT2, "--swiglu --openai-gelu --sequence-parallel --num-query-groups=2", "--swiglu | above 1 | --group-query"),
-    (LLAMA, "--save=save --keep-last=2 --profile-ranks 0 --critic-lr=1", "--save-interval | --profile | gae"),
-    (LLAMA, "--kl-estimator=k1 --grpo-kl-beta=0 --ref-update-interval=2", "--grpo-kl-beta above 0 | --kl-in-reward"),
-    (LLAMA, "--policy-loss=reinforce --grpo-clamp-eps-lower=0.1", "an objective with bounds"),
-    (LLAMA, "--load-rollouts=RECORDS --rollout-engine=vllm --rollout-url=http://a:1 --max-turns=3", "--load-rollouts"),
+    (GPT2, "--openai-gelu --sequence-parallel --num-query-groups=2", "--swiglu", "--swiglu | above 1 | --group-query"),
+    (LLAMA, "--keep-last=2 --profile-ranks=0 --critic-lr=1", "--save=save", "--save-interval | --profile | gae"),
+    (LLAMA, "--kl-estimator=k1 --ref-update-interval=2", "--grpo-kl-beta=0", "--grpo-kl-beta above 0 | --kl-in-reward"),
+    (LLAMA, "--grpo-clamp-eps-lower=0.1", "--policy-loss=reinforce", "an objective with bounds"),
+    (LLAMA, "--rollout-engine=vllm --rollout-url=a --max-turns=3", "--load-rollouts=RECORDS", "not --load-rollouts"),
+    (LLAMA, "--rollout-stop=a --rollout-skip-special-tokens", "--load-rollouts=RECORDS", "not --load-rollouts"),
     (
         LLAMA,
         "--rollout-model=m --rollout-max-versions=2 --eval-samples=4",
-        "vllm-server | --rl-partial | --eval-interval",
+        "",
+        "vllm-server | --rl-partial | --eval-in",
     ),
-    (LLAMA, "--bypass-mode --always-score --doctor-interval=1000", "before the loss | --train-iters"),
-    (LLAMA, "--no-async-save --rotary-percent=1.0 --critic-lr-decay-style=constant", ""),
+    (LLAMA, "--rl-partial-rollouts --rollout-url=http://a:1", "--rollout-engine=transformers", "vllm-server"),
+    (LLAMA, "--tools-key=tools --chat-template-kwargs={}", "", "--prompt-data | --apply-chat-template"),
+    (
+        LLAMA,
+        "--always-score --doctor-interval=1000",
+        "--proximal-interpolation --rollout-staleness=2",
+        "before the loss | --train-iters",
+    ),
+    (LLAMA, "--no-async-save --rotary-percent=1.0 --critic-lr-decay-style=constant", "", ""),
 ]
 
 
-@pytest.mark.parametrize(("model", "words", "needs"), UNUSED, ids=[words for _, words, _ in UNUSED])
-def test_flags_that_do_nothing_are_one_line_and_change_nothing(tmp_path, caplog, model, words, needs):
-    """Given values of the defaults are not named."""
+@pytest.mark.parametrize(("model", "unused", "more", "needs"), UNUSED, ids=[words for _, words, _, _ in UNUSED])
+def test_flags_that_do_nothing_are_one_line_and_change_nothing(tmp_path, caplog, model, unused, more, needs):
+    """Given values that are the defaults are not named."""
     (tmp_path / "records").mkdir()
     save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
-    used = ("swiglu", "save=", "grpo-kl-beta", "policy-loss", "load-rollouts", "bypass-mode")
-    given = words.replace("RECORDS", f"{tmp_path}/records").split("--")[1:]
-    base = [*flags(tmp_path, model=model), "--train-iters=2"]
-    said = []
-    configs = []
-    for kept in (given, [word for word in given if word.startswith(used)]):
-        caplog.clear()
-        with caplog.at_level("WARNING"):
-            both = [*base, *(part for word in kept for part in f"--{word}".split())]
-            configs.append(configure(both, 1, engine=False)[0])
-        said.append([record.message for record in caplog.records])
+    base = [word for word in flags(tmp_path, "--train-iters=2", model=model) if "clamp-eps" not in word]
+    base += more.replace("RECORDS", f"{tmp_path}/records").split()
+    with caplog.at_level("WARNING"):
+        config, _ = configure([*base, *unused.split()], 1, engine=False)
+    lines = [record.message for record in caplog.records if "do nothing" in record.message]
+    without, _ = configure(base, 1, engine=False)
     # Unused flags of the loss keep their values.
-    assert configs[0] == dataclasses.replace(configs[1], loss=configs[0].loss)
-    assert said[1] == []
-    assert len(said[0]) == bool(needs)
-    for word in given:
-        flag_name = f"--{word.split('=')[0].split()[0]}"
-        if needs and not word.startswith(used):
-            assert f"{flag_name} " in said[0][0]
-    assert all(part in said[0][0] for part in needs.split(" | ") if part)
+    assert config == dataclasses.replace(without, loss=config.loss)
+    assert without.unused == ()
+    assert len(lines) == bool(needs)
+    for word in unused.split() if needs else ():
+        assert f"{word.partition('=')[0]} " in lines[0]
+    assert all(part in lines[0] for part in needs.split(" | ") if part)

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.flags.command import read_command
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.architecture import read_architecture
@@ -39,8 +39,8 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("name", "word", "message"), CONTRADICTIONS)
 def test_flags_that_contradict_the_directory_are_refused(folders, name, word, message):
     with pytest.raises(ConfigurationError, match=message):
-        parse_args(words_of(folders[name], Layout(), word))
-    assert parse_args(words_of(folders["llama"], Layout(), "--rotary-base=500")).rotary_base == 500
+        read_command(words_of(folders[name], Layout(), word))
+    assert read_command(words_of(folders["llama"], Layout(), "--rotary-base=500")).values().rotary_base == 500
 
 
 # Model, changed entries of its config.json, and parts of the sentence.
