@@ -44,7 +44,7 @@ def test_every_run_can_start(monkeypatch, tmp_path):
         monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
     monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
     # A parser with these engines for this test alone: others of the process may have made the launcher's already.
-    monkeypatch.setattr(parser, "shared_parser", functools.cache(parser.shared_parser.__wrapped__))
+    monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
     monkeypatch.chdir(ROOT)
     found = set()
     for run in RUNS:  # each correction of a setting, and each mismatch with one of them

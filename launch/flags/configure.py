@@ -21,7 +21,7 @@ from megatron_rc.launch.flags.follow import (
 )
 from megatron_rc.launch.flags.launch_file import processes_of_file
 from megatron_rc.launch.flags.own_objects import as_given
-from megatron_rc.launch.flags.parser import shared_parser
+from megatron_rc.launch.flags.parser import parser_for
 from megatron_rc.launch.flags.sources import check_sources
 from megatron_rc.launch.flags.task_of_run import make_task_of_run, with_prompts
 from megatron_rc.launch.flags.unused import OPTIONAL_SECTIONS, without_unused, without_unused_in_run
@@ -72,7 +72,7 @@ def unused_in_words(config: RunConfig) -> str:
 
 def processes_meant(argv: Sequence[str]) -> int | None:
     """Return the number of processes in the launch file that these words name; None without a file or a number."""
-    known, _ = shared_parser(with_megatron=False).parse_known_args(argv)
+    known, _ = parser_for([]).parse_known_args(argv)
     return processes_of_file(known.config) if "config" in known else None
 
 
@@ -116,7 +116,7 @@ def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFla
     of_loss = {flag: getattr(config.loss, field) for field, flag in LOSS_FLAGS.items()}
     declared = {option.flag: config.value_of(name) for name, (_, option) in flag_options().items()}
     values = {**declared, **of_loss}
-    for group in shared_parser(with_megatron=False)._action_groups:
+    for group in parser_for([])._action_groups:
         for action in group._group_actions:
             name = action.dest
             if name in values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from megatron_rc.launch.flags.parser import long_options, shared_parser
+from megatron_rc.launch.flags.parser import build_parser, long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
 
 # The names that users of slime and verl type most, and that are not spelled alike.
@@ -37,7 +37,7 @@ def unknown(what: str, name: str) -> str:
 
 def _meant(name: str) -> str | None:
     """Return the flag that a name stands for; None if there is none."""
-    flags = [*long_options(shared_parser(with_megatron=True)), *long_options(torchrun_parser())]
+    flags = [*long_options(build_parser()), *long_options(torchrun_parser())]
     known = {flag: flag for flag in flags} | _OF_OTHER_PROGRAMS
     # The second name is for nested settings of other programs, such as actor.optim.lr.
     for candidate in (name, name.rpartition(".")[2]):

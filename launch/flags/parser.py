@@ -86,18 +86,19 @@ def build_parser(*, with_megatron: bool = True) -> Parser:
     return parser
 
 
-def parser_for(names: Iterable[str]) -> Parser:
-    """Return a parser of flags with these names, which imports Megatron-Core only if one of them may be Megatron's."""
-    parser = shared_parser(with_megatron=False)
-    known = long_options(parser)
-    is_known = all(name.removeprefix("--") in known for name in names)
-    return parser if is_known else shared_parser(with_megatron=True)
-
-
 @functools.cache
-def shared_parser(*, with_megatron: bool) -> Parser:
-    """Return this process's parser; its help may be older than the objectives that a program has defined."""
-    return build_parser(with_megatron=with_megatron)
+def _whole_parser() -> Parser:
+    return build_parser()
+
+
+def parser_for(names: Iterable[str]) -> Parser:
+    """Return a parser of flags with these names, which imports Megatron-Core only if one of them may be Megatron's.
+
+    It is made once in a process: its help may be older than the objectives that a program has defined.
+    """
+    known = long_options(PARSER)
+    is_known = all(name.removeprefix("--") in known for name in names)
+    return PARSER if is_known else _whole_parser()
 
 
 def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -131,7 +132,7 @@ def words_of(where: str, key: str, value: Any) -> list[str]:
 @functools.cache
 def defaults() -> dict[str, Any]:
     """Return the value of each flag that is not given, by name; None if it follows from others, or is none."""
-    values: dict[str, Any] = dict.fromkeys(action.dest for action in shared_parser(with_megatron=False)._actions)
+    values: dict[str, Any] = dict.fromkeys(action.dest for action in PARSER._actions)
     values |= {option.flag: option.default for _, option in flag_options().values()}
     return values
 
@@ -232,3 +233,7 @@ class _Switch(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         """Set the switch."""
         setattr(namespace, self.dest, option_string not in self.off)
+
+
+# Parser of all flags but Megatron-Core's own.
+PARSER = build_parser(with_megatron=False)

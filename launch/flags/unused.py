@@ -16,6 +16,10 @@ from megatron_rc.loss.objectives import OBJECTIVES
 _WITHOUT_BASELINE = ("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std")
 
 
+def _has_plain_rope(run: Any) -> bool:
+    return run.position_embedding_type == "rope" and not run.multi_latent_attention
+
+
 @dataclass(frozen=True)
 class Rule:
     """Condition under which some flags are used."""
@@ -25,75 +29,43 @@ class Rule:
     flags: str  # names with underscores
 
 
-def _rules_of_engines() -> Iterator[Rule]:
-    """Yield a rule for each setting that not every engine takes."""
-    for name, (_, option) in flag_options().items():
-        engines = [engine for engine, kind in ENGINES.items() if option.field in kind.settings]
-        if engines:
-            yield Rule(f"--rollout-engine {' or '.join(engines)}", _has_engine_of(engines), name.replace("-", "_"))
-
-
-def _has_engine_of(engines: list[str]) -> Callable[[Any], bool]:
-    return lambda run: run.rollout_engine in engines
-
-
-# Sections of the configuration that are absent unless a condition is met.
+# Sections of the configuration that are absent unless a condition is met; the switch itself may be a field of them.
 OPTIONAL_SECTIONS = {
-    "latent": Rule("--multi-latent-attention", lambda run: run.multi_latent_attention, ""),
-    "experts": Rule("--num-experts", lambda run: run.num_experts is not None, ""),
+    "latent": Rule("--multi-latent-attention", lambda run: run.multi_latent_attention, "multi_latent_attention"),
+    "experts": Rule("--num-experts", lambda run: run.num_experts, "num_experts"),
     "routing": Rule(
-        "--moe-enable-routing-replay and --num-experts",
-        lambda run: run.moe_enable_routing_replay and run.num_experts is not None,
-        "",
+        "--num-experts with --moe-enable-routing-replay",
+        lambda run: run.num_experts and run.moe_enable_routing_replay,
+        "moe_enable_routing_replay",
     ),
     "critic": Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", ""),
 }
 # In this order: a flag of one rule may be a condition of a later one.
-_RULES = (
+_TABLE = (
     Rule(
-        "responses that an engine samples, not --load-rollouts",
+        "an engine, not --load-rollouts",
         lambda run: not run.load_rollouts,
         "eval_interval reward reply reward_workers reward_timeout reward_errors reward_on_error bad_samples "
         "bad_sample_attempts max_turns rollout_stop_token_ids rollout_no_stop_token_ids rollout_stop "
         "rollout_skip_special_tokens dynamic_sampling save_rollouts rollout_engine rollout_url rl_partial_rollouts",
     ),
     # Layers.
-    Rule("--tensor-model-parallel-size above 1", lambda run: run.tensor_model_parallel_size != 1, "sequence_parallel"),
-    Rule("--num-experts", lambda run: run.num_experts is not None, "expert_model_parallel_size"),
-    Rule(
-        "--position-embedding-type rope without --multi-latent-attention",
-        lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,
-        "rotary_percent use_rope_scaling",
-    ),
+    Rule("tensor parallel ranks", lambda run: run.tensor_model_parallel_size > 1, "sequence_parallel"),
+    Rule("--num-experts", lambda run: run.num_experts, "expert_model_parallel_size"),
+    Rule("plain rotary positions", _has_plain_rope, "rotary_percent use_rope_scaling"),
     Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
     Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
-    Rule("layers without --multi-latent-attention", lambda run: not run.multi_latent_attention, "kv_channels"),
+    Rule("plain attention", lambda run: not run.multi_latent_attention, "kv_channels add_qkv_bias"),
     Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
-    Rule(
-        "--disable-bias-linear without --multi-latent-attention",
-        lambda run: run.disable_bias_linear and not run.multi_latent_attention,
-        "add_qkv_bias",
-    ),
+    Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias"),
     Rule(
         "--rope-type yarn",
         lambda run: run.rope_type == "yarn",
         "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
     ),
-    Rule(
-        "--moe-router-score-function softmax",
-        lambda run: run.moe_router_score_function == "softmax",
-        "moe_router_pre_softmax",
-    ),
-    Rule(
-        "--moe-router-score-function sigmoid",
-        lambda run: run.moe_router_score_function == "sigmoid",
-        "moe_router_enable_expert_bias",
-    ),
-    Rule(
-        "a --moe-router-load-balancing-type other than none",
-        lambda run: run.moe_router_load_balancing_type != "none",
-        "moe_aux_loss_coeff",
-    ),
+    Rule("softmax scores", lambda run: run.moe_router_score_function == "softmax", "moe_router_pre_softmax"),
+    Rule("sigmoid scores", lambda run: run.moe_router_score_function == "sigmoid", "moe_router_enable_expert_bias"),
+    Rule("a balancing loss", lambda run: run.moe_router_load_balancing_type != "none", "moe_aux_loss_coeff"),
     Rule(
         "--moe-routing-replay-source rollout",
         lambda run: run.moe_routing_replay_source == "rollout",
@@ -110,7 +82,7 @@ _RULES = (
     Rule("--apply-chat-template", lambda run: run.apply_chat_template, "chat_template_kwargs tools_key"),
     Rule(
         "--eval-interval",
-        lambda run: run.eval_interval is not None,
+        lambda run: run.eval_interval,
         "eval_data eval_problems eval_samples eval_temperature eval_answers",
     ),
     Rule("--eval-data", lambda run: run.eval_data, "eval_input_key eval_label_key"),
@@ -118,45 +90,29 @@ _RULES = (
     Rule("--max-turns above 1", lambda run: run.max_turns > 1, "reply"),
     Rule("--bad-samples resample", lambda run: run.bad_samples == "resample", "bad_sample_attempts"),
     Rule("--reward-errors continue", lambda run: run.reward_errors == "continue", "reward_on_error"),
-    Rule(
-        "--overlong penalise",
-        lambda run: run.overlong == "penalise",
-        "overlong_buffer overlong_penalty_factor",
-    ),
-    Rule("--grpo-group-size above 1", lambda run: run.grpo_group_size > 1, "dynamic_sampling"),
-    Rule(
-        "--advantage-estimator reinforce-pp or gae",
-        lambda run: run.advantage_estimator in ("reinforce-pp", "gae"),
-        "gamma",
-    ),
+    Rule("--overlong penalise", lambda run: run.overlong == "penalise", "overlong_buffer overlong_penalty_factor"),
+    Rule("--grpo-group-size above 1", lambda run: run.grpo_group_size > 1, "dynamic_sampling advantage_baseline"),
+    Rule("an estimator with a discount", lambda run: run.advantage_estimator in ("reinforce-pp", "gae"), "gamma"),
     Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", "gae_lambda"),
     Rule("--advantage-estimator gpg", lambda run: run.advantage_estimator == "gpg", "gpg_f_norm"),
+    Rule("an estimator other than remax", lambda run: run.advantage_estimator != "remax", "advantage_scope"),
     Rule(
-        "an --advantage-estimator other than remax",
-        lambda run: run.advantage_estimator != "remax",
-        "advantage_scope",
-    ),
-    Rule(
-        "an --advantage-estimator with a baseline of each prompt, and --grpo-group-size above 1",
-        lambda run: run.advantage_estimator not in _WITHOUT_BASELINE and run.grpo_group_size > 1,
+        "an estimator with a baseline of each prompt",
+        lambda run: run.advantage_estimator not in _WITHOUT_BASELINE,
         "advantage_baseline",
     ),
     Rule(
         "--advantage-baseline weighted",
         lambda run: run.advantage_baseline == "weighted",
-        "advantage_baseline_weights",
+        "advantage_baseline_weights advantage_baseline_bound",
     ),
     Rule(
-        "--advantage-baseline weighted and --advantage-baseline-weights ratio",
-        lambda run: run.advantage_baseline == "weighted" and run.advantage_baseline_weights == "ratio",
+        "--advantage-baseline-weights ratio",
+        lambda run: run.advantage_baseline_weights == "ratio",
         "advantage_baseline_bound",
     ),
     Rule("--kl-in-reward", lambda run: run.kl_in_reward, "kl_in_reward_estimator"),
-    Rule(
-        "a --critic-lr-decay-style other than constant",
-        lambda run: run.critic_lr_decay_style != "constant",
-        "critic_min_lr",
-    ),
+    Rule("a critic's learning rate that falls", lambda run: run.critic_lr_decay_style != "constant", "critic_min_lr"),
     # Schedules.
     Rule("--train-samples", lambda run: run.train_samples, "lr_decay_samples lr_warmup_samples lr_wsd_decay_samples"),
     Rule(
@@ -172,16 +128,16 @@ _RULES = (
     ),
     # Checkpoints and logs.
     Rule(
-        "--save and --save-interval",
+        "--save with --save-interval",
         lambda run: run.save and run.save_interval,
         "async_save keep_last save_retain_interval continue_after_failed_save",
     ),
     Rule("--save", lambda run: run.save, "no_save_optim"),
     Rule("--save-hf", lambda run: run.save_hf, "save_hf_interval"),
     Rule("--load", lambda run: run.load, "finetune no_load_optim verify_integrity load_last_valid"),
-    Rule("--load without --ckpt-step", lambda run: run.ckpt_step is None, "load_last_valid"),
+    Rule("no --ckpt-step", lambda run: run.ckpt_step is None, "load_last_valid"),
     Rule(
-        "--load with the optimizer's state, without --finetune and --no-load-optim",
+        "the optimizer of --load",
         lambda run: run.load and not run.finetune and not run.no_load_optim,
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
     ),
@@ -197,8 +153,28 @@ _RULES = (
     ),
     Rule("--rl-partial-rollouts", lambda run: run.rl_partial_rollouts, "rollout_max_versions"),
     Rule("no --rollout-staleness", lambda run: not run.rollout_staleness, "sync_probe_interval"),
-    *_rules_of_engines(),
 )
+
+
+def _all_rules() -> Iterator[Rule]:
+    """Yield the rules of whole sections, of single flags, and of settings that not every engine takes."""
+    for name, section, is_optional in sections_of(RunConfig):
+        if is_optional:
+            rule = OPTIONAL_SECTIONS[name]
+            flags = [option.flag for option in options_of(section) if option.flag != rule.flags]
+            yield Rule(rule.needs, rule.is_met, " ".join(flags))
+    yield from _TABLE
+    for name, (_, option) in flag_options().items():
+        engines = [engine for engine, kind in ENGINES.items() if option.field in kind.settings]
+        if engines:
+            yield Rule(f"--rollout-engine {' or '.join(engines)}", _is_engine_of(engines), name.replace("-", "_"))
+
+
+def _is_engine_of(engines: list[str]) -> Callable[[Any], bool]:
+    return lambda run: run.rollout_engine in engines
+
+
+RULES = tuple(_all_rules())
 
 
 def without_unused(values: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -209,16 +185,13 @@ def without_unused(values: Any, given: Mapping[str, Any]) -> tuple[Any, list[str
         given: values of the flags that the user gave.
     """
     unused: list[str] = []
-    for rule in _all_rules():
+    for rule in RULES:
         if rule.is_met(values):
             continue
-        names = rule.flags.split()
-        usual = {name: flag_options()[name.replace("_", "-")][1].default for name in names}
-        unused += [
-            f"{as_typed(name, given[name])} (needs {rule.needs})"
-            for name in names
-            if name in given and values[name] != usual[name]
-        ]
+        usual = {name: flag_options()[name.replace("_", "-")][1].default for name in rule.flags.split()}
+        for name, default in usual.items():
+            if name in given and values[name] != default:
+                unused.append(f"{as_typed(name, given[name])} (needs {rule.needs})")
         values = values.also(usual)
     return values, unused
 
@@ -258,16 +231,5 @@ def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunCon
 
 def needs_in_words(name: str) -> str:
     """Return the end of a flag's help text: the conditions under which it is used."""
-    needs = [rule.needs for rule in _all_rules() if name in rule.flags.split()]
-    return f"; needs {', and '.join(needs)}" if needs else ""
-
-
-def _all_rules() -> Iterator[Rule]:
-    """Yield the rules, those of whole sections first."""
-    for section, kind, is_optional in sections_of(RunConfig):
-        if is_optional:
-            rule = OPTIONAL_SECTIONS[section]
-            switches = ("multi_latent_attention", "num_experts", "moe_enable_routing_replay")
-            names = [option.flag for option in options_of(kind) if option.flag not in switches]
-            yield Rule(rule.needs, rule.is_met, " ".join(names))
-    yield from _RULES
+    needs = [rule.needs for rule in RULES if name in rule.flags.split()]
+    return f"; needs {' and '.join(needs)}" if needs else ""

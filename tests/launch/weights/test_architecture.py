@@ -28,11 +28,11 @@ def folders(tmp_path_factory):
 # Model, flag, and how the sentence names both sides.
 CONTRADICTIONS = [
     ("llama", "--rotary-base=10000", "--rotary-base 10000 contradicts --load-hf"),
-    ("llama", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights True contradicts"),
+    ("llama", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights contradicts"),
     ("llama", "--hf-model-type=mistral", "--hf-model-type mistral contradicts --load-hf"),
     ("qwen3", "--num-experts=4", "--num-experts 4 contradicts --load-hf .* has None"),
     ("qwen3_moe", "--num-experts=8", "--num-experts 8 contradicts --load-hf .* has 4"),
-    ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--moe-router-pre-softmax False contradicts"),
+    ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--no-moe-router-pre-softmax contradicts"),
 ]
 
 
