@@ -118,31 +118,20 @@ def _virtual_stages(values: Values) -> int | None:
     stages = values.pipeline_model_parallel_size
     layers = values.num_layers_per_virtual_pipeline_stage
     layout = values.get("pipeline_model_parallel_layout")
+    chunks = 1
     if layout is not None:
-        typed = f"--pipeline-model-parallel-layout {layout}"
-        if layers is not None:
-            raise ConfigurationError(
-                f"{typed} gives each stage its layers: drop --num-layers-per-virtual-pipeline-stage {layers}"
-            )
-        if stages == 1:
-            raise ConfigurationError(f"{typed} needs --pipeline-model-parallel-size above 1")
         try:
             chunks = len(layers_of_layout(layout, stages, values.num_layers)) // stages
         except ValueError as error:
             raise ConfigurationError(
-                f"{typed} with --num-layers {values.num_layers} and --pipeline-model-parallel-size {stages}: {error}; "
-                "write E, then t for each layer, then L, and | between stages, such as Et|ttL"
+                f"--pipeline-model-parallel-layout {layout} with --num-layers {values.num_layers} and "
+                f"--pipeline-model-parallel-size {stages}: {error}; write E, then t for each layer, then L, and | "
+                "between stages, such as Et|ttL"
             ) from error
     elif layers is not None:
-        if stages == 1:
-            raise ConfigurationError(
-                f"--num-layers-per-virtual-pipeline-stage {layers} needs --pipeline-model-parallel-size above 1"
-            )
         name = "num_layers_per_virtual_pipeline_stage"
         require_multiple("num_layers", values.num_layers, name, layers, factor=stages)
         chunks = values.num_layers // stages // layers
-    else:
-        return None
     return chunks if chunks > 1 else None
 
 

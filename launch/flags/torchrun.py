@@ -71,10 +71,9 @@ def machines_of(mine: argparse.Namespace) -> Machines:
     memory = mine.device_memory_gib
     theirs = _read_by_torchrun(mine)
     machines = Machines(_processes(mine.nproc_per_node), *parse_min_max_nnodes(mine.nnodes))
-    if mine.json and not mine.dry_run:
-        raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")
-    if memory is not None and not mine.dry_run:
-        raise ConfigurationError(f"--device-memory-gib {memory} does nothing without --dry-run: give both, or neither")
+    for name, is_given in {"--json": mine.json, "--device-memory-gib": memory is not None}.items():
+        if is_given and not mine.dry_run:
+            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
     if mine.dry_run and mine.print_config:
         raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
     if memory is not None and not 0 < memory < float("inf"):
@@ -151,22 +150,14 @@ def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argpars
     if theirs.standalone and machines.most > 1:
         raise ConfigurationError("--standalone is for one machine: drop it or --nnodes")
     if typed and machines.most == 1:
-        raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: drop it")
+        # On a machine of several it would start a run of its own.
+        raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: give both, or neither")
     if is_elastic and not theirs.rdzv_endpoint:
         raise ConfigurationError(f"{meeting} needs --rdzv-endpoint HOST:PORT, the same on all machines")
     if machines.fewest < machines.most and not is_elastic:
         raise ConfigurationError(
             f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
         )
-
-    unused_prefixes: tuple[str, ...] = ()
-    if is_elastic:
-        unused_prefixes = ("--master-", "--node-rank")
-    elif theirs.rdzv_endpoint:
-        unused_prefixes = ("--master-",)
-    unused = [word for word in typed if word.startswith(unused_prefixes)]
-    if unused:
-        raise ConfigurationError(f"{unused[0]} does nothing with {meeting}: drop it")
     if not 0 <= theirs.node_rank < machines.most:
         raise ConfigurationError(
             f"--node-rank {theirs.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"

@@ -51,11 +51,21 @@ _TABLE = (
     ),
     # Layers.
     Rule("tensor parallel ranks", lambda run: run.tensor_model_parallel_size > 1, "sequence_parallel"),
+    Rule("pipeline stages", lambda run: run.pipeline_model_parallel_size > 1, "num_layers_per_virtual_pipeline_stage"),
+    Rule(
+        "stages without --pipeline-model-parallel-layout",
+        lambda run: run.get("pipeline_model_parallel_layout") is None,
+        "num_layers_per_virtual_pipeline_stage",
+    ),
     Rule("--num-experts", lambda run: run.num_experts, "expert_model_parallel_size"),
     Rule("plain rotary positions", _has_plain_rope, "rotary_percent use_rope_scaling"),
     Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
     Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
-    Rule("plain attention", lambda run: not run.multi_latent_attention, "kv_channels add_qkv_bias"),
+    Rule(
+        "plain attention",
+        lambda run: not run.multi_latent_attention,
+        "kv_channels add_qkv_bias group_query_attention num_query_groups",
+    ),
     Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
     Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias"),
     Rule(

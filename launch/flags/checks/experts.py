@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError, has_module, refuse_or_note, require, require_multiple
+from megatron_rc.launch.errors import ConfigurationError, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def check_experts(config: RunConfig) -> None:
@@ -21,8 +23,6 @@ def check_experts(config: RunConfig) -> None:
             f"{config.typed('moe_layer_freq')} is of {len(layers)} layers, but --num-layers is "
             f"{config.transformer.num_layers}"
         )
-    if not any(layers):
-        raise ConfigurationError(f"{config.typed('moe_layer_freq')} has no layer with experts: drop it")
     _check_auxiliary_losses(config, experts)
     if not config.launch.on_cpu:
         # On a GPU Megatron's router multiplies with Transformer Engine's products.
@@ -96,11 +96,6 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
             "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
             "--rl-use-sequence-packing does not give: use alltoall"
         )
-    if kind == "flex" and config.launch.on_cpu:
-        raise ConfigurationError("--moe-token-dispatcher-type flex needs a CUDA device: use alltoall on the CPU")
-    if kind == "flex" and not has_module("deep_ep"):
-        missing = "--moe-token-dispatcher-type flex needs deep_ep, which is not installed"
-        refuse_or_note("deep_ep", f"{missing}: install DeepEP, or use alltoall")
 
 
 def _check_replay(config: RunConfig) -> None:
@@ -111,33 +106,22 @@ def _check_replay(config: RunConfig) -> None:
         raise ConfigurationError(
             f"{replay} with --moe-router-fusion: the fused router chooses by itself; drop one of them"
         )
-    if given.get("moe_router_dtype") == "fp64":
+    if not config.replays_rollouts and config.correction.corrects_in_loss:
+        mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
         raise ConfigurationError(
-            f"{replay} with --moe-router-dtype fp64: no engine's router has float64; drop one of them"
+            f"{config.typed('moe_routing_replay_source')} replays a forward-only pass, which {mode} does not make: use "
+            "rollout"
         )
-    if not config.replays_rollouts:
-        if config.correction.corrects_in_loss:
-            mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
-            raise ConfigurationError(
-                f"{config.typed('moe_routing_replay_source')} replays a forward-only pass, which {mode} does not make: "
-                "use rollout"
-            )
-        return
     # A float32 trainer is not asked: another dtype of the whole model differs in more than its routers. Nor are
     # records, which do not name their engine's dtype.
-    if config.dtype is torch.float32 or config.rollouts.load_rollouts:
-        return
-    of_engine = _router_dtype_of_engine(config)
-    of_trainer = torch.float32 if given.get("moe_router_dtype") == "fp32" else config.dtype
-    if of_engine is not of_trainer and of_trainer is torch.float32:
+    is_asked = config.replays_rollouts and config.dtype is not torch.float32 and not config.rollouts.load_rollouts
+    of_engine = _router_dtype_of_engine(config) if is_asked else config.dtype
+    of_trainer = _DTYPES.get(given.get("moe_router_dtype"), of_engine if not is_asked else config.dtype)
+    if of_trainer is not of_engine and (is_asked or of_trainer is torch.float64):
+        is_wider = of_engine is torch.float32
+        remedy = "give --moe-router-dtype fp32" if is_wider else "drop --moe-router-dtype, or use --rollout-dtype fp32"
         raise ConfigurationError(
-            f"{replay} with --moe-router-dtype fp32: the engine's router computes in {of_engine}; drop "
-            "--moe-router-dtype, or use --rollout-dtype fp32"
-        )
-    if of_engine is not of_trainer and of_engine is torch.float32:
-        raise ConfigurationError(
-            f"{replay}: the engine's router computes in {of_engine}, the trainer's in {of_trainer}; add "
-            "--moe-router-dtype fp32"
+            f"{replay}: the engine's router computes in {of_engine}, the trainer's in {of_trainer}; {remedy}"
         )
 
 

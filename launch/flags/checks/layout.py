@@ -5,9 +5,7 @@ from __future__ import annotations
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
-from megatron_rc.numerics import NUM_SEQUENCE_IDS
 
-_MOST_MINI_BATCHES = 1024
 _SEQUENCES = ("grpo_prompts_per_step", "grpo_group_size")
 
 
@@ -63,15 +61,8 @@ def check_batches(config: RunConfig) -> None:
         raise ConfigurationError(
             f"{config.typed('grpo_prompts_per_step')} must be a multiple of {dp} data-parallel ranks"
         )
-    if sequences > NUM_SEQUENCE_IDS:
-        raise ConfigurationError(f"{product}: a rollout batch has at most {NUM_SEQUENCE_IDS}")
     if sequences % size:
         raise ConfigurationError(f"{product} must be a multiple of {config.typed('global_batch_size')}")
-    if sequences // size > _MOST_MINI_BATCHES:
-        raise ConfigurationError(
-            f"{product} make {sequences // size} batches of {config.typed('global_batch_size')}: at most "
-            f"{_MOST_MINI_BATCHES} are possible; make them larger"
-        )
     if config.training.rl_use_sequence_packing:
         _check_packing(config)
     else:
@@ -147,36 +138,23 @@ def check_steps(config: RunConfig, samples: bool) -> None:
         )
     if config.schedule.lr_warmup_init > config.optimizer.lr:
         raise ConfigurationError(f"{config.typed('lr_warmup_init')} must be at most {config.typed('lr')}")
-    _check_profile(config)
-    _check_stop_conditions(config)
+    _, end = config.logging.profiled_steps
+    _check_rare_metrics(config)
+    if config.logging.profile and end > last:
+        raise ConfigurationError(f"--profile-step-end {end} must be at most {config.typed('train_iters')}")
 
 
-def _check_profile(config: RunConfig) -> None:
-    logging = config.logging
-    world = config.launch.world_size
-    last = config.training.train_iters
-    _, end = logging.profiled_steps
-    if logging.profile and end > last:
-        raise ConfigurationError(f"--profile-step-end {end} must be at most --train-iters {last}")
-    for rank in logging.profile_ranks or ():
-        if not 0 <= rank < world:
-            raise ConfigurationError(f"--profile-ranks {rank} must be one of 0 to {world - 1}")
-
-
-def _check_stop_conditions(config: RunConfig) -> None:
-    """Refuse conditions on metrics that no step of this run has."""
-    scaling = ("--lr-ess-scaling", config.schedule.lr_ess_scaling)
-    needed = {
+def _check_rare_metrics(config: RunConfig) -> None:
+    """Refuse conditions on metrics that only some steps have, and no step of this run."""
+    intervals = {
         "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
         "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
-        "lr_ess": scaling,
-        "lr_ess_factor": scaling,
     }
     for text in config.guards.stop_if or ():
         metric = Condition.parse(text).metric
-        other, is_given = needed.get(metric, ("", True))
-        if not is_given:
-            raise ConfigurationError(f"--stop-if '{text}' does nothing without {other}: no step has {metric}")
+        name, interval = intervals.get(metric, ("", 1))
+        if interval is None:
+            raise ConfigurationError(f"--stop-if '{text}' does nothing without {name}: no step has {metric}")
 
 
 def _product(config: RunConfig, *names: str) -> str:

@@ -24,17 +24,7 @@ def check_model(config: RunConfig) -> None:
             f"{config.typed('seq_length')} is longer than {config.typed('sliding_window')}, the reach of the published "
             "model's attention, which is not limited here: use shorter sequences"
         )
-    # Latent attention rotates a width of its own.
-    if model.position_embedding_type == "rope" and config.latent is None:
-        rotated = int(layers.kv_channels * model.rotary_percent)
-        if rotated < 2 or rotated % 2:
-            raise ConfigurationError(
-                f"{config.typed('kv_channels', 'rotary_percent')} rotates {rotated} dimensions: rotary embeddings need "
-                "an even number"
-            )
     if model.transformer_impl == "transformer_engine":
-        if config.launch.on_cpu:
-            raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
         require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
     if config.latent is not None:
         _check_latent_attention(config)
@@ -43,11 +33,8 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_latent_attention(config: RunConfig) -> None:
-    layers = config.transformer
     if not config.launch.on_cpu:
         require("transformer_engine", "--multi-latent-attention on a GPU", "gpu")
-    if layers.group_query_attention:
-        raise ConfigurationError("--group-query-attention does not go with --multi-latent-attention: drop it")
     for name in ("qk_l2_norm", "no_rope_freq"):
         if config.megatron.given.get(name):
             raise ConfigurationError(f"{config.typed(name)} does not go with --multi-latent-attention: drop it")
@@ -67,9 +54,4 @@ def _check_hybrid(config: RunConfig) -> None:
         raise ConfigurationError(
             "--model hybrid needs megatron-core 0.18 or newer, which needs Python 3.12; the one installed has no "
             "HybridModel: install such a version, or use --model gpt"
-        )
-    if config.megatron.given.get("defer_embedding_wgrad_compute"):
-        raise ConfigurationError(
-            "--model hybrid does not go with --defer-embedding-wgrad-compute, which GPTModel alone reads: drop one of "
-            "them"
         )

@@ -83,34 +83,32 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     """Check that ``--weights-bridge`` can convert this model's weights, and has weights to convert."""
     if config.checkpoints.weights_bridge != MBRIDGE:
         return
-    bridge = config.typed("weights_bridge")
+    family = find_family(config)
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    reason = ""
     if config.model.transformer_impl != "transformer_engine":
-        raise ConfigurationError(
-            f"{bridge} needs --transformer-impl transformer_engine, got {config.model.transformer_impl}: use it "
+        reason = (
+            f"needs --transformer-impl transformer_engine, got {config.model.transformer_impl}: use it "
             f"({pip_install('gpu')}), or drop the bridge"
         )
-    if config.model.is_hybrid:
-        raise ConfigurationError(
-            f"{bridge} knows the names of GPTModel alone, got --model hybrid: use --model gpt, or drop the bridge"
-        )
-    if config.engine.rollout_weight_transfer != "files":
-        raise ConfigurationError(
-            f"{bridge} collects all weights on one rank, with {config.typed('rollout_weight_transfer')} each stage "
-            "sends its own: give --weights-bridge none"
-        )
-    require("mbridge", bridge, "bridge")
-    if not _converts(config, samples):
-        raise ConfigurationError(f"{bridge} does nothing without an engine, --load-hf or --save-hf: drop it")
-    family = find_family(config)
-    if family is None or not family.in_bridge:
+    elif config.model.is_hybrid:
+        reason = "knows the names of GPTModel alone: use --model gpt, not hybrid, or drop the bridge"
+    elif config.engine.rollout_weight_transfer != "files":
+        way = config.typed("rollout_weight_transfer")
+        reason = f"collects all weights on one rank, with {way} each stage sends its own: give --weights-bridge none"
+    elif not _converts(config, samples):
+        reason = "does nothing without an engine, --load-hf or --save-hf: drop it"
+    elif family is None or not family.in_bridge:
         known = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
-        raise ConfigurationError(f"{bridge} converts {known}, not {family and family.name}: drop it")
-    is_tied = not config.model.untie_embeddings_and_output_weights
-    if family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigurationError(
-            f"{bridge} needs an output layer on the last stage, which a tied Llama does not have: use "
+        reason = f"converts {known}, not {family and family.name}: drop it"
+    elif family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
+        reason = (
+            "needs an output layer on the last stage, which a tied Llama does not have: use "
             "--pipeline-model-parallel-size 1, or drop it"
         )
+    if reason:
+        raise ConfigurationError(f"{config.typed('weights_bridge')} {reason}")
+    require("mbridge", config.typed("weights_bridge"), "bridge")
 
 
 def _converts(config: RunConfig, samples: bool) -> bool:

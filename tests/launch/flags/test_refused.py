@@ -32,8 +32,7 @@ TABLES = {
         @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: = 4 | 6 processes
         @4 --tensor-model-parallel-size=4 :: --num-query-groups 2 | --tensor-model-parallel-size = 4
         @3 --pipeline-model-parallel-size=3 :: --num-layers 4 | --pipeline-model-parallel-size = 3
-        --num-layers-per-virtual-pipeline-stage=0 :: must be positive
-        --num-layers-per-virtual-pipeline-stage=1 :: --pipeline-model-parallel-size above 1
+        @2 PP --num-layers-per-virtual-pipeline-stage=0 :: must be positive
         @2 PP --num-layers-per-virtual-pipeline-stage=3 :: --num-layers 4 | 2 · | = 6
         @2 PP --num-layers-per-virtual-pipeline-stage=1 --micro-batch-size=16 :: of 2 micro
         @2 --context-parallel-size=2 --seq-length=18 :: --seq-length 18 | 2 · --context-parallel-size = 4
@@ -49,7 +48,6 @@ TABLES = {
         --seq-length=64 --max-position-embeddings=32 :: --seq-length 64 | --max-position-embeddings 32
         --seq-length=10 :: --max-response-length 10 | --seq-length 10
         --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
-        --kv-channels=7 :: --kv-channels 7 | --rotary-percent
         --transformer-impl=transformer_engine
         --recompute-granularity=full :: --recompute-method | --recompute-num-layers
         """,
@@ -82,7 +80,6 @@ TABLES = {
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load-hf=nowhere
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
-        --profile --profile-ranks 4 :: --profile-ranks 4
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
         --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
@@ -99,9 +96,6 @@ TABLES = {
         --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
         --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override-opt-param-scheduler
         --stop-if lr :: --stop-if 'lr'
-        --stop-if perf/save_seconds>1 :: perf/save_seconds | --save-interval
-        --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
-        --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
         """,
     ),
     "engines": (
@@ -133,20 +127,18 @@ TABLES = {
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
         @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
-        --moe-token-dispatcher-type=flex
         --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce :: rejection_denominator=original
         --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
-        --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
         --moe-router-num-groups=3 :: --moe-router-num-groups 3 | --moe-router-group-topk
         --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
         --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
         --moe-router-bias-update-rate=0.1
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
         @2 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing :: --calculate-per-token-loss
-        --moe-enable-routing-replay --moe-router-dtype=fp64 :: --moe-enable-routing-replay | --moe-router-dtype fp64
+        --moe-enable-routing-replay --bf16 --moe-router-dtype=fp64 :: --moe-enable-routing-replay | float64
         --moe-enable-routing-replay --bf16 :: float32 | bfloat16 | --moe-router-dtype fp32
         --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-score-function=sigmoid :: -dtype fp32
-        --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype fp32 | bf
+        --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype | bf
         --moe-enable-routing-replay --moe-routing-replay-source=old --bypass-mode :: -source old | --bypass-mode
         """,
     ),
@@ -161,7 +153,6 @@ TABLES = {
         LATENT,
         False,
         """
-        --group-query-attention --num-query-groups=2 :: --group-query-attention | --multi-latent-attention
         --position-embedding-type=learned_absolute
         --qk-l2-norm :: --qk-l2-norm | --multi-latent-attention
         --qk-pos-emb-head-dim=5
@@ -219,10 +210,9 @@ TABLES = {
         """
         --moe-input-jitter-eps=0.1 --num-experts=4 :: --moe-input-jitter-eps 0.1 | π_old and π_θ
         --fp8-param-gather :: --fp8-param-gather
-        --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-size above 1
+        --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-layout | --pipeline-model-parallel-size 1
         @2 PP --pipeline-model-parallel-layout=Et|L :: Et|L with --num-layers 4 | must match
         @2 PP --pipeline-model-parallel-layout=||| :: ||| with --num-layers 4 | Et|ttL
-        @2 PP --pipeline-model-parallel-layout=Ettt|tL --num-layers-per-virtual-pipeline-stage=1 :: drop --num-layers-p
         --cuda-graph-impl=local
         --fp16 --bf16 :: --fp16 and --bf16
         --fp16 --num-experts=4 :: --fp16 with --num-experts
@@ -296,7 +286,12 @@ UNUSED = [
         "",
         "--use-rope-scaling | --num-experts | --mul",
     ),
-    (GPT2, "--openai-gelu --sequence-parallel --num-query-groups=2", "--swiglu", "--swiglu | above 1 | --group-query"),
+    (
+        GPT2,
+        "--openai-gelu --sequence-parallel --num-query-groups=2",
+        "--swiglu",
+        "--swiglu | tensor parallel | --group-query",
+    ),
     (LLAMA, "--keep-last=2 --profile-ranks=0 --critic-lr=1", "--save=save", "--save-interval | --profile | gae"),
     (LLAMA, "--kl-estimator=k1 --ref-update-interval=2", "--grpo-kl-beta=0", "--grpo-kl-beta above 0 | --kl-in-reward"),
     (LLAMA, "--grpo-clamp-eps-lower=0.1", "--policy-loss=reinforce", "an objective with bounds"),
