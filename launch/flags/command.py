@@ -64,9 +64,9 @@ def read_command(argv: Sequence[str]) -> Command:
     typed = _parsed(argv)
     in_file: dict[str, Any] = {}
     if "config" in typed:
-        words = read_launch_file(typed["config"])
+        file_arguments = read_launch_file(typed["config"])
         try:
-            in_file = _parsed(words)
+            in_file = _parsed(file_arguments)
         except ConfigurationError as error:
             raise ConfigurationError(f"--config {typed['config']}: {error}") from error
     for name, replaced in _REPLACED.items():
@@ -82,8 +82,10 @@ def read_command(argv: Sequence[str]) -> Command:
     if folder is None:
         return command
     described = read_architecture(folder)
-    words = [word for name, value in described.items() for word in words_of(f"{folder}/config.json", name, value)]
-    command = dataclasses.replace(command, of_model=_parsed(words))
+    model_arguments: list[str] = []
+    for name, value in described.items():
+        model_arguments += words_of(f"{folder}/config.json", name, value)
+    command = dataclasses.replace(command, of_model=_parsed(model_arguments))
     _check_model(command, folder)
     return command
 
@@ -92,10 +94,11 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     """Return the values of flags that are among these words, by name."""
     names = [word.partition("=")[0] for word in words if word.startswith("--")]
     parser = parser_for(names)
-    namespace, rest = parser.parse_known_args(words)
-    if rest:
-        strange = [word.partition("=")[0] for word in rest if word.startswith("--")] or rest[:1]
-        raise ConfigurationError("; ".join(unknown("flag", name) for name in dict.fromkeys(strange)))
+    namespace, unread_words = parser.parse_known_args(words)
+    if unread_words:
+        unknown_flags = [word.partition("=")[0] for word in unread_words if word.startswith("--")]
+        names = unknown_flags or unread_words[:1]
+        raise ConfigurationError("; ".join(unknown("flag", name) for name in dict.fromkeys(names)))
     values = {name: value for name, value in vars(namespace).items() if value is not None}
     # Sections are frozen, so their lists of values are tuples.
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

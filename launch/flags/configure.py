@@ -72,8 +72,8 @@ def unused_in_words(config: RunConfig) -> str:
 
 def processes_meant(argv: Sequence[str]) -> int | None:
     """Return the number of processes in the launch file that these words name; None without a file or a number."""
-    known, _ = parser_for([]).parse_known_args(argv)
-    return processes_of_file(known.config) if "config" in known else None
+    namespace, _ = parser_for([]).parse_known_args(argv)
+    return processes_of_file(namespace.config) if "config" in namespace else None
 
 
 def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -> tuple[RunConfig, Task]:
@@ -112,7 +112,7 @@ def _section(section: type, values: Values) -> Any:
 def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFlag]:
     """Yield flags in the order of ``--help-all``, without Megatron's fields that were not given."""
     # A run from the written file would otherwise have the file's name.
-    given = {*command.given, "run_name"}
+    given_names = {*command.given, "run_name"}
     of_loss = {flag: getattr(config.loss, field) for field, flag in LOSS_FLAGS.items()}
     declared = {option.flag: config.value_of(name) for name, (_, option) in flag_options().items()}
     values = {**declared, **of_loss}
@@ -123,7 +123,7 @@ def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFla
                 value = as_given(name, values[name], command.specs)
                 key = action.option_strings[0].removeprefix("--")
                 # Without a value the flag belongs to a section that this run does not have, or was replaced.
-                yield ResolvedFlag(group.title or "", key, value, name in given and value is not None)
+                yield ResolvedFlag(group.title or "", key, value, name in given_names and value is not None)
     yield from _flags_of_megatron(config.megatron.given)
     yield from _flags_of_correction(command, config)
 

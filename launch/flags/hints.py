@@ -38,32 +38,32 @@ def unknown(what: str, name: str) -> str:
 def _meant(name: str) -> str | None:
     """Return the flag that a name stands for; None if there is none."""
     flags = [*long_options(build_parser()), *long_options(torchrun_parser())]
-    known = {flag: flag for flag in flags} | _OF_OTHER_PROGRAMS
+    flag_of_name = {flag: flag for flag in flags} | _OF_OTHER_PROGRAMS
     # The second name is for nested settings of other programs, such as actor.optim.lr.
     for candidate in (name, name.rpartition(".")[2]):
-        if candidate in known:
-            return known[candidate]
-    similar = difflib.get_close_matches(name, known, n=5, cutoff=_CLOSE)
-    return next((known[flag] for flag in similar if _is_close(name, flag)), None)
+        if candidate in flag_of_name:
+            return flag_of_name[candidate]
+    similar = difflib.get_close_matches(name, flag_of_name, n=5, cutoff=_CLOSE)
+    return next((flag_of_name[flag] for flag in similar if _is_close(name, flag)), None)
 
 
 def _is_close(name: str, flag: str) -> bool:
     """Return whether two similar names are alike behind the words that both begin with: --rollout-stop is no -top-p."""
-    words = name.split("-")
+    words_of_name = name.split("-")
     words_of_flag = flag.split("-")
     shared = 0
-    while shared < min(len(words), len(words_of_flag)) and words[shared] == words_of_flag[shared]:
+    while shared < min(len(words_of_name), len(words_of_flag)) and words_of_name[shared] == words_of_flag[shared]:
         shared += 1
-    rest = "-".join(words[shared:])
+    rest_of_name = "-".join(words_of_name[shared:])
     rest_of_flag = "-".join(words_of_flag[shared:])
-    if not rest:
+    if not rest_of_name:
         # The beginning of a flag, as --tensor-model-parallel.
         return shared > 1
     if not rest_of_flag:
         return shared > 1 and _likeness(name, flag) >= _VERY_CLOSE
-    shorter, longer = sorted((rest, rest_of_flag), key=len)
+    shorter, longer = sorted((rest_of_name, rest_of_flag), key=len)
     is_short_form = len(shorter) >= _FEWEST_LETTERS and longer.startswith(shorter)
-    return is_short_form or _likeness(rest, rest_of_flag) >= _CLOSE
+    return is_short_form or _likeness(rest_of_name, rest_of_flag) >= _CLOSE
 
 
 def _likeness(name: str, other: str) -> float:

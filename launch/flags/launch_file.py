@@ -60,7 +60,7 @@ def read_launch_file(name: str) -> list[str]:
     path = find_config(name)
     lines = list(_lines(path))
     options = long_options(parser_for([line.key for line in lines]))
-    words: list[str] = []
+    arguments: list[str] = []
     keys_of_correction: set[str] = set()
     for line in lines:
         if line.key not in options or line.key in ("config", "help"):
@@ -80,8 +80,8 @@ def read_launch_file(name: str) -> list[str]:
             value = "none"
         if isinstance(value, dict) and action.metavar == JSON:
             value = _as_json(path, line.key)
-        words += words_of(line.where, line.key, value)
-    return words
+        arguments += words_of(line.where, line.key, value)
+    return arguments
 
 
 def _why_unknown(line: _Line) -> str:

@@ -96,8 +96,8 @@ def parser_for(names: Iterable[str]) -> Parser:
 
     It is made once in a process: its help may be older than the objectives that a program has defined.
     """
-    known = long_options(PARSER)
-    is_known = all(name.removeprefix("--") in known for name in names)
+    own_flags = long_options(PARSER)
+    is_known = all(name.removeprefix("--") in own_flags for name in names)
     return PARSER if is_known else _whole_parser()
 
 
@@ -183,9 +183,9 @@ def _add_loss_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags of the objective with Megatron-LM's defaults, and one that also takes the user's own modules."""
     group = parser.add_argument_group("loss")
     # No choices, because a module of the user's may define another objective.
-    known = ",".join(OBJECTIVES)
+    objectives = ",".join(OBJECTIVES)
     text = "objective, or python:pkg.module:OBJECTIVE; default: ppo_clip, or --loss-type"
-    group.add_argument("--policy-loss", metavar=f"{{{known}}}", help=text)
+    group.add_argument("--policy-loss", metavar=f"{{{objectives}}}", help=text)
     text = "clip the ratio below 1 minus this number; default: 0.01"
     group.add_argument("--grpo-clamp-eps-lower", type=float, help=text)
     text = "clip the ratio above 1 plus this number; default: 0.01"

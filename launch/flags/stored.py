@@ -30,10 +30,10 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
     for name, section, is_optional in sections_of(RunConfig):
         stored = sections.get(name)
         if section is MegatronSection:
-            given = (stored or {}).get("given") or {}
+            fields = (stored or {}).get("given") or {}
             # Another version of Megatron-Core may have written fields that this one does not have.
-            known = {field: value for field, value in given.items() if field in passed_through()}
-            made[name] = MegatronSection(given=known)
+            known_fields = {field: value for field, value in fields.items() if field in passed_through()}
+            made[name] = MegatronSection(given=known_fields)
         elif stored is not None:
             made[name] = _section(section, stored, f"{where}: {name}", strict=name in _OF_THE_MODEL)
         elif is_optional:

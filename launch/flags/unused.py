@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.engines.registry import ENGINES
+from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig, flag_options, sections_of
 from megatron_rc.launch.run_config.options import as_typed, options_of
 from megatron_rc.loss.objectives import OBJECTIVES
@@ -231,7 +232,7 @@ def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunCon
         if is_met:
             continue
         for name in names.split():
-            if given.get(name):
+            if given.get(name) and not any(line.startswith(f"{flag(name)} ") for line in unused):
                 unused.append(f"{as_typed(name, given[name])} (needs {needs})")
             if name.replace("_", "-") in flag_options():
                 section, option = flag_options()[name.replace("_", "-")]

@@ -176,9 +176,9 @@ class ExpertSection(Section):
                 because="must be 0: Megatron would change router biases outside of the optimizer, in skipped steps too",
             )
         if (groups is None) != (chosen_groups is None):
-            given = "moe_router_num_groups" if chosen_groups is None else "moe_router_group_topk"
-            other = "--moe-router-group-topk" if chosen_groups is None else "--moe-router-num-groups"
-            self.refuse(given, because=f"needs {other}: give both, or neither")
+            field = "moe_router_num_groups" if chosen_groups is None else "moe_router_group_topk"
+            missing_flag = "--moe-router-group-topk" if chosen_groups is None else "--moe-router-num-groups"
+            self.refuse(field, because=f"needs {missing_flag}: give both, or neither")
         if groups is None or chosen_groups is None:
             return
         require_multiple("num_experts", self.num_moe_experts, "moe_router_num_groups", groups)

@@ -139,11 +139,11 @@ def _names_of(
     As in Megatron-LM, a switch that is on by default has ``--no-`` and ``--disable-``. Here each has its opposite too.
     """
     plain = name.replace("_", "-")
-    known = tuple(text.removeprefix("--") for text in names_of_megatron)
+    listed = tuple(text.removeprefix("--") for text in names_of_megatron)
     if is_switch and is_on and name not in _NAMES:
-        return (plain,), known or (f"no-{plain}", f"disable-{plain}")
+        return (plain,), listed or (f"no-{plain}", f"disable-{plain}")
     listed_on, _, listed_off = _NAMES.get(name, "").partition(" | ")
-    on = (listed_on,) if listed_on else known or (plain,)
+    on = (listed_on,) if listed_on else listed or (plain,)
     if not is_switch:
         return on, ()
     return on, tuple(listed_off.split()) or tuple(f"no-{text}" for text in on)

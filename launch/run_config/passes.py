@@ -47,15 +47,15 @@ def why_scored(config: RunConfig) -> str | None:
 
 def _why_advantages_wait(config: RunConfig) -> str | None:
     """Return the flag of an advantage, a value or a record that needs log π_old before the update."""
-    wanted = config.advantages
+    advantages = config.advantages
     critic = config.critic
-    if wanted.kl_in_reward:
-        return f"--kl-in-reward {wanted.kl_in_reward} needs log π_old before the update"
-    if wanted.advantage_scope == "accepted":
+    if advantages.kl_in_reward:
+        return f"--kl-in-reward {advantages.kl_in_reward} needs log π_old before the update"
+    if advantages.advantage_scope == "accepted":
         return "--advantage-scope accepted needs the rejected responses before the update"
-    if wanted.needs_squares:
-        return f"--advantage-estimator {wanted.advantage_estimator} needs π_old before the update"
-    if wanted.advantage_baseline == "weighted":
+    if advantages.needs_squares:
+        return f"--advantage-estimator {advantages.advantage_estimator} needs π_old before the update"
+    if advantages.advantage_baseline == "weighted":
         return "--advantage-baseline weighted needs log π_old before the update"
     if critic is not None and critic.correct_values != "none":
         return f"--correct-values {critic.correct_values} corrects the critic before the update"
@@ -70,7 +70,7 @@ def _why_the_loss_waits(config: RunConfig) -> str | None:
     """Return what of the model or of the correction is not known before the update is made."""
     correction = config.correction
     loss = config.loss
-    given = config.megatron.given
+    fields = config.megatron.given
     if config.routing is not None and not config.replays_rollouts:
         return "--moe-routing-replay-source old replays its experts"
     if correction.needs_prompts:
@@ -81,7 +81,7 @@ def _why_the_loss_waits(config: RunConfig) -> str | None:
         return f"--rollout-is-batch-normalize with {penalty} needs the mean weight before the update"
     if config.has_auxiliary_losses and denominator_is_unknown(correction, loss, one_pass=True):
         return "the auxiliary losses of the experts need the number of accepted tokens before the update"
-    rounding = given.get("fp8") or given.get("fp4")
+    rounding = fields.get("fp8") or fields.get("fp4")
     if rounding:
         return f"layers in {rounding} round each pass by the passes before it"
     return None

@@ -23,6 +23,8 @@ def check_experts(config: RunConfig) -> None:
             f"{config.typed('moe_layer_freq')} is of {len(layers)} layers, but --num-layers is "
             f"{config.transformer.num_layers}"
         )
+    if not any(layers):
+        raise ConfigurationError(f"{config.typed('moe_layer_freq')} has no layer with experts: drop it")
     _check_auxiliary_losses(config, experts)
     if not config.launch.on_cpu:
         # On a GPU Megatron's router multiplies with Transformer Engine's products.
@@ -96,13 +98,15 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
             "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
             "--rl-use-sequence-packing does not give: use alltoall"
         )
+    if kind == "flex" and config.launch.on_cpu:
+        raise ConfigurationError("--moe-token-dispatcher-type flex needs a CUDA device: use alltoall on the CPU")
 
 
 def _check_replay(config: RunConfig) -> None:
     """Check that the router of the trainer can choose what the engine's or the forward-only pass's chose."""
-    given = config.megatron.given
+    fields = config.megatron.given
     replay = "--moe-enable-routing-replay"
-    if given.get("moe_router_fusion"):
+    if fields.get("moe_router_fusion"):
         raise ConfigurationError(
             f"{replay} with --moe-router-fusion: the fused router chooses by itself; drop one of them"
         )
@@ -112,16 +116,21 @@ def _check_replay(config: RunConfig) -> None:
             f"{config.typed('moe_routing_replay_source')} replays a forward-only pass, which {mode} does not make: use "
             "rollout"
         )
+    router_dtype = _DTYPES.get(fields.get("moe_router_dtype", ""), config.dtype)
+    if router_dtype is torch.float64:
+        raise ConfigurationError(
+            f"{replay} with --moe-router-dtype fp64: no engine's router has float64; drop one of them"
+        )
     # A float32 trainer is not asked: another dtype of the whole model differs in more than its routers. Nor are
     # records, which do not name their engine's dtype.
-    is_asked = config.replays_rollouts and config.dtype is not torch.float32 and not config.rollouts.load_rollouts
-    of_engine = _router_dtype_of_engine(config) if is_asked else config.dtype
-    of_trainer = _DTYPES.get(given.get("moe_router_dtype"), of_engine if not is_asked else config.dtype)
-    if of_trainer is not of_engine and (is_asked or of_trainer is torch.float64):
-        is_wider = of_engine is torch.float32
-        remedy = "give --moe-router-dtype fp32" if is_wider else "drop --moe-router-dtype, or use --rollout-dtype fp32"
+    if not config.replays_rollouts or config.dtype is torch.float32 or config.rollouts.load_rollouts:
+        return
+    of_engine = _router_dtype_of_engine(config)
+    if of_engine is not router_dtype:
+        is_finer = of_engine is torch.float32
+        remedy = "give --moe-router-dtype fp32" if is_finer else "drop --moe-router-dtype, or use --rollout-dtype fp32"
         raise ConfigurationError(
-            f"{replay}: the engine's router computes in {of_engine}, the trainer's in {of_trainer}; {remedy}"
+            f"{replay}: the engine's router computes in {of_engine}, the trainer's in {router_dtype}; {remedy}"
         )
 
 

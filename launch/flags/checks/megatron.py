@@ -69,25 +69,27 @@ MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 def check_megatron(config: RunConfig) -> None:
     """Check the given fields, and let Megatron build its configs with them."""
-    given = config.megatron.given
-    if given.get("bias_activation_fusion") and not config.transformer.gated_linear_unit:
+    fields = config.megatron.given
+    if fields.get("bias_activation_fusion") and not config.transformer.gated_linear_unit:
         raise ConfigurationError(
             "--bias-activation-fusion without --swiglu replaces GELU by its tanh approximation: drop it, or give "
             "--openai-gelu instead"
         )
-    if given.get("optimizer_cpu_offload"):
+    if fields.get("optimizer_cpu_offload"):
         offloads_critic = config.critic is not None and config.critic.critic_offload
-        others = {"--optimizer-offload": config.training.optimizer_offload, "--critic-offload": offloads_critic}
-        for other, is_given in others.items():
-            if is_given:
-                raise ConfigurationError(f"--optimizer-cpu-offload does not go with {other}: drop one of them")
+        offloads = {"--optimizer-offload": config.training.optimizer_offload, "--critic-offload": offloads_critic}
+        for flag_of_offload, is_on in offloads.items():
+            if is_on:
+                raise ConfigurationError(
+                    f"--optimizer-cpu-offload does not go with {flag_of_offload}: drop one of them"
+                )
     for field, value in _chosen(config):
         if field.name in _REASONS:
             raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
     _check_passes(config)
     _check_layers(config)
     # Without Transformer Engine here Megatron cannot judge settings for machines that have it.
-    if given and (has_module("transformer_engine") or not _has_engine(config)):
+    if fields and (has_module("transformer_engine") or not _has_engine(config)):
         _build(config)
 
 
@@ -110,43 +112,43 @@ def _has_engine(config: RunConfig) -> bool:
 
 def _check_passes(config: RunConfig) -> None:
     """Refuse what makes π_old and π_θ differ, or begins with undefined weights."""
-    given = config.megatron.given
-    if given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed":
+    fields = config.megatron.given
+    if fields.get("fp8") and fields.get("fp8_recipe", "delayed") == "delayed":
         raise ConfigurationError(
             f"{config.typed('fp8')} with --fp8-recipe delayed takes its scales from earlier passes, so that π_old and "
             "π_θ differ by noise: use --fp8-recipe tensorwise, blockwise or mxfp8"
         )
     is_loaded = config.checkpoints.load or config.checkpoints.load_hf
-    if given.get("perform_initialization") is False and not is_loaded:
+    if fields.get("perform_initialization") is False and not is_loaded:
         raise ConfigurationError("--no-initialization without --load or --load-hf leaves weights undefined: drop it")
 
 
 def _check_layers(config: RunConfig) -> None:
-    given = config.megatron.given
+    fields = config.megatron.given
     training = config.training
     if not _has_engine(config):
-        of_engine = [config.typed(name) for name in _OF_ENGINE if given.get(name)]
-        modules = [module for module in given.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
+        of_engine = [config.typed(name) for name in _OF_ENGINE if fields.get(name)]
+        modules = [module for module in fields.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
         of_engine += [f"--recompute-modules {module}" for module in modules]
         if of_engine:
             raise ConfigurationError(
                 f"{of_engine[0]} needs --transformer-impl transformer_engine: use it, or drop the flag"
             )
     for name in _OF_GPUS:
-        if given.get(name) and config.launch.on_cpu:
+        if fields.get(name) and config.launch.on_cpu:
             raise ConfigurationError(f"{config.typed(name)} needs a GPU: drop it")
     fits = config.parallel.sequence_parallel and config.compute.bf16 and not training.rl_use_sequence_packing
-    if given.get("tp_comm_overlap") and not fits:
+    if fields.get("tp_comm_overlap") and not fits:
         raise ConfigurationError(
             "--tp-comm-overlap has bfloat16 buffers for micro-batches of one length, split over the TP ranks: give "
             "--sequence-parallel and --bf16 without --rl-use-sequence-packing, or drop it"
         )
-    if given.get("defer_embedding_wgrad_compute") and training.fused_linear_log_probs:
+    if fields.get("defer_embedding_wgrad_compute") and training.fused_linear_log_probs:
         raise ConfigurationError(
             "--defer-embedding-wgrad-compute waits for the output layer, which --fused-linear-log-probs does not run: "
             "drop one of them"
         )
-    if given.get("overlap_param_gather") and not config.optimizer.use_distributed_optimizer:
+    if fields.get("overlap_param_gather") and not config.optimizer.use_distributed_optimizer:
         raise ConfigurationError("--overlap-param-gather needs --use-distributed-optimizer: give both, or neither")
 
 

@@ -24,6 +24,14 @@ def check_model(config: RunConfig) -> None:
             f"{config.typed('seq_length')} is longer than {config.typed('sliding_window')}, the reach of the published "
             "model's attention, which is not limited here: use shorter sequences"
         )
+    # Latent attention rotates a width of its own.
+    if model.position_embedding_type == "rope" and config.latent is None:
+        rotated = int(layers.kv_channels * model.rotary_percent)
+        if rotated < 2 or rotated % 2:
+            raise ConfigurationError(
+                f"{config.typed('kv_channels', 'rotary_percent')} rotates {rotated} dimensions: rotary embeddings need "
+                "an even number"
+            )
     if model.transformer_impl == "transformer_engine":
         require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
     if config.latent is not None:

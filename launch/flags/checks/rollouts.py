@@ -36,11 +36,11 @@ def check_correction(config: RunConfig) -> None:
     """Check that the age of rollouts is known, and reaches the bounds for it, if the correction uses it."""
     correction = config.correction
     scale = correction.staleness_scale
-    given = f"--rollout-staleness-scale {correction.rollout_staleness_scale}"
+    typed_scale = f"--rollout-staleness-scale {correction.rollout_staleness_scale}"
     oldest = config.rollouts.rollout_staleness or 0
     users = []
     if scale is not None:
-        users.append(given)
+        users.append(typed_scale)
     if correction.proximal_interpolation:
         users.append("--proximal-interpolation")
     if users and not config.rollouts.knows_versions:
@@ -50,8 +50,8 @@ def check_correction(config: RunConfig) -> None:
         )
     if scale is not None and scale.steps[-1] > oldest:
         raise ConfigurationError(
-            f"{given} has bounds for a staleness of {scale.steps[-1]}, but --rollout-staleness allows {oldest}: raise "
-            "that, or drop these bounds"
+            f"{typed_scale} has bounds for a staleness of {scale.steps[-1]}, but --rollout-staleness allows {oldest}: "
+            "raise that, or drop these bounds"
         )
 
 
@@ -135,26 +135,28 @@ def _check_servers(config: RunConfig) -> None:
 
 def check_advantages(config: RunConfig) -> None:
     """Check that advantages and values have the responses and the correction that they are made from."""
-    wanted = config.advantages
+    advantages = config.advantages
     correction = config.correction
     estimator = config.typed("advantage_estimator")
     corrected_values = config.critic.correct_values if config.critic else "none"
     if correction.corrects_in_loss:
         _check_before_the_loss(config, corrected_values)
-    if wanted.advantage_estimator == "remax" and config.rollouts.load_rollouts:
+    if advantages.advantage_estimator == "remax" and config.rollouts.load_rollouts:
         raise ConfigurationError(
             f"{estimator} asks the engine for the most likely response to each prompt, which "
             f"{config.typed('load_rollouts')} does not have: use another estimator"
         )
-    if wanted.advantage_estimator in _OF_SEVERAL and config.rollouts.grpo_group_size == 1:
+    if advantages.advantage_estimator in _OF_SEVERAL and config.rollouts.grpo_group_size == 1:
         raise ConfigurationError(
             f"{estimator} compares the responses to one prompt, and with --grpo-group-size 1 each would have the "
             "advantage 0: raise that, or use another estimator"
         )
     rejects = correction.rejects or correction.bad_log_probs != "error"
-    if wanted.advantage_scope == "accepted" and not rejects:
+    if advantages.advantage_scope == "accepted" and not rejects:
         raise ConfigurationError("--advantage-scope accepted does nothing without a rejection: give --rollout-rs")
-    by_correction = wanted.advantage_baseline == "weighted" and wanted.advantage_baseline_weights == "correction"
+    by_correction = (
+        advantages.advantage_baseline == "weighted" and advantages.advantage_baseline_weights == "correction"
+    )
     if by_correction and not correction.applies_weights:
         raise ConfigurationError(
             "--advantage-baseline-weights correction needs importance weights: use ratio, or give --rollout-is"
@@ -165,14 +167,14 @@ def check_advantages(config: RunConfig) -> None:
 
 def _check_before_the_loss(config: RunConfig, corrected_values: str) -> None:
     """Refuse what needs the correction or log π_old before the loss, if the loss makes the correction."""
-    wanted = config.advantages
+    advantages = config.advantages
     mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
     without = f"before the loss, which {mode} does without"
-    if wanted.advantage_scope == "accepted":
+    if advantages.advantage_scope == "accepted":
         raise ConfigurationError(f"--advantage-scope accepted needs a rejection {without}: use all, or drop that")
-    if wanted.advantage_baseline == "weighted":
+    if advantages.advantage_baseline == "weighted":
         raise ConfigurationError(f"--advantage-baseline weighted needs log π_old {without}: use group, or drop that")
-    if wanted.needs_squares:
+    if advantages.needs_squares:
         raise ConfigurationError(
             f"{config.typed('advantage_estimator')} needs log π_old {without}: use another estimator, or drop that"
         )

@@ -23,8 +23,8 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     """Check that engines and Hugging Face directories have an architecture for this model, if they get its weights."""
     family = find_family(config)
     if config.model.hf_model_type and not family:
-        fitting = [other.name for other in FAMILIES.values() if other.matches(config)]
-        remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
+        fitting_names = [other.name for other in FAMILIES.values() if other.matches(config)]
+        remedy = f"use {' or '.join(fitting_names)}" if fitting_names else "drop it"
         raise ConfigurationError(f"{config.typed('hf_model_type')} does not fit the flags of this model: {remedy}")
     if not _converts(config, samples):
         return
@@ -68,14 +68,14 @@ def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
     if config.checkpoints.weights_bridge is not None:
         return config
     chosen = config.changed(checkpoints={"weights_bridge": MBRIDGE})
-    words = "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
+    message = "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
     try:
         check_bridge(chosen, samples)
     except ConfigurationError as reason:
         chosen = config.changed(checkpoints={"weights_bridge": NO_BRIDGE})
-        words = f"this program's own tables convert the weights: {reason}"
+        message = f"this program's own tables convert the weights: {reason}"
     if not config.launch.on_cpu and _converts(config, samples):
-        _log.warning("%s", words)
+        _log.warning("%s", message)
     return chosen
 
 
@@ -99,8 +99,8 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     elif not _converts(config, samples):
         reason = "does nothing without an engine, --load-hf or --save-hf: drop it"
     elif family is None or not family.in_bridge:
-        known = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
-        reason = f"converts {known}, not {family and family.name}: drop it"
+        convertible = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
+        reason = f"converts {convertible}, not {family and family.name}: drop it"
     elif family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
         reason = (
             "needs an output layer on the last stage, which a tied Llama does not have: use "

@@ -47,6 +47,7 @@ TABLES = {
         @2 --rl-use-sequence-packing --rl-sequence-packing-bin-size=18 --context-parallel-size=2 :: bin-size 18
         --seq-length=64 --max-position-embeddings=32 :: --seq-length 64 | --max-position-embeddings 32
         --seq-length=10 :: --max-response-length 10 | --seq-length 10
+        --kv-channels=7 :: --kv-channels 7 | --rotary-percent
         --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
         --transformer-impl=transformer_engine
         --recompute-granularity=full :: --recompute-method | --recompute-num-layers
@@ -127,6 +128,8 @@ TABLES = {
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
         @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
+        --moe-token-dispatcher-type=flex
+        --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
         --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce :: rejection_denominator=original
         --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
         --moe-router-num-groups=3 :: --moe-router-num-groups 3 | --moe-router-group-topk
