@@ -206,6 +206,8 @@ def test_commands_and_flags_that_do_not_exist_are_found():
 OF_OTHERS = ("benchmarks/RESULTS.md", "docs/adaptors.md", "docs/gpu.md", "docs/migrating.md")
 OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill"}
 OTHERS |= {"enable-return-routed-experts", "return-sampling-mask", "skip-tokenizer-init"}
+# Flags of earlier versions, in CHANGELOG.md.
+OTHERS |= {"hybrid-layer-pattern"}
 
 
 def unknown_flags(text):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -45,18 +44,10 @@ class Command:
     """The given values of a run by flag, from each source that gives some."""
 
     typed: Mapping[str, Any]
-    in_file: Mapping[str, Any] = field(default_factory=dict)  # of the launch file
-    of_model: Mapping[str, Any] = field(default_factory=dict)  # of the directory of ``--load-hf``
-    specs: Mapping[str, str] = field(default_factory=dict)  # ``python:`` texts by the names of the objects they define
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Values of the launch file and of the typed flags, which override it."""
-        return {**self.in_file, **self.typed}
-
-    def values(self) -> Values:
-        """Return the values of all flags; a flag that nothing gives has its default."""
-        return Values({**defaults(), **self.of_model, **self.given})
+    in_file: Mapping[str, Any]  # of the launch file
+    given: Mapping[str, Any]  # both; a typed value overrides the launch file's
+    specs: Mapping[str, str]  # ``python:`` texts by the names of the objects that they define
+    values: Values  # of all flags: given, of the model in ``--load-hf``, or the default
 
 
 def read_command(argv: Sequence[str]) -> Command:
@@ -77,17 +68,10 @@ def read_command(argv: Sequence[str]) -> Command:
     typed = define_own_objects(typed, specs)
     in_file = define_own_objects(in_file, specs)
 
-    command = Command(typed=typed, in_file=in_file, specs=specs)
-    folder = command.given.get("load_hf")
-    if folder is None:
-        return command
-    described = read_architecture(folder)
-    model_arguments: list[str] = []
-    for name, value in described.items():
-        model_arguments += words_of(f"{folder}/config.json", name, value)
-    command = dataclasses.replace(command, of_model=_parsed(model_arguments))
-    _check_model(command, folder)
-    return command
+    given = {**in_file, **typed}
+    of_model = _read_model(given["load_hf"], given) if "load_hf" in given else {}
+    values = Values({**defaults(), **of_model, **given})
+    return Command(typed=typed, in_file=in_file, given=given, specs=specs, values=values)
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -104,13 +88,18 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _check_model(command: Command, folder: str) -> None:
-    """Refuse flags that contradict the model of ``--load-hf``."""
+def _read_model(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of flags that a Hugging Face directory describes; given ones must not contradict them."""
+    arguments: list[str] = []
+    for name, value in read_architecture(folder).items():
+        arguments += words_of(f"{folder}/config.json", name, value)
+    of_model = _parsed(arguments)
     usual = defaults()
-    for name in [*command.of_model, *_ABSENT]:
-        of_model = command.of_model.get(name, usual.get(name))
-        value = command.given.get(name, of_model)
-        if value != of_model:
+    for name in [*of_model, *_ABSENT]:
+        described = of_model.get(name, usual.get(name))
+        value = given.get(name, described)
+        if value != described:
             raise ConfigurationError(
-                f"{as_typed(name, value)} contradicts --load-hf {folder}, whose model has {of_model}: drop the flag"
+                f"{as_typed(name, value)} contradicts --load-hf {folder}, whose model has {described}: drop the flag"
             )
+    return of_model

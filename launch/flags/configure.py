@@ -78,7 +78,7 @@ def processes_meant(argv: Sequence[str]) -> int | None:
 
 def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -> tuple[RunConfig, Task]:
     """Make the settings and the task; settings that span sections are not checked yet."""
-    values, unused = without_unused(with_prompts(command.values()), command.given)
+    values, unused = without_unused(with_prompts(command.values), command.given)
     check_given(values)
     check_sources(values)
     values = with_what_follows(with_steps(values), world_size, engine=engine, elsewhere=elsewhere)

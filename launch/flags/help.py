@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
-from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
+from megatron_rc.launch.flags.parser import PARSER, Parser, build_parser, long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
 
 _USAGE = "python -m megatron_rc.launch [--nproc-per-node N] [--config FILE] [flags]"
@@ -31,7 +31,7 @@ _NEEDED = {
 
 def short_help() -> str:
     """Text with the flags that a new user needs, each with the first part of its own text."""
-    known = long_options(build_parser(with_megatron=False)) | long_options(torchrun_parser())
+    known = long_options(PARSER) | long_options(torchrun_parser())
     parser = Parser(usage=_USAGE, description=_ABOUT, epilog=_MORE, add_help=False)
     for title, names in _NEEDED.items():
         group = parser.add_argument_group(title)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.hints import unknown
-from megatron_rc.launch.flags.parser import long_options, parser_for, words_of
+from megatron_rc.launch.flags.parser import parser_for, words_of
 from megatron_rc.launch.run_config.rollouts import JSON
 from megatron_rc.settings.flags import is_correction_flag
 
@@ -59,13 +59,13 @@ def read_launch_file(name: str) -> list[str]:
     """Return the settings of a launch file as flags with their values."""
     path = find_config(name)
     lines = list(_lines(path))
-    options = long_options(parser_for([line.key for line in lines]))
+    options = parser_for([f"--{line.key}" for line in lines])._option_string_actions
     arguments: list[str] = []
     keys_of_correction: set[str] = set()
     for line in lines:
-        if line.key not in options or line.key in ("config", "help"):
+        action = options.get(f"--{line.key}")
+        if action is None or line.key in ("config", "help"):
             raise ConfigurationError(f"{line.where}: {_why_unknown(line)}")
-        action = options[line.key]
         value = line.value
         if is_correction_flag(action.dest):
             if action.dest in keys_of_correction:

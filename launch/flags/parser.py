@@ -96,8 +96,7 @@ def parser_for(names: Iterable[str]) -> Parser:
 
     It is made once in a process: its help may be older than the objectives that a program has defined.
     """
-    own_flags = long_options(PARSER)
-    is_known = all(name.removeprefix("--") in own_flags for name in names)
+    is_known = all(name in PARSER._option_string_actions for name in names)
     return PARSER if is_known else _whole_parser()
 
 
@@ -113,7 +112,7 @@ def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def words_of(where: str, key: str, value: Any) -> list[str]:
     """Return a flag with its value as words; ``where`` names the file that it comes from, ``key`` has no dashes."""
-    action = long_options(parser_for([key]))[key]
+    action = parser_for([f"--{key}"])._option_string_actions[f"--{key}"]
     if action.nargs == 0:
         if value not in ("true", "false"):
             raise ConfigurationError(f"{where}: {key}: {value!r} must be true or false")

@@ -46,7 +46,7 @@ def check_sources(values: Values) -> None:
 
 def _is_toy(values: Values) -> bool:
     """Return whether all flags of the model and of the task have the toy's values."""
-    toy = read_command(["--config", TOY]).values()
+    toy = read_command(["--config", TOY]).values
     return all(
         values[option.flag] == toy[option.flag]
         for section, option in flag_options().values()

@@ -39,8 +39,7 @@ def with_prompts(values: Values) -> Values:
 
 def make_task_of_run(command: Command, values: Values) -> tuple[Task, Values]:
     """Make the task with its tokenizer, and return it with the values that follow from it."""
-    values = values.also(_tokenizer_type(values))
-    text, values = _text(command, values)
+    text, values = _tokenizer(command, values)
     digests: dict[str, Any] = {"rows_digest": None, "order_digest": None}
     if values.prompt_data:
         data = _prompt_data(values, text or CharacterText())
@@ -75,26 +74,25 @@ def make_task_of_run(command: Command, values: Values) -> tuple[Task, Values]:
     return task, values.also({"end_token_ids": task.text.ends.token_ids})
 
 
-def _tokenizer_type(values: Values) -> dict[str, str]:
+def _tokenizer(command: Command, values: Values) -> tuple[Text | None, Values]:
+    """Return the tokenizer that the flags name, and the values with its type and the chat template's.
+
+    Without a tokenizer the task's own characters are used.
+    """
     folder = values.tokenizer_model or values.load_hf
     kind = values.tokenizer_type or (HUGGING_FACE if folder else CHARACTERS)
-    if kind == HUGGING_FACE and not folder:
-        raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model DIR or --load-hf DIR")
-    if kind != HUGGING_FACE and values.tokenizer_model:
-        raise ConfigurationError(
-            f"--tokenizer-model {values.tokenizer_model} does nothing with --tokenizer-type {kind}: drop one of them"
-        )
-    return {"tokenizer_type": kind}
-
-
-def _text(command: Command, values: Values) -> tuple[Text | None, Values]:
-    """Return the tokenizer that the flags name (None: the task's own characters), and the chat template's values."""
     is_typed = "apply_chat_template" in command.typed
-    if values.tokenizer_type != HUGGING_FACE:
+    values = values.also({"tokenizer_type": kind})
+    if kind != HUGGING_FACE:
+        if values.tokenizer_model:
+            raise ConfigurationError(
+                f"--tokenizer-model {folder} does nothing with --tokenizer-type {kind}: drop one of them"
+            )
         if values.apply_chat_template and is_typed:
             raise ConfigurationError("--apply-chat-template needs a tokenizer that has one: give --tokenizer-model DIR")
-        return None, _without_template(command, values, values.tokenizer_type)
-    folder = values.tokenizer_model or values.load_hf
+        return None, _without_template(command, values, kind)
+    if not folder:
+        raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model DIR or --load-hf DIR")
     text = HuggingFaceText(folder, values.apply_chat_template and is_typed)
     if not text.has_template:
         values = _without_template(command, values, f"the tokenizer in {folder}")

@@ -17,10 +17,6 @@ from megatron_rc.loss.objectives import OBJECTIVES
 _WITHOUT_BASELINE = ("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std")
 
 
-def _has_plain_rope(run: Any) -> bool:
-    return run.position_embedding_type == "rope" and not run.multi_latent_attention
-
-
 @dataclass(frozen=True)
 class Rule:
     """Condition under which some flags are used."""
@@ -59,7 +55,11 @@ _TABLE = (
         "num_layers_per_virtual_pipeline_stage",
     ),
     Rule("--num-experts", lambda run: run.num_experts, "expert_model_parallel_size"),
-    Rule("plain rotary positions", _has_plain_rope, "rotary_percent use_rope_scaling"),
+    Rule(
+        "plain rotary positions",
+        lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,
+        "rotary_percent use_rope_scaling",
+    ),
     Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
     Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
     Rule(

@@ -191,6 +191,7 @@ class RunConfig:
         return as_typed(name, self.value_of(name.replace("_", "-")))
 
 
+@functools.cache
 def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
     """Return name and class of every section of the launcher, in order, and whether it may be absent."""
     sections = []

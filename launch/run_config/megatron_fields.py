@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,9 +93,12 @@ def megatron_fields() -> dict[str, MegatronField]:
     """Return every plain field of the installed Megatron-Core by name; empty if Megatron-Core is not installed."""
     if not has_module("megatron.core"):
         return {}
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
+    with warnings.catch_warnings():
+        # Of optional packages that are missing.
+        warnings.simplefilter("ignore")
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
 
     configs = {
         "Megatron-Core's transformer": TransformerConfig,

@@ -72,13 +72,8 @@ class Section:
         raise ConfigurationError(f"{' with '.join(map(self.typed, names))} {because}")
 
 
-def options_of(section: type) -> tuple[Option, ...]:
-    """Return the complete options of a section, in the order of its fields."""
-    return _read_options(section)
-
-
-@functools.cache
 def _read_options(section: type) -> tuple[Option, ...]:
+    """Return the complete options of a section, in the order of its fields."""
     hints = get_type_hints(section)
     options = []
     for field in dataclasses.fields(section):
@@ -90,6 +85,9 @@ def _read_options(section: type) -> tuple[Option, ...]:
         name = declared.flag or field.name
         options.append(dataclasses.replace(declared, field=field.name, flag=name, default=default, **of_type))
     return tuple(options)
+
+
+options_of: Callable[[type], tuple[Option, ...]] = functools.cache(_read_options)
 
 
 def check_range(declared: Option, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError, require, require_multiple
+from megatron_rc.launch.errors import ConfigurationError, has_module, refuse_or_note, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
 
@@ -15,6 +15,10 @@ def check_experts(config: RunConfig) -> None:
     """Check the experts' split over the ranks, their layers, their losses, and the replay of routers."""
     experts = config.experts
     if experts is None:
+        if (config.megatron.expert_tensor_parallel_size or 1) != 1:
+            raise ConfigurationError(
+                f"{config.typed('expert_tensor_parallel_size')} does nothing without --num-experts: drop it"
+            )
         return
     _check_split(config, experts)
     layers = config.layers_with_experts
@@ -100,6 +104,9 @@ def _check_dispatcher(config: RunConfig, experts: ExpertSection) -> None:
         )
     if kind == "flex" and config.launch.on_cpu:
         raise ConfigurationError("--moe-token-dispatcher-type flex needs a CUDA device: use alltoall on the CPU")
+    if kind == "flex" and not has_module("deep_ep"):
+        missing = "--moe-token-dispatcher-type flex needs deep_ep, which is not installed"
+        refuse_or_note("deep_ep", f"{missing}: install DeepEP, or use alltoall")
 
 
 def _check_replay(config: RunConfig) -> None:

@@ -103,7 +103,7 @@ def test_a_launch_file_has_the_same_names_and_flags_override_it(tmp_path):
         "overlap-grad-reduce: true\nno-rope-fusion: true\nrecompute-modules: [core_attn, mlp]\nfp8-wgrad: false\n"
         "lr: 1e-3\nswiglu: false\n"
     )
-    values = read_command(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce", "--lr=2"]).values()
+    values = read_command(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce", "--lr=2"]).values
     assert (values.overlap_grad_reduce, values.apply_rope_fusion, values.fp8_wgrad) == (False, False, False)
     assert (values.recompute_modules, values.lr, values.swiglu) == (("core_attn", "mlp"), 2.0, False)
 

@@ -40,7 +40,7 @@ CONTRADICTIONS = [
 def test_flags_that_contradict_the_directory_are_refused(folders, name, word, message):
     with pytest.raises(ConfigurationError, match=message):
         read_command(words_of(folders[name], Layout(), word))
-    assert read_command(words_of(folders["llama"], Layout(), "--rotary-base=500")).values().rotary_base == 500
+    assert read_command(words_of(folders["llama"], Layout(), "--rotary-base=500")).values.rotary_base == 500
 
 
 # Model, changed entries of its config.json, and parts of the sentence.
