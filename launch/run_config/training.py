@@ -48,7 +48,7 @@ class ModelSection(Section):
     rope_scaling: bool = option("lower the low rotary frequencies as Llama 3.1 does", flag="use_rope_scaling")
     rope_scaling_factor: float = option("divisor of the low rotary frequencies", default=8.0)
     sliding_window: int | None = option(
-        "attention's reach in the published model, in tokens; a longer --seq-length is refused; default: all"
+        "attention window of the published model in tokens; --seq-length must not exceed it; default: no window"
     )
     openai_gelu: bool = option("compute GELU by its tanh approximation, as the published GPT-2 does")
     untie_embeddings_and_output_weights: bool = option(
@@ -138,7 +138,9 @@ class ScheduleSection(Section):
         "by --lr-ess-base and at most 1, or by its root (sqrt, for Adam); default: no"
     )
     lr_ess_base: float = option(
-        "effective sample size that leaves the learning rate as it is, as a share of the responses", default=1.0, most=1
+        "effective sample size, as a share of the responses, from which on the learning rate is not reduced",
+        default=1.0,
+        most=1,
     )
     start_weight_decay: float | None = option("weight decay of the first step", not_negative=True)
     end_weight_decay: float | None = option("weight decay of the last step", not_negative=True)
