@@ -25,10 +25,11 @@ if __name__ == "__main__":
     gc.disable()
 
 from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
-from megatron_rc.launch.flags.configure import configure, processes_meant
+from megatron_rc.launch.flags.configure import configure, processes_meant, unused_in_words
 from megatron_rc.launch.flags.help import short_help, whole_help
 from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
 from megatron_rc.launch.train_ppo import ignore_megatron_warnings
@@ -80,6 +81,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         config, _ = configure(flags, size, folders=not mine.print_config)
     _check_restarts(mine, machines, config.checkpoints)
     if mine.print_config:
+        _say_unused(config)
         sys.stdout.write(settings_text(config, Path("FILE")))
         sys.exit(0)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machines.processes)))
@@ -96,12 +98,19 @@ def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, nu
     # ``missing`` is filled while ``configure`` runs. Another machine will run it: its folders and GPUs are not here.
     with missing_packages_noted() as missing:
         config, task = configure(flags, world_size, folders=False, elsewhere=True)
+    _say_unused(config)
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
 
     found = examine(config, task, missing, num_machines, mine.device_memory_gib)
     text = json.dumps(found.as_mapping(), indent=2) if mine.json else "\n".join(found.in_words())
     sys.stdout.write(f"{text}\n")
+
+
+def _say_unused(config: RunConfig) -> None:
+    """Print the line about flags that do nothing; in a run, rank 0 does."""
+    if config.unused:
+        sys.stderr.write(f"{visible(unused_in_words(config))}\n")
 
 
 def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:

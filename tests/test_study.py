@@ -18,7 +18,6 @@ from benchmarks.study import document, engine, pictures, queue, results, setting
 from benchmarks.study.task import CountOn, CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-from megatron_rc.launch.flags import configure as configuring
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
@@ -45,7 +44,7 @@ def test_every_run_can_start(monkeypatch, tmp_path):
         monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
     monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
     # A parser with these engines for this test alone: others of the process may have made the launcher's already.
-    monkeypatch.setattr(configuring, "_parser", functools.cache(configuring._parser.__wrapped__))
+    monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
     monkeypatch.chdir(ROOT)
     found = set()
     for run in RUNS:  # each correction of a setting, and each mismatch with one of them

@@ -63,7 +63,9 @@ def parse_report(argv: Sequence[str]) -> Path:
 
 
 def _parser(command: str, about: str) -> Parser:
-    return Parser(prog=f"python -m megatron_rc.launch.{command}", description=about, allow_abbrev=False)
+    parser = Parser(prog=f"python -m megatron_rc.launch.{command}", description=about, allow_abbrev=False)
+    parser.listing = "--help"
+    return parser
 
 
 def _add_checkpoint(parser: Parser) -> None:

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.errors import require
 from megatron_rc.launch.flags.checks import check
 from megatron_rc.launch.flags.checks.files import check_folders, check_machine
 from megatron_rc.launch.flags.checks.weights import choose_bridge
-from megatron_rc.launch.flags.hints import unknown
-from megatron_rc.launch.flags.launch_file import (
-    check_architecture_words,
-    processes_of_file,
-    words_of_architecture,
-    words_of_file,
+from megatron_rc.launch.flags.command import Command, Values, read_command
+from megatron_rc.launch.flags.follow import (
+    check_given,
+    correction_and_loss,
+    given_to_megatron,
+    with_steps,
+    with_what_follows,
 )
-from megatron_rc.launch.flags.own_objects import as_given, define_own_objects
-from megatron_rc.launch.flags.parser import build_parser, long_options
-from megatron_rc.launch.flags.resolve import resolve
-from megatron_rc.launch.flags.sources import TOY
+from megatron_rc.launch.flags.launch_file import processes_of_file
+from megatron_rc.launch.flags.own_objects import as_given
+from megatron_rc.launch.flags.parser import parser_for
+from megatron_rc.launch.flags.sources import check_sources
+from megatron_rc.launch.flags.task_of_run import make_task_of_run, with_prompts
+from megatron_rc.launch.flags.unused import OPTIONAL_SECTIONS, without_unused, without_unused_in_run
 from megatron_rc.launch.resolved_file import ResolvedFlag
-from megatron_rc.launch.run_config import RunConfig, passed_through
+from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
+from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.tasks import Task
 from megatron_rc.settings.fields import DEFAULTS
 from megatron_rc.settings.flags import LOSS_FLAGS, is_correction_flag
 
-_NO_SETTINGS = {"help", "config"}
-# Without it a run from the written file would have the file's name.
-_ALWAYS = "run_name"
+_log = logging.getLogger("megatron_rc")
+_NEEDED_PACKAGES = ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm")
 
 
 def configure(
@@ -48,84 +51,94 @@ def configure(
     Raises:
         ConfigurationError: one sentence with the flag or key, its value and the remedy.
     """
-    args = parse_args(argv)
-    for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
-        require(module, "training", "launch")
-    args.elsewhere = elsewhere
-    args.toy = _parser().parse_args(words_of_file(_parser(), TOY))
-    config, task = resolve(args, world_size, engine=engine)
+    command = read_command(argv)
+    for package in _NEEDED_PACKAGES:
+        require(package, "training", "launch")
+    config, task = _make(command, world_size, engine=engine, elsewhere=elsewhere)
     config = choose_bridge(config, samples=engine and not config.rollouts.load_rollouts)
     check(config, task, engine=engine)
     if folders:
         check_folders(config)
         check_machine(config)
-    return dataclasses.replace(config, flags=tuple(_resolved_flags(args, config))), task
+    if config.unused:
+        _log.warning("%s", unused_in_words(config))
+    return dataclasses.replace(config, flags=tuple(_resolved_flags(command, config))), task
 
 
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Read flags and the launch file that they name into one namespace of typed values."""
-    parser = _parser()
-    options, typed = long_options(parser), [word.partition("=")[0][2:] for word in argv if word.startswith("--")]
-    for name in typed:
-        # The first values would be lost.
-        if name in options and options[name].nargs == "+" and typed.count(name) > 1:
-            raise ConfigurationError(f"--{name} is given twice: give all its values after one")
-    command_line, rest = parser.parse_known_args(argv)
-    if rest:
-        names = [word.split("=")[0] for word in rest if word.startswith("--")] or rest[:1]
-        raise ConfigurationError("; ".join(unknown("flag", name, parser) for name in dict.fromkeys(names)))
-    base = words_of_file(parser, command_line.config) if command_line.config else []
-    try:
-        launch_file = parser.parse_args(base)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"--config {command_line.config}: {error}") from error
-    model = command_line.load_hf or launch_file.load_hf
-    architecture = words_of_architecture(parser, model) if model else []
-    args = parser.parse_args([*architecture, *base, *argv])
-    # The correction's flags override the launch file by rules of their own.
-    args.launch_file, args.command_line = launch_file, command_line
-    args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)
-    args.own_objects, args.idle = {}, set()
-    for namespace in (args, args.launch_file, args.command_line):
-        args.own_objects.update(define_own_objects(namespace))
-    check_architecture_words(parser, args, architecture)
-    return args
+def unused_in_words(config: RunConfig) -> str:
+    """Return the line about given flags that do nothing."""
+    return f"these flags do nothing in this run: {', '.join(config.unused)}"
 
 
 def processes_meant(argv: Sequence[str]) -> int | None:
-    """Number of processes in the launch file that these words name; None without a file or a number."""
-    known, _ = _parser().parse_known_args(argv)
-    return processes_of_file(known.config) if known.config else None
+    """Return the number of processes in the launch file that these words name; None without a file or a number."""
+    namespace, _ = parser_for([]).parse_known_args(argv)
+    return processes_of_file(namespace.config) if "config" in namespace else None
 
 
-def _resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[ResolvedFlag]:
-    """Yield flags in the order of ``--help``, without idle ones and Megatron's fields that were not given."""
-    left_out = (set(passed_through()) - set(config.megatron.given)) | args.idle | _NO_SETTINGS
-    given = {*args.typed, *args.in_launch_file, _ALWAYS}
-    values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}
-    values |= {name: value for name, value in vars(args).items() if value is not None or name not in values}
-    for group in _parser()._action_groups:
+def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -> tuple[RunConfig, Task]:
+    """Make the settings and the task; settings that span sections are not checked yet."""
+    values, unused = without_unused(with_prompts(command.values), command.given)
+    check_given(values)
+    check_sources(values)
+    values = with_what_follows(with_steps(values), world_size, engine=engine, elsewhere=elsewhere)
+    correction, loss = correction_and_loss(command, values)
+    if values.correct_values is None:
+        values = values.also({"correct_values": "none" if correction.corrects_in_loss else "mask"})
+    task, values = make_task_of_run(command, values)
+    values = values.also({"given": given_to_megatron(command)})
+    sections: dict[str, Any] = {}
+    for name, section, is_optional in sections_of(RunConfig):
+        is_absent = is_optional and not OPTIONAL_SECTIONS[name].is_met(values)
+        sections[name] = None if is_absent else _section(section, values)
+    config = RunConfig(**sections, correction=correction, loss=loss, unused=tuple(unused))
+    return without_unused_in_run(config, command.given), task
+
+
+def _section(section: type, values: Values) -> Any:
+    """Make a section; the values of its fields have the names of their flags."""
+    options = {option.field: option for option in options_of(section)}
+    fields = {}
+    for field in dataclasses.fields(section):
+        option = options.get(field.name)
+        if option is None:
+            fields[field.name] = values[field.name]
+        else:
+            value = values[option.flag]
+            fields[field.name] = not value if option.inverted else value
+    return section(**fields)
+
+
+def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFlag]:
+    """Yield flags in the order of ``--help-all``, without Megatron's fields that were not given."""
+    # A run from the written file would otherwise have the file's name.
+    given_names = {*command.given, "run_name"}
+    of_loss = {flag: getattr(config.loss, field) for field, flag in LOSS_FLAGS.items()}
+    declared = {option.flag: config.value_of(name) for name, (_, option) in flag_options().items()}
+    values = {**declared, **of_loss}
+    for group in parser_for([])._action_groups:
         for action in group._group_actions:
-            dest, name = action.dest, action.option_strings[0].removeprefix("--")
-            if dest not in left_out and not is_correction_flag(dest):
-                shown = as_given(dest, values[dest], args.own_objects)
-                yield ResolvedFlag(group.title or "", name, shown, dest in given)
-    # The correction by its fields, whichever preset or file they came from. Without any flag it is weights of
-    # sequences, so a chosen correction without weights has to say so.
-    is_chosen = any(map(is_correction_flag, given))
+            name = action.dest
+            if name in values:
+                value = as_given(name, values[name], command.specs)
+                key = action.option_strings[0].removeprefix("--")
+                # Without a value the flag belongs to a section that this run does not have, or was replaced.
+                yield ResolvedFlag(group.title or "", key, value, name in given_names and value is not None)
+    yield from _flags_of_megatron(config.megatron.given)
+    yield from _flags_of_correction(command, config)
+
+
+def _flags_of_megatron(given: Mapping[str, Any]) -> Iterator[ResolvedFlag]:
+    for name, value in given.items():
+        field = passed_through()[name]
+        yield ResolvedFlag(field.title, field.on[0], value, is_given=True)
+
+
+def _flags_of_correction(command: Command, config: RunConfig) -> Iterator[ResolvedFlag]:
+    """Yield the correction by its fields, whichever preset or file they came from."""
+    # Without any flag it is weights of sequences, so a chosen correction without weights has to say so.
+    is_chosen = any(map(is_correction_flag, command.given))
     for name, value in config.correction.to_dict().items():
         is_given = is_chosen and (value != DEFAULTS[name] or name == "rollout_is")
-        shown = as_given(name, value, args.own_objects)
+        shown = as_given(name, value, command.specs)
         yield ResolvedFlag("rollout correction", name.replace("_", "-"), shown, is_given)
-
-
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    """Return this process's parser of flags; its help may be older than the objectives that a program has defined."""
-    return build_parser()
-
-
-def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
-    """Names of the flags among these words, with underscores; ``--no-x`` has the name of ``--x``."""
-    flags, known = (word.partition("=")[0][2:] for word in words if word.startswith("--")), long_options(parser)
-    return {known[name].dest for name in flags if name in known}

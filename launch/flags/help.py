@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
-from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
+from megatron_rc.launch.flags.parser import PARSER, Parser, build_parser, long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
 
 _USAGE = "python -m megatron_rc.launch [--nproc-per-node N] [--config FILE] [flags]"
@@ -31,13 +31,14 @@ _NEEDED = {
 
 def short_help() -> str:
     """Text with the flags that a new user needs, each with the first part of its own text."""
-    known = long_options(build_parser()) | long_options(torchrun_parser())
+    known = long_options(PARSER) | long_options(torchrun_parser())
     parser = Parser(usage=_USAGE, description=_ABOUT, epilog=_MORE, add_help=False)
     for title, names in _NEEDED.items():
         group = parser.add_argument_group(title)
         for name in names.split():
             shown = copy.copy(known[name])
-            shown.option_strings, shown.choices = [f"--{name}"], None
+            shown.option_strings = [f"--{name}"]
+            shown.choices = None
             shown.help = re.split("[:;,] ", shown.help or "")[0]
             shown.metavar = shown.metavar if isinstance(shown.metavar, str) else None
             if shown.metavar is None and shown.nargs != 0:

@@ -1,22 +1,23 @@
 """Parser of all flags, with Megatron-LM's names and meanings if Megatron-LM has them.
 
-Most flags are declared as fields of the sections in ``run_config/``. This module adds flags from which such fields
-follow, and the library's flags of the loss and the correction.
+Flags are declared as fields of the sections in ``run_config/``. This module adds ``--config``, the library's flags of
+the loss and the correction, and Megatron-Core's own fields. A flag that is not given gets no value from the parser.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
+from megatron_rc.launch.flags.unused import needs_in_words
+from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
-from megatron_rc.launch.run_config.options import Option, in_words, options_of
+from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.flags import add_rollout_correction_args
@@ -37,9 +38,13 @@ _TITLES = {
 }
 # Choices that are the entries of a table elsewhere.
 _CHOICES = {"rollout_engine": tuple(ENGINES), "rollout_dtype": DTYPES, "tokenizer_type": TOKENIZERS}
-
-# Megatron-LM's weights of the penalties, filled in by resolve.py: some corrections exclude penalties.
-PENALTIES = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
+# Megatron-LM's bounds and weights of the loss; the library's are others, or none.
+LOSS_DEFAULTS = {
+    "grpo_clamp_eps_lower": 0.01,
+    "grpo_clamp_eps_upper": 0.01,
+    "grpo_kl_beta": 0.001,
+    "grpo_entropy_term_weight": 0.0,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,58 +54,121 @@ class Parser(argparse.ArgumentParser):
         listing: flag that shows all flags.
     """
 
-    listing = "--help"
+    listing = "--help-all"
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's message as a ConfigurationError."""
         raise ConfigurationError(f"{message[0].lower()}{message[1:]}; {self.listing} lists the flags")
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default of each flag that has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of every flag of a run."""
+def build_parser(*, with_megatron: bool = True) -> Parser:
+    """Build the parser of every flag of a run; Megatron-Core's own flags import it."""
     parser = Parser(
         prog="python -m megatron_rc.launch",
         description="PPO with Rollout Correction on Megatron-Core. Flags are Megatron-LM's where it has them.",
-        formatter_class=_Help,
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.listing = "--help-all"
-    sections = [section for section in sections_of(RunConfig) if options_of(section[1])]
-    groups = {name: parser.add_argument_group(_TITLES.get(name, name)) for name, *_ in sections}
-    _add_sources(groups)
-    for name, section, is_optional in sections:
-        for option in options_of(section):
-            _add(groups[name], option, is_optional)
-    _add_loss_args(parser)
+    for name, section, _ in sections_of(RunConfig):
+        options = options_of(section)
+        if not options:
+            continue
+        group = parser.add_argument_group(_TITLES.get(name, name))
+        if name == "launch":
+            text = "launch file (YAML) or its name in configs/launch; flags override it"
+            group.add_argument("--config", metavar="FILE", help=text)
+        for option in options:
+            _add_option(group, option)
+    _add_loss_flags(parser)
     add_rollout_correction_args(parser)
-    added: dict[str, argparse._ArgumentGroup] = {}
-    for field in passed_through().values():
-        if field.title not in added:
-            added[field.title] = parser.add_argument_group(field.title)
-        _add_megatron_field(added[field.title], field)
+    if with_megatron:
+        _add_megatron_flags(parser)
     return parser
 
 
+@functools.cache
+def _whole_parser() -> Parser:
+    return build_parser()
+
+
+def parser_for(names: Iterable[str]) -> Parser:
+    """Return a parser of flags with these names, which imports Megatron-Core only if one of them may be Megatron's.
+
+    It is made once in a process: its help may be older than the objectives that a program has defined.
+    """
+    is_known = all(name in PARSER._option_string_actions for name in names)
+    return PARSER if is_known else _whole_parser()
+
+
 def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Every option of a parser by its name without dashes."""
-    return {text[2:]: action for action in parser._actions for text in action.option_strings}
+    """Return every option of a parser by its name without dashes."""
+    return {
+        text.removeprefix("--"): action
+        for action in parser._actions
+        for text in action.option_strings
+        if text.startswith("--")
+    }
 
 
-def needs_of(option: Option) -> tuple[str, ...]:
-    """Conditions of a flag's effect, with the engines that take it."""
-    engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
-    return (*option.needs, *[f"rollout_engine={'|'.join(engines)}"] * bool(engines))
+def words_of(where: str, key: str, value: Any) -> list[str]:
+    """Return a flag with its value as words; ``where`` names the file that it comes from, ``key`` has no dashes."""
+    action = parser_for([f"--{key}"])._option_string_actions[f"--{key}"]
+    if action.nargs == 0:
+        if value not in ("true", "false"):
+            raise ConfigurationError(f"{where}: {key}: {value!r} must be true or false")
+        if value == "true":
+            return [f"--{key}"]
+        return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
+    takes_list = action.nargs == "+"
+    if takes_list and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
+        return [f"--{key}", *value]
+    if not isinstance(value, str) or value in ("", "null", "true", "false"):
+        more = ", or a list of them" if takes_list else ""
+        raise ConfigurationError(f"{where}: {key}: {value!r} must be one number or one string{more}")
+    return [f"--{key}={value}"]
+
+
+@functools.cache
+def defaults() -> dict[str, Any]:
+    """Return the value of each flag that is not given, by name; None if it follows from others, or is none."""
+    values: dict[str, Any] = dict.fromkeys(action.dest for action in PARSER._actions)
+    values |= {option.flag: option.default for _, option in flag_options().values()}
+    return values
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    """Add the flag of a field."""
+    name = f"--{option.flag.replace('_', '-')}"
+    text = option.help
+    if option.required:
+        text += "; required"
+    text += needs_in_words(option.flag)
+    if option.kind is bool:
+        if option.default:
+            text += "; default: on"
+        # --no-<name> turns off a switch of the launch file.
+        is_negative = option.inverted or name.startswith("--no-")
+        switch: Any = "store_true" if is_negative else argparse.BooleanOptionalAction
+        group.add_argument(name, action=switch, help=text)
+        return
+    if option.default is not None and "default:" not in text:
+        text += f"; default: {option.default}"
+    more: dict[str, Any] = {}
+    if option.many:
+        more = {"nargs": "+", "action": "extend"}
+    metavar = option.metavar or ("N" if option.kind is int else None)
+    choices = _CHOICES.get(option.field, option.choices) or None
+    if choices and option.read:
+        # The function checks the word, and takes others too: the choices are only shown.
+        metavar = f"{{{','.join(choices)}}}"
+        choices = None
+    if metavar:
+        more["metavar"] = metavar
+    group.add_argument(name, type=_type_of(option.read or option.kind), choices=choices, help=text, **more)
 
 
 def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Function that makes a flag's value, with a ValueError's own words in the parser's message."""
+    """Return a function that makes a flag's value, with a ValueError's own words in the parser's message."""
     if isinstance(read, type):
         return read
 
@@ -114,28 +182,48 @@ def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return value_of
 
 
-def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:
-    """Add the flag of a field; ``resolve.py`` fills in the defaults of a section that may be absent."""
-    name = f"--{option.flag.replace('_', '-')}"
-    default, help = option.default, option.help + "; required" * option.required + in_words(needs_of(option))
-    if is_optional and default is not None:
-        default, help = None, f"{help}; default: {default}"
-    if option.kind is not bool:
-        choices = _CHOICES.get(option.field, option.choices) or None
-        metavar = option.metavar or ("N" if option.kind is int else None)
-        if choices and option.read:
-            # The function checks the word itself, and takes others too: the choices are shown alone.
-            metavar, choices = f"{{{','.join(choices)}}}", None
-        kind: dict[str, Any] = {"metavar": metavar} if metavar else {}
-        kind |= {"nargs": "+"} if option.many else {}
-        group.add_argument(
-            name, type=_type_of(option.read or option.kind), choices=choices, default=default, help=help, **kind
-        )
-    elif option.inverted or name.startswith("--no-"):
-        group.add_argument(name, action="store_true", help=help)
+def _add_loss_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags of the objective with Megatron-LM's defaults, and one that also takes the user's own modules."""
+    group = parser.add_argument_group("loss")
+    # No choices, because a module of the user's may define another objective.
+    objectives = ",".join(OBJECTIVES)
+    text = "objective, or python:pkg.module:OBJECTIVE; default: ppo_clip, or --loss-type"
+    group.add_argument("--policy-loss", metavar=f"{{{objectives}}}", help=text)
+    text = "clip the ratio below 1 minus this number; default: 0.01"
+    group.add_argument("--grpo-clamp-eps-lower", type=float, help=text)
+    text = "clip the ratio above 1 plus this number; default: 0.01"
+    group.add_argument("--grpo-clamp-eps-upper", type=float, help=text)
+    text = "weight of the KL to the reference policy; default: 0.001"
+    group.add_argument("--grpo-kl-beta", type=float, help=text)
+
+
+def _add_megatron_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of Megatron-Core's own fields, by config."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in passed_through().values():
+        if field.title not in groups:
+            groups[field.title] = parser.add_argument_group(field.title)
+        _add_megatron_field(groups[field.title], field)
+
+
+def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) -> None:
+    on = [f"--{name}" for name in field.on]
+    off = [f"--{name}" for name in field.off]
+    text = field.help.rstrip(".")
+    if field.default not in (None, ""):
+        text += f"; default: {field.default}"
+    text = text.replace("%", "%%")
+    if field.kind is bool:
+        group.add_argument(*on, *off, dest=field.name, action=_Switch, off=off, help=text)
+        return
+    more: dict[str, Any] = {}
+    if field.many:
+        more["nargs"] = "+"
+    if field.choices:
+        more["choices"] = field.choices
     else:
-        # --no-<name> turns off a switch of the launch file.
-        group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
+        more["metavar"] = field.on[0].rpartition("-")[2].upper()
+    group.add_argument(*on, dest=field.name, type=_type_of(field.kind), help=text, **more)
 
 
 class _Switch(argparse.Action):
@@ -150,45 +238,5 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.off)
 
 
-def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) -> None:
-    """Add the flag of a Megatron field; its value is None if it is not given."""
-    on, off = [f"--{name}" for name in field.on], [f"--{name}" for name in field.off]
-    shown = "" if field.default in (None, "") else f"; default: {field.default}"
-    help = (field.help.rstrip(".") + shown).replace("%", "%%")
-    if field.kind is bool:
-        group.add_argument(*on, *off, dest=field.name, action=_Switch, off=off, help=help)
-        return
-    more: dict[str, Any] = {"nargs": "+"} if field.many else {}
-    more |= {"choices": field.choices} if field.choices else {"metavar": field.on[0].rpartition("-")[2].upper()}
-    group.add_argument(*on, dest=field.name, type=_type_of(field.kind), help=help, **more)
-
-
-def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
-    """Add flags that are no fields, but from which fields follow."""
-    launch, parallel, layers = groups["launch"], groups["parallel"], groups["transformer"]
-    switch = argparse.BooleanOptionalAction
-    launch.add_argument(
-        "--config", metavar="FILE", help="launch file (YAML) or its name in configs/launch; flags override it"
-    )
-    text = "train on the CPU with gloo even if there is a GPU"
-    launch.add_argument("--cpu", action=switch, default=False, help=text)
-    chunk = "layers of a virtual pipeline stage; default: one stage on each rank; needs --pipeline-model-parallel-size"
-    parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, help=chunk)
-    text = "share keys and values between query heads, in --num-query-groups groups"
-    layers.add_argument("--group-query-attention", action=switch, default=False, help=text)
-
-
-def _add_loss_args(parser: argparse.ArgumentParser) -> None:
-    """Add flags of the objective with Megatron-LM's defaults, and one that also takes the user's own modules."""
-    group = parser.add_argument_group("loss")
-    # No choices, because a module of the user's may define another objective.
-    known, text = ",".join(OBJECTIVES), "objective, or python:pkg.module:OBJECTIVE; default: ppo_clip, or --loss-type"
-    group.add_argument("--policy-loss", metavar=f"{{{known}}}", help=text)
-    group.add_argument(
-        "--grpo-clamp-eps-lower", type=float, default=0.01, help="clip the ratio below 1 minus this number"
-    )
-    group.add_argument(
-        "--grpo-clamp-eps-upper", type=float, default=0.01, help="clip the ratio above 1 plus this number"
-    )
-    # No default here: resolve.py sets 0 if batch normalisation in the loss excludes penalties.
-    group.add_argument("--grpo-kl-beta", type=float, help="weight of the KL to the reference policy; default: 0.001")
+# Parser of all flags but Megatron-Core's own.
+PARSER = build_parser(with_megatron=False)

@@ -17,36 +17,37 @@ from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Sections = Mapping[str, Mapping[str, Any] | None]
-# An unknown field in these sections means another model; in other sections it can be ignored.
+# A value of an unknown field in these sections means another model; in other sections it can be ignored.
 _OF_THE_MODEL = ("transformer", "latent", "experts", "model")
 
 
 def stored_config(sections: Sections, where: str) -> RunConfig:
-    """Settings of the run that wrote a checkpoint, for one process on a CPU with the whole model.
+    """Return the settings of the run that wrote a checkpoint, for one process on a CPU with the whole model.
 
     ``sections`` has the stored fields of each section; ``where`` is the name of the file, for errors.
     """
-    found: dict[str, Any] = {}
-    for name, kind, is_optional in sections_of(RunConfig):
-        values = sections.get(name)
-        if kind is MegatronSection:
-            found[name] = MegatronSection(given=dict((values or {}).get("given") or {}))
-        elif values is not None:
-            found[name] = _section(kind, values, f"{where}: {name}", strict=name in _OF_THE_MODEL)
+    made: dict[str, Any] = {}
+    for name, section, is_optional in sections_of(RunConfig):
+        stored = sections.get(name)
+        if section is MegatronSection:
+            fields = (stored or {}).get("given") or {}
+            # Another version of Megatron-Core may have written fields that this one does not have.
+            known_fields = {field: value for field, value in fields.items() if field in passed_through()}
+            made[name] = MegatronSection(given=known_fields)
+        elif stored is not None:
+            made[name] = _section(section, stored, f"{where}: {name}", strict=name in _OF_THE_MODEL)
         elif is_optional:
-            found[name] = None
+            made[name] = None
         else:
             raise ConfigurationError(f"{where} has no section {name}: it was written by another version")
-    config = RunConfig(**found, correction=RolloutCorrectionConfig.disabled(), loss=PolicyLossConfig())
-    # Another version of Megatron-Core may have written fields that this one does not have.
-    given = {name: value for name, value in config.megatron.given.items() if name in passed_through()}
-    foreign = model_flags(config.changed(megatron={"given": given}))
+    config = RunConfig(**made, correction=RolloutCorrectionConfig.disabled(), loss=PolicyLossConfig())
+    foreign = model_flags(config)
     if foreign:
         raise ConfigurationError(f"{where}: {foreign[0]} is in no Hugging Face architecture here, and not rebuilt here")
-    return _alone(config)
+    return _on_one_process(config)
 
 
-def _alone(config: RunConfig) -> RunConfig:
+def _on_one_process(config: RunConfig) -> RunConfig:
     parallel = {option.field: option.default for option in options_of(ParallelSection)}
     return config.changed(
         megatron={"given": {}},
@@ -58,28 +59,40 @@ def _alone(config: RunConfig) -> RunConfig:
     )
 
 
-def _section(kind: type[Section], values: Mapping[str, Any], where: str, *, strict: bool) -> Section:
-    hints, defaults = get_type_hints(kind), {option.field: option.default for option in options_of(kind)}
-    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    unknown = [name for name in values if name not in fields]
+def _section(section: type[Section], stored: Mapping[str, Any], where: str, *, strict: bool) -> Section:
+    """Make a section of stored values; a field that the file does not have gets its default."""
+    hints = get_type_hints(section)
+    defaults = {
+        option.field: not option.default if option.inverted else option.default for option in options_of(section)
+    }
+    names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
+    unknown = [name for name, value in stored.items() if name not in names and value is not None]
     if strict and unknown:
-        raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: a later megatron_rc wrote it")
-    found = {}
-    for name in fields:
-        value = values.get(name, defaults.get(name))
-        if not _is_of(value, hints[name]):
+        raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: another megatron_rc wrote it")
+    values = {}
+    for name in names:
+        value = stored.get(name, defaults.get(name))
+        if not _has_type(value, hints[name]):
             raise ConfigurationError(f"{where}: {name} is {value!r}: it was written by another version, or is broken")
-        found[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**found)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return section(**values)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
 
 
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type of an annotation such as ``int``, ``float | None`` or ``Literal[...]``."""
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value has the type of an annotation: ``int``, ``float | None``, ``Literal[...]``."""
     kinds = (hint,) if get_origin(hint) is tuple else get_args(hint) or (hint,)
+    if value is None:
+        return NoneType in kinds
+    if isinstance(value, str):
+        return str in kinds or value in kinds or any(value in get_args(kind) for kind in kinds)
     if isinstance(value, list):
-        return any(get_origin(kind) is tuple and all(_is_of(one, get_args(kind)[0]) for one in value) for kind in kinds)
-    if value is None or isinstance(value, str):
-        return (NoneType if value is None else str) in kinds or value in kinds
+        tuples = [kind for kind in kinds if get_origin(kind) is tuple]
+        return any(all(_has_type(element, get_args(kind)[0]) for element in value) for kind in tuples)
     if isinstance(value, bool) or bool in kinds:
         return isinstance(value, bool) and bool in kinds
-    return isinstance(value, int | float) and (float in kinds or (int in kinds and isinstance(value, int)))
+    if isinstance(value, int):
+        return int in kinds or float in kinds
+    return isinstance(value, float) and float in kinds

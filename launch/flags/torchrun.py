@@ -12,10 +12,9 @@ from megatron_rc.launch.flags.parser import Parser
 
 # Flags that torchrun gets as they were typed.
 _HANDED_ON = (
-    *("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "role", "monitor_interval"),
-    *("log_dir", "redirects", "tee", "local_ranks_filter", "numa_binding", "shutdown_timeout"),
-    *("node_rank", "master_addr", "master_port"),
-)
+    "standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr role monitor_interval log_dir redirects tee "
+    "local_ranks_filter numa_binding shutdown_timeout node_rank master_addr master_port"
+).split()
 _OF_MEETINGS = ("--rdzv-", "--local-addr", "--node-rank", "--master-")
 
 
@@ -37,7 +36,6 @@ def torchrun_parser() -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
-    parser.listing = "--help-all"
     group = parser.add_argument_group("torchrun")
     group.add_argument("-h", "--help", action="store_true", help="show the flags that a new user needs")
     group.add_argument("--help-all", action="store_true", help="show torchrun's and the trainer's flags, by group")
@@ -70,12 +68,12 @@ def machines_of(mine: argparse.Namespace) -> Machines:
     """Read the numbers of processes and machines, and check them."""
     from torch.distributed.run import parse_min_max_nnodes
 
-    memory, theirs = mine.device_memory_gib, _read_by_torchrun(mine)
+    memory = mine.device_memory_gib
+    theirs = _read_by_torchrun(mine)
     machines = Machines(_processes(mine.nproc_per_node), *parse_min_max_nnodes(mine.nnodes))
-    if mine.json and not mine.dry_run:
-        raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")
-    if memory is not None and not mine.dry_run:
-        raise ConfigurationError(f"--device-memory-gib {memory} does nothing without --dry-run: give both, or neither")
+    for name, is_given in {"--json": mine.json, "--device-memory-gib": memory is not None}.items():
+        if is_given and not mine.dry_run:
+            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
     if mine.dry_run and mine.print_config:
         raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
     if memory is not None and not 0 < memory < float("inf"):
@@ -152,22 +150,14 @@ def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argpars
     if theirs.standalone and machines.most > 1:
         raise ConfigurationError("--standalone is for one machine: drop it or --nnodes")
     if typed and machines.most == 1:
-        raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: drop it")
+        # On a machine of several it would start a run of its own.
+        raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: give both, or neither")
     if is_elastic and not theirs.rdzv_endpoint:
         raise ConfigurationError(f"{meeting} needs --rdzv-endpoint HOST:PORT, the same on all machines")
     if machines.fewest < machines.most and not is_elastic:
         raise ConfigurationError(
             f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
         )
-
-    unused_prefixes: tuple[str, ...] = ()
-    if is_elastic:
-        unused_prefixes = ("--master-", "--node-rank")
-    elif theirs.rdzv_endpoint:
-        unused_prefixes = ("--master-",)
-    unused = [word for word in typed if word.startswith(unused_prefixes)]
-    if unused:
-        raise ConfigurationError(f"{unused[0]} does nothing with {meeting}: drop it")
     if not 0 <= theirs.node_rank < machines.most:
         raise ConfigurationError(
             f"--node-rank {theirs.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"

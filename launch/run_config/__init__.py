@@ -10,8 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -32,7 +31,7 @@ from megatron_rc.launch.run_config.megatron import (
     TransformerSection,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
-from megatron_rc.launch.run_config.options import Option, options_of
+from megatron_rc.launch.run_config.options import Option, Section, as_typed, options_of, parts_of
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
 from megatron_rc.launch.run_config.training import (
     CheckpointSection,
@@ -78,6 +77,8 @@ class RunConfig:
     loss: PolicyLossConfig  # objective
     # Every resolved flag, from which the other attributes follow.
     flags: tuple[ResolvedFlag, ...] = field(default=(), compare=False, repr=False)
+    # Flags that were given and do nothing in this run, as typed, each with the reason.
+    unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def data_parallel_size(self) -> int:
@@ -95,14 +96,20 @@ class RunConfig:
 
         Chunk ``i`` lies on pipeline stage ``i % stages``, and is virtual stage ``i // stages`` there.
         """
-        stages, chunks = self.parallel.pipeline_model_parallel_size, self.parallel.chunks_of_a_stage
-        layout, ends = self.megatron.given.get("pipeline_model_parallel_layout"), self.megatron.layers_at_ends
+        stages = self.parallel.pipeline_model_parallel_size
+        chunks = self.parallel.chunks_of_a_stage
+        layout = self.megatron.given.get("pipeline_model_parallel_layout")
+        ends = self.megatron.layers_at_ends
         if layout is not None:
             return layers_of_layout(layout, stages, self.transformer.num_layers)
-        even = self.transformer.num_layers - sum(layers or 0 for layers in ends)
-        even //= max(stages - sum(layers is not None for layers in ends), 1)
-        given = [ends[0], *[None] * (stages - 2), ends[1]] if stages > 1 else [None]
-        return [(even if layers is None else layers) // chunks for _ in range(chunks) for layers in given]
+        layers_between = self.transformer.num_layers - sum(layers or 0 for layers in ends)
+        stages_between = stages - sum(layers is not None for layers in ends)
+        even = layers_between // max(stages_between, 1)
+        layers_of_stages = [even] * stages
+        for stage, layers in zip((0, -1), ends, strict=True):
+            if layers is not None:
+                layers_of_stages[stage] = layers
+        return [layers // chunks for layers in layers_of_stages] * chunks
 
     @property
     def expert_tensor_parallel_size(self) -> int:
@@ -120,16 +127,6 @@ class RunConfig:
         return [bool(kind) for kind in pattern]
 
     @property
-    def mixers(self) -> str:
-        """A letter for each layer: ``*`` for attention, ``M`` for Mamba."""
-        return (self.model.hybrid_layer_pattern or "**" * self.transformer.num_layers)[::2]
-
-    @property
-    def has_mamba(self) -> bool:
-        """Whether a layer has Mamba in the place of attention."""
-        return "M" in self.mixers
-
-    @property
     def stages_of_layers(self) -> list[int]:
         """For each layer, its pipeline stage."""
         stages = self.parallel.pipeline_model_parallel_size
@@ -137,8 +134,12 @@ class RunConfig:
 
     def expert_layers_of_stage(self, stage: int) -> list[int]:
         """Numbers of the layers with experts on a pipeline stage."""
-        both = zip(self.stages_of_layers, self.layers_with_experts, strict=True)
-        return [layer for layer, (own, has_experts) in enumerate(both) if has_experts and own == stage]
+        stages_and_kinds = zip(self.stages_of_layers, self.layers_with_experts, strict=True)
+        return [
+            layer
+            for layer, (stage_of_layer, has_experts) in enumerate(stages_and_kinds)
+            if has_experts and stage_of_layer == stage
+        ]
 
     @property
     def needs_reference(self) -> bool:
@@ -167,12 +168,12 @@ class RunConfig:
         return has_turns and self.advantages.advantage_estimator not in GROUP_ESTIMATORS
 
     def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
-        """These settings with other values in fields of these sections."""
-        made = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in sections.items()}
-        return dataclasses.replace(self, **made)
+        """Return these settings with other values in fields of these sections."""
+        changed = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in sections.items()}
+        return dataclasses.replace(self, **changed)
 
     def value_of(self, flag: str) -> Any:
-        """Value of a flag, named without dashes; None if its section is absent."""
+        """Return the value of a flag, named without dashes; None if its section is absent."""
         name, option = flag_options()[flag]
         section = getattr(self, name)
         if section is None:
@@ -180,20 +181,30 @@ class RunConfig:
         value = getattr(section, option.field)
         return not value if option.inverted else value
 
+    def typed(self, *names: str) -> str:
+        """Return flags with their values, as typed and joined by " with "; names have underscores."""
+        return " with ".join(map(self._typed, names))
 
+    def _typed(self, name: str) -> str:
+        if name in self.megatron.given:
+            return passed_through()[name].as_flag(self.megatron.given[name])
+        return as_typed(name, self.value_of(name.replace("_", "-")))
+
+
+@functools.cache
 def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
-    """Name and class of every section of the launcher, in order, and whether it may be absent."""
-    found = []
+    """Return name and class of every section of the launcher, in order, and whether it may be absent."""
+    sections = []
     for name, hint in get_type_hints(config).items():
-        classes = [part for part in (get_args(hint) or (hint,)) if part is not NoneType]
-        if classes[0].__module__.startswith(__name__):
-            found.append((name, classes[0], len(classes) < len(get_args(hint))))
-    return found
+        kind = parts_of(hint)[0]
+        if isinstance(kind, type) and issubclass(kind, Section):
+            sections.append((name, kind, kind is not hint))
+    return sections
 
 
 @functools.cache
 def flag_options() -> dict[str, tuple[str, Option]]:
-    """Section name and option of every declared flag, by the flag's name without dashes."""
+    """Return section name and option of every declared flag, by the flag's name without dashes."""
     return {
         option.flag.replace("_", "-"): (name, option)
         for name, section, _ in sections_of(RunConfig)
@@ -203,9 +214,14 @@ def flag_options() -> dict[str, tuple[str, Option]]:
 
 @functools.cache
 def passed_through() -> dict[str, MegatronField]:
-    """Fields of Megatron's configs that no section declares; their flags go unchanged into those configs."""
-    taken = {option.field for _, option in flag_options().values()}
-    flags = set(flag_options())
+    """Return fields of Megatron's configs that no section declares; their flags go unchanged into those configs.
+
+    Megatron-Core is imported.
+    """
+    declared_fields = {option.field for _, option in flag_options().values()}
+    declared_flags = set(flag_options())
     return {
-        name: field for name, field in megatron_fields().items() if name not in taken and flags.isdisjoint(field.on)
+        name: field
+        for name, field in megatron_fields().items()
+        if name not in declared_fields and declared_flags.isdisjoint(field.on)
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron_rc.launch.run_config.options import option
+from megatron_rc.launch.run_config.options import Section, option
 
 EVAL_PROBLEMS = 96
 # A word NAME=PATH; a path that has such a beginning itself is written as ./NAME=PATH.
@@ -52,7 +52,7 @@ def keys_of_files(words: Sequence[str], names: Sequence[str], default: str) -> l
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSection:
+class DataSection(Section):
     """Files of prompts, and the keys of their rows.
 
     ``rows_digest``: hash of all rows, independent of the files' paths; None without files. ``order_digest``: hash of
@@ -67,38 +67,31 @@ class DataSection:
     eval_data: tuple[str, ...] | None = option(
         "held-out prompts, from files as for --prompt-data, without weights; several files, and those that are given "
         "as NAME=PATH, have metrics of their own, eval/NAME/...",
-        needs="prompt_data eval_interval",
         metavar="[NAME=]PATH",
     )
     eval_input_key: tuple[str, ...] | None = option(
         "--input-key of --eval-data: KEY for all its files, NAME=KEY for one; default: --input-key",
-        needs="eval_data",
         metavar="[NAME=]KEY",
     )
     eval_label_key: tuple[str, ...] | None = option(
         "--label-key of --eval-data: KEY for all its files, NAME=KEY for one; default: --label-key",
-        needs="eval_data",
         metavar="[NAME=]KEY",
     )
     input_key: str = option(
         "key of a row's prompt, which is a string or a list of messages; extra_info.question leads into an object",
         default="prompt",
-        needs="prompt_data",
     )
     label_key: str | None = option(
         "key of the answer for the reward, such as reward_model.ground_truth; if given, every row must have it; "
-        "default: label",
-        needs="prompt_data",
+        "default: label"
     )
     tools_key: str | None = option(
         "key of the tools that the chat template shows, a list of their schemas; if given, every row must have it, as "
-        "null or an empty list where there are none",
-        needs="prompt_data apply_chat_template",
+        "null or an empty list where there are none"
     )
     overlong_prompts: Literal["drop", "error"] = option(
         "prompts longer than --seq-length minus --max-response-length: drop and count them, or end at the start",
         default="drop",
-        needs="prompt_data",
     )
     rows_digest: int | None
     order_digest: int | None
@@ -113,27 +106,20 @@ class DataSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSection:
+class EvaluationSection(Section):
     """Interval and size of evaluations; ``eval_temperature`` None takes the most likely response."""
 
-    eval_interval: int | None = option(
-        "optimizer steps between evaluations; default: no evaluations", needs="!load_rollouts"
-    )
+    eval_interval: int | None = option("optimizer steps between evaluations; default: no evaluations")
     eval_problems: int = option(
         f"held-out problems of an evaluation, from several files by turns; default: {EVAL_PROBLEMS}, or all of "
-        "--eval-data",
-        needs="eval_interval",
+        "--eval-data"
     )
     eval_samples: int = option(
-        "responses to each problem, for pass@1, pass@2, pass@4, ... up to this number", default=1, needs="eval_interval"
+        "responses to each problem, for pass@1, pass@2, pass@4, ... up to this number", default=1
     )
     eval_temperature: float | None = option(
-        "temperature of evaluations; default: greedy, or --rl-default-temperature if --eval-samples is above 1",
-        needs="eval_interval",
+        "temperature of evaluations; default: greedy, or --rl-default-temperature if --eval-samples is above 1"
     )
     eval_answers: int = option(
-        "problems whose graded answers an evaluation writes to eval/ in the run's folder",
-        default=8,
-        needs="eval_interval",
-        not_negative=True,
+        "problems whose graded answers an evaluation writes to eval/ in the run's folder", default=8, not_negative=True
     )

@@ -8,14 +8,15 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rc.launch.run_config.options import option
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config.options import Section, option
 
 _COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FORM = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([-+.\deE]+)(?:\s+for\s+([1-9]\d*))?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardSection:
+class GuardSection(Section):
     """Treatment of bad steps and bad responses, and conditions that end the run."""
 
     bad_steps: Literal["stop", "skip"] = option(
@@ -35,21 +36,28 @@ class GuardSection:
         "for a response that is empty, too long, or has invalid ids or log-probs (unless --bad-log-probs rejects it): "
         "end the run, drop it, or sample it again; it is written to bad/",
         default="stop",
-        needs="!load_rollouts",
     )
-    bad_sample_attempts: int = option(
-        "times that a bad response is sampled again before it is dropped",
-        default=3,
-        needs="bad_samples=resample !load_rollouts",
-    )
+    bad_sample_attempts: int = option("times that a bad response is sampled again before it is dropped", default=3)
     stop_if: tuple[str, ...] | None = option(
         "end the run if a metric is out of bounds N steps in a row, as 'rollout_corr/k3_kl > 0.5 for 5'",
         metavar="CONDITION",
     )
     doctor_interval: int | None = option(
-        "check the metrics every N optimizer steps, and log a line if the diagnosis changes; see docs/doctor.md",
-        most="train_iters",
+        "check the metrics every N optimizer steps, and log a line if the diagnosis changes; see docs/doctor.md"
     )
+
+    def __post_init__(self) -> None:
+        """Check that each ``--stop-if`` can be read; the first step shows whether it has the metric."""
+        super().__post_init__()
+        for text in self.stop_if or ():
+            try:
+                metric = Condition.parse(text).metric
+            except ValueError as error:
+                raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
+            if metric.startswith("eval/"):
+                raise ConfigurationError(
+                    f"--stop-if '{text}' names a metric of evaluations, not of steps: use reward/mean, or another"
+                )
 
 
 @dataclass(frozen=True)

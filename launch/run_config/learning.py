@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.launch.python_specs import is_python_spec
-from megatron_rc.launch.run_config.options import option
+from megatron_rc.launch.run_config.options import Section, option
 
 # Estimators of tokens, and of responses whose advantages are whitened over tokens; launch/training/batches has them.
 TOKEN_ESTIMATORS = ("optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
@@ -22,54 +22,44 @@ def known_estimator(word: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSection:
+class RewardSection(Section):
     """Rule that scores responses, its processes, and responses without an end."""
 
     reward: str | None = option(
         "rule that scores responses: exact, math-verify or python:pkg.module:function; default: the task's",
-        needs="!load_rollouts",
         metavar="RULE",
     )
     reply: str | None = option(
         "function that replies to a turn, python:pkg.module:function, if --max-turns is above 1; default: the task's "
         "method reply",
-        needs="!load_rollouts !max_turns=1",
         metavar="FUNCTION",
     )
     reward_workers: int | None = option(
         "scoring processes of each replica, except for exact and the rule of count_up, and as many for replies with "
-        "--max-turns above 1; default: CPU cores per rank, at most 8",
-        needs="!load_rollouts",
+        "--max-turns above 1; default: CPU cores per rank, at most 8"
     )
-    reward_timeout: float = option(
-        "seconds that scoring one response, or one reply, may take", default=10.0, needs="!load_rollouts"
-    )
+    reward_timeout: float = option("seconds that scoring one response, or one reply, may take", default=10.0)
     reward_errors: Literal["continue", "stop"] = option(
-        "for a response that cannot be scored: use --reward-on-error, or end the run",
-        default="continue",
-        needs="!load_rollouts",
+        "for a response that cannot be scored: use --reward-on-error, or end the run", default="continue"
     )
-    reward_on_error: float = option(
-        "reward of a response that cannot be scored",
-        default=0.0,
-        needs="!load_rollouts reward_errors=continue",
-        any_sign=True,
-    )
+    reward_on_error: float = option("reward of a response that cannot be scored", default=0.0, any_sign=True)
     overlong: Literal["keep", "mask", "penalise"] = option(
         "a response that is cut at --max-response-length: train on it, leave it out, or subtract a penalty that grows "
         "over the last --overlong-buffer tokens",
         default="keep",
     )
-    overlong_buffer: int | None = option(
-        "tokens before --max-response-length over which the penalty grows",
-        needs="overlong=penalise",
-        most="max_response_length",
-    )
-    overlong_penalty_factor: float = option("penalty at --max-response-length", default=1.0, needs="overlong=penalise")
+    overlong_buffer: int | None = option("tokens before --max-response-length over which the penalty grows")
+    overlong_penalty_factor: float = option("penalty at --max-response-length", default=1.0)
+
+    def __post_init__(self) -> None:
+        """Check that a penalty has tokens over which it grows."""
+        super().__post_init__()
+        if self.overlong == "penalise" and self.overlong_buffer is None:
+            self.refuse("overlong", because="needs --overlong-buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageSection:
+class AdvantageSection(Section):
     """Estimator of advantages, its baseline, and changes to rewards before it."""
 
     advantage_estimator: str = option(
@@ -78,50 +68,30 @@ class AdvantageSection:
         choices=(*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS),
         read=known_estimator,
     )
-    gamma: float = option(
-        "discount of later rewards, 0 to 1",
-        default=1.0,
-        needs="advantage_estimator=reinforce-pp|gae",
-        not_negative=True,
-        most=1,
-    )
-    gae_lambda: float = option(
-        "λ of generalized advantage estimation, 0 to 1",
-        default=1.0,
-        needs="advantage_estimator=gae",
-        not_negative=True,
-        most=1,
-    )
-    gpg_f_norm: float = option("divisor of GPG's advantages", default=1.0, needs="advantage_estimator=gpg")
+    gamma: float = option("discount of later rewards, 0 to 1", default=1.0, not_negative=True, most=1)
+    gae_lambda: float = option("λ of generalized advantage estimation, 0 to 1", default=1.0, not_negative=True, most=1)
+    gpg_f_norm: float = option("divisor of GPG's advantages", default=1.0)
     advantage_scope: Literal["all", "accepted"] = option(
-        "responses in the baselines, and tokens in the whitening: all, or those that are not rejected",
-        default="all",
-        needs="!advantage_estimator=remax",
+        "responses in the baselines, and tokens in the whitening: all, or those that are not rejected", default="all"
     )
     advantage_baseline: Literal["group", "weighted"] = option(
         "each response counts alike in the baseline of its prompt, or by its importance weight: the mean reward of the "
         "engine's policy, or an estimate of the trainer's",
         default="group",
-        needs="!grpo_group_size=1 !advantage_estimator=remax|gae|reinforce-pp|optimal-token-baseline|grpo-passk-no-std",
     )
     advantage_baseline_weights: Literal["ratio", "correction"] = option(
         "importance weight of a response in its prompt's baseline: the ratio of the whole response, or the mean of the "
         "correction's weights over its tokens",
         default="ratio",
-        needs="advantage_baseline=weighted",
     )
-    advantage_baseline_bound: float = option(
-        "upper bound of a response's ratio in its prompt's baseline",
-        default=10.0,
-        needs="advantage_baseline_weights=ratio advantage_baseline=weighted",
-    )
+    advantage_baseline_bound: float = option("upper bound of a response's ratio in its prompt's baseline", default=10.0)
     kl_in_reward: float = option(
         "coefficient of the KL to the reference policy, subtracted from each token's reward",
         default=0.0,
         not_negative=True,
     )
     kl_in_reward_estimator: Literal["k1", "k2", "k3", "abs"] = option(
-        "estimator of the KL in the rewards", default="k1", needs="kl_in_reward"
+        "estimator of the KL in the rewards", default="k1"
     )
     reward_scaling: Literal["none", "std", "mean-std"] = option(
         "divide rewards by their std over the run so far; mean-std subtracts their mean first", default="none"
@@ -146,26 +116,17 @@ class AdvantageSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticSection:
+class CriticSection(Section):
     """Value model with the policy's layout, and an optimizer and a schedule of its own; absent without GAE."""
 
-    NEEDS: ClassVar[str] = "advantage_estimator=gae"
-
     critic_lr: float = option("highest learning rate of the critic; default: --lr")
-    critic_min_lr: float = option(
-        "lowest learning rate of the critic; default: --min-lr",
-        needs="critic_lr_decay_style=linear|cosine|inverse-square-root",
-        not_negative=True,
-        most="critic_lr",
-    )
+    critic_min_lr: float = option("lowest learning rate of the critic; default: --min-lr", not_negative=True)
     critic_lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
         "schedule of the critic's learning rate", default="constant"
     )
-    critic_lr_warmup_iters: int = option(
-        "optimizer steps of the critic's linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
-    )
+    critic_lr_warmup_iters: int = option("optimizer steps of the critic's linear warm-up", default=0, not_negative=True)
     num_critic_only_steps: int = option(
-        "first optimizer steps, in which only the critic learns", default=0, not_negative=True, below="train_iters"
+        "first optimizer steps, in which only the critic learns", default=0, not_negative=True
     )
     value_clip: float | None = option(
         "largest change of a value over a rollout batch that still lowers the critic's loss; default: no bound"
@@ -174,22 +135,26 @@ class CriticSection:
         "Hugging Face directory of the critic's layers at the start; default: the policy's layers", metavar="DIR"
     )
     critic_offload: bool = option(
-        "keep the critic's weights, gradients and optimizer in host memory while it does not work",
-        needs="!optimizer_cpu_offload",
+        "keep the critic's weights, gradients and optimizer in host memory while it does not work"
     )
     correct_values: Literal["none", "mask", "weights"] = option(
         "correction of the critic's loss: none, the rejection mask, or mask and importance weights; default: mask, or "
         "none if the policy's loss makes the correction"
     )
 
+    def __post_init__(self) -> None:
+        """Check that the learning rate falls."""
+        super().__post_init__()
+        if self.critic_min_lr > self.critic_lr:
+            self.refuse("critic_min_lr", because=f"must be at most {self.typed('critic_lr')}")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceSection:
+class ReferenceSection(Section):
     """Weights of the reference policy; without any of these flags it is the policy at the start of the run."""
 
     ref_load: str | None = option(
         "checkpoints of the reference policy, of which the newest is read; default: the policy at the start",
-        needs="!ref_load_hf",
         metavar="DIR",
     )
     ref_load_hf: str | None = option(
@@ -198,3 +163,9 @@ class ReferenceSection:
     ref_update_interval: int | None = option(
         "optimizer steps after which the reference becomes the current policy; default: never"
     )
+
+    def __post_init__(self) -> None:
+        """Check that one flag names the weights."""
+        super().__post_init__()
+        if self.ref_load and self.ref_load_hf:
+            self.refuse("ref_load", "ref_load_hf", because="are two reference policies: drop one of them")

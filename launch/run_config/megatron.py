@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.run_config.layer_patterns import expert_layers
-from megatron_rc.launch.run_config.options import option
+from megatron_rc.launch.run_config.options import Section, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelSection:
+class ParallelSection(Section):
     """Distribution of the model over the ranks: fields of ``ModelParallelConfig``.
 
     ``virtual_pipeline_model_parallel_size``: model chunks of a pipeline stage; None: one, in the plain schedule.
@@ -22,8 +23,9 @@ class ParallelSection:
     pipeline_model_parallel_size: int = option("number of pipeline stages (PP)", default=1)
     context_parallel_size: int = option("ranks that share each sequence (CP)", default=1)
     expert_model_parallel_size: int = option("data and context parallel ranks that share the experts (EP)", default=1)
-    sequence_parallel: bool = option(
-        "split norms and residuals over the sequence inside the TP group", needs="!tensor_model_parallel_size=1"
+    sequence_parallel: bool = option("split norms and residuals over the sequence inside the TP group")
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        "layers of a virtual pipeline stage; default: one stage on each rank"
     )
     virtual_pipeline_model_parallel_size: int | None
 
@@ -55,25 +57,21 @@ class ParallelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerSection:
+class TransformerSection(Section):
     """Shape of a layer without experts: fields of ``TransformerConfig``."""
 
     num_layers: int = option("number of transformer layers", required=True)
     hidden_size: int = option("width of the residual stream", required=True)
     ffn_hidden_size: int = option("width of the MLP; default: 4 times --hidden-size")
     num_attention_heads: int = option("number of query heads", required=True)
-    kv_channels: int = option(
-        "width of an attention head; default: --hidden-size divided by --num-attention-heads",
-        needs="!multi_latent_attention",
-    )
-    num_query_groups: int = option("number of key and value heads", default=1, needs="group_query_attention")
+    kv_channels: int = option("width of an attention head; default: --hidden-size divided by --num-attention-heads")
+    group_query_attention: bool = option("share keys and values between query heads, in --num-query-groups groups")
+    num_query_groups: int = option("number of key and value heads", default=1)
     normalization: Literal["LayerNorm", "RMSNorm"] = option("kind of norm", default="LayerNorm")
     layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5)
     gated_linear_unit: bool = option("use a gated MLP with SiLU instead of one with GELU", flag="swiglu")
     add_bias_linear: bool = option("linear layers without a bias", flag="disable_bias_linear", inverted=True)
-    add_qkv_bias: bool = option(
-        "give the query, key and value projection a bias", needs="disable_bias_linear !multi_latent_attention"
-    )
+    add_qkv_bias: bool = option("give the query, key and value projection a bias")
     qk_layernorm: bool = option("normalise queries and keys")
     init_method_std: float = option("standard deviation of the initial weights", default=0.02)
     attention_dropout: float = option(
@@ -83,12 +81,18 @@ class TransformerSection:
         "hidden dropout; must be 0, dropout would make the policy noisy", default=0.0, any_sign=True
     )
 
+    def __post_init__(self) -> None:
+        """Check that the model has no noise, and that query heads share keys and values evenly."""
+        super().__post_init__()
+        for name in ("attention_dropout", "hidden_dropout"):
+            if getattr(self, name):
+                self.refuse(name, because="must be 0: π_old and π_θ would differ by noise")
+        require_multiple("num_attention_heads", self.num_attention_heads, "num_query_groups", self.num_query_groups)
+
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSection:
+class LatentSection(Section):
     """Multi-latent attention (MLA) of DeepSeek-V2: fields of ``MLATransformerConfig``; absent without the switch."""
-
-    NEEDS: ClassVar[str] = "multi_latent_attention"
 
     multi_latent_attention: bool = option("compute queries, keys and values from narrow latent vectors of each token")
     q_lora_rank: int | None = option("width of the queries' latent; default: queries without a latent")
@@ -97,40 +101,33 @@ class LatentSection:
     qk_pos_emb_head_dim: int = option("width of a head's query and key with rotary position", default=64)
     v_head_dim: int = option("width of a head's value", default=128)
     rope_type: Literal["rope", "yarn"] = option("rotary frequencies: plain, or stretched by YaRN", default="yarn")
-    rotary_scaling_factor: float = option("YaRN's factor on the length", default=1.0, needs="rope_type=yarn")
-    original_max_position_embeddings: int = option(
-        "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn"
-    )
+    rotary_scaling_factor: float = option("YaRN's factor on the length", default=1.0)
+    original_max_position_embeddings: int = option("length in tokens before YaRN's stretching", default=4096)
     beta_fast: float = option(
-        "frequencies with more turns over the original length are not stretched by YaRN",
-        default=32.0,
-        needs="rope_type=yarn",
+        "frequencies with more turns over the original length are not stretched by YaRN", default=32.0
     )
     beta_slow: float = option(
-        "frequencies with fewer turns over the original length are fully stretched by YaRN",
-        default=1.0,
-        needs="rope_type=yarn",
+        "frequencies with fewer turns over the original length are fully stretched by YaRN", default=1.0
     )
-    mscale: float = option(
-        "YaRN's attention scale of the rotated part", default=1.0, needs="rope_type=yarn", not_negative=True
-    )
-    mscale_all_dim: float = option(
-        "YaRN's attention scale of a whole head", default=0.0, needs="rope_type=yarn", not_negative=True
-    )
+    mscale: float = option("YaRN's attention scale of the rotated part", default=1.0, not_negative=True)
+    mscale_all_dim: float = option("YaRN's attention scale of a whole head", default=0.0, not_negative=True)
+
+    def __post_init__(self) -> None:
+        """Check that the rotated width consists of pairs."""
+        super().__post_init__()
+        if self.qk_pos_emb_head_dim % 2:
+            self.refuse("qk_pos_emb_head_dim", because="must be even: it is rotated")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertSection:
+class ExpertSection(Section):
     """Mixture of experts instead of MLPs: fields of ``TransformerConfig``; absent in a dense model."""
-
-    NEEDS: ClassVar[str] = "num_experts"
 
     num_moe_experts: int = option("number of experts that replace each MLP; default: a dense model", flag="num_experts")
     moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size")
     moe_router_topk: int = option("number of experts of each token", default=2)
     moe_router_pre_softmax: bool = option(
-        "weigh a token's experts by their softmax over all experts, not the chosen ones",
-        needs="moe_router_score_function=softmax",
+        "weigh a token's experts by their softmax over all experts, not the chosen ones"
     )
     moe_layer_freq: str = option(
         "layers with experts: 1 all, N every N-th from the first on, [0]*3+[1]*58 those with a 1",
@@ -145,15 +142,9 @@ class ExpertSection:
         "function that makes an expert's score of its logit", default="softmax"
     )
     moe_router_topk_scaling_factor: float | None = option("factor on the weights of a token's experts; default: none")
-    moe_router_num_groups: int | None = option(
-        "number of equal groups of experts; default: no groups", needs="moe_router_group_topk"
-    )
-    moe_router_group_topk: int | None = option(
-        "groups from which a token's experts are chosen; default: no groups", needs="moe_router_num_groups"
-    )
-    moe_router_enable_expert_bias: bool = option(
-        "add a bias of each expert to its score for the choice alone", needs="moe_router_score_function=sigmoid"
-    )
+    moe_router_num_groups: int | None = option("number of equal groups of experts; default: no groups")
+    moe_router_group_topk: int | None = option("groups from which a token's experts are chosen; default: no groups")
+    moe_router_enable_expert_bias: bool = option("add a bias of each expert to its score for the choice alone")
     moe_router_bias_update_rate: float = option(
         "rate at which the expert bias follows the load; must be 0: only the optimizer moves the policy",
         default=0.0,
@@ -162,16 +153,43 @@ class ExpertSection:
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = option(
         "loss that spreads tokens over the experts", default="aux_loss"
     )
-    moe_aux_loss_coeff: float = option(
-        "weight of the load-balancing loss",
-        default=0.0,
-        needs="!moe_router_load_balancing_type=none",
-        not_negative=True,
-    )
+    moe_aux_loss_coeff: float = option("weight of the load-balancing loss", default=0.0, not_negative=True)
     moe_z_loss_coeff: float | None = option("weight of the router's z-loss; default: none", not_negative=True)
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = option(
         "transport of tokens to experts of other ranks; flex: DeepEP, on GPUs", default="allgather"
     )
+
+    def __post_init__(self) -> None:
+        """Check the number of experts of a token, and the groups that they are chosen from."""
+        super().__post_init__()
+        topk = self.moe_router_topk
+        groups = self.moe_router_num_groups
+        chosen_groups = self.moe_router_group_topk
+        weighs_single = self.moe_router_pre_softmax or self.moe_router_score_function == "sigmoid"
+        fewest = 1 if weighs_single else 2
+        if not fewest <= topk <= self.num_moe_experts:
+            reason = "" if weighs_single else ": the weight of a single expert is always 1"
+            self.refuse("moe_router_topk", because=f"must lie in [{fewest}, {self.num_moe_experts}]{reason}")
+        if self.moe_router_bias_update_rate:
+            self.refuse(
+                "moe_router_bias_update_rate",
+                because="must be 0: Megatron would change router biases outside of the optimizer, in skipped steps too",
+            )
+        if (groups is None) != (chosen_groups is None):
+            field = "moe_router_num_groups" if chosen_groups is None else "moe_router_group_topk"
+            missing_flag = "--moe-router-group-topk" if chosen_groups is None else "--moe-router-num-groups"
+            self.refuse(field, because=f"needs {missing_flag}: give both, or neither")
+        if groups is None or chosen_groups is None:
+            return
+        require_multiple("num_experts", self.num_moe_experts, "moe_router_num_groups", groups)
+        require_multiple("moe_router_topk", topk, "moe_router_group_topk", chosen_groups)
+        if chosen_groups > groups or topk // chosen_groups > self.num_moe_experts // groups:
+            self.refuse(
+                "moe_router_group_topk",
+                "moe_router_num_groups",
+                because=f"cannot give {self.typed('moe_router_topk')} of {self.typed('num_moe_experts')}: choose from "
+                "more groups, or make fewer",
+            )
 
     @property
     def has_auxiliary_losses(self) -> bool:
@@ -180,14 +198,11 @@ class ExpertSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingSection:
+class RoutingSection(Section):
     """Replay of the experts that were chosen for each token in another pass; absent without the switch."""
 
-    NEEDS: ClassVar[str] = "moe_enable_routing_replay"
-
     moe_enable_routing_replay: bool = option(
-        "give each token the experts that another pass chose for it, instead of the router's new choice",
-        needs="num_experts",
+        "give each token the experts that another pass chose for it, instead of the router's new choice"
     )
     moe_routing_replay_source: Literal["rollout", "old"] = option(
         "pass whose experts are replayed: rollout, the engine's, in all passes of the policy; old, the forward-only "
@@ -196,13 +211,12 @@ class RoutingSection:
     )
     moe_routing_replay_check_interval: int | None = option(
         "score every N-th rollout batch once more with the routers' own choices, and report k3 with and without "
-        "replay; default: the first batch, and each batch of --load-rollouts",
-        needs="moe_routing_replay_source=rollout",
+        "replay; default: the first batch, and each batch of --load-rollouts"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeSection:
+class ComputeSection(Section):
     """Precision and recomputation: fields of ``TransformerConfig``."""
 
     bf16: bool = option("bfloat16 weights with float32 master weights")
@@ -211,34 +225,45 @@ class ComputeSection:
     recompute_granularity: Literal["full", "selective"] | None = option(
         "activations to recompute in the backward pass; default: none"
     )
-    recompute_method: Literal["uniform", "block"] | None = option(
-        "choice of the layers to recompute", needs="recompute_granularity=full"
-    )
-    recompute_num_layers: int | None = option(
-        "number of layers of a recomputed unit", needs="recompute_granularity=full"
-    )
+    recompute_method: Literal["uniform", "block"] | None = option("choice of the layers to recompute")
+    recompute_num_layers: int | None = option("number of layers of a recomputed unit")
+
+    def __post_init__(self) -> None:
+        """Check that the weights have one type, and that recomputation is complete."""
+        super().__post_init__()
+        if self.fp16 and self.bf16:
+            raise ConfigurationError("--fp16 and --bf16 are two types of the same weights: drop one of them")
+        is_complete = self.recompute_method is not None and self.recompute_num_layers is not None
+        if self.recompute_granularity == "full" and not is_complete:
+            self.refuse("recompute_granularity", because="needs --recompute-method and --recompute-num-layers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSection:
+class OptimizerSection(Section):
     """Fields of ``OptimizerConfig``; ``use_distributed_optimizer`` is a field of Megatron's DDP config too."""
 
     optimizer: Literal["adam", "sgd"] = option("optimizer of Megatron-Core", default="adam")
     lr: float = option("highest learning rate", required=True)
-    min_lr: float = option("lowest learning rate", default=0.0, not_negative=True, most="lr")
+    min_lr: float = option("lowest learning rate", default=0.0, not_negative=True)
     weight_decay: float = option("decoupled weight decay", default=0.01, not_negative=True)
     adam_beta1: float = option("Adam's decay of the first moment, below 1", default=0.9, not_negative=True, below=1)
     adam_beta2: float = option("Adam's decay of the second moment, below 1", default=0.999, not_negative=True, below=1)
     adam_eps: float = option("Adam's epsilon", default=1e-8)
     sgd_momentum: float = option("momentum of --optimizer sgd", default=0.9, not_negative=True)
     clip_grad: float = option("largest gradient norm; 0: no clipping", default=1.0, not_negative=True)
-    use_distributed_optimizer: bool = option(
-        "split the optimizer state over the data-parallel ranks", needs="optimizer=adam"
-    )
+    use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks")
+
+    def __post_init__(self) -> None:
+        """Check that the learning rate falls, and that the optimizer can be split."""
+        super().__post_init__()
+        if self.min_lr > self.lr:
+            self.refuse("min_lr", because=f"must be at most {self.typed('lr')}")
+        if self.use_distributed_optimizer and self.optimizer != "adam":
+            self.refuse("use_distributed_optimizer", because=f"does not go with {self.typed('optimizer')}: use adam")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronSection:
+class MegatronSection(Section):
     """Given fields of Megatron's configs that no other section has, by name."""
 
     given: dict[str, Any]

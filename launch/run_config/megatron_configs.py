@@ -26,13 +26,13 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
-    given = config.megatron.values_for(TransformerConfig)
-    if "attention_backend" in given:
-        given["attention_backend"] = AttnBackend[given["attention_backend"]]
+    given_fields = config.megatron.values_for(TransformerConfig)
+    if "attention_backend" in given_fields:
+        given_fields["attention_backend"] = AttnBackend[given_fields["attention_backend"]]
     on_cpu = config.launch.on_cpu
     interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
-    overlaps = interleaved and given.get("overlap_p2p_comm", True)
-    own = {
+    overlaps = interleaved and given_fields.get("overlap_p2p_comm", True)
+    launcher_fields = {
         "activation_func": _activation(config),
         "use_cpu_initialization": on_cpu,
         "params_dtype": config.dtype,
@@ -50,10 +50,13 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     if config.experts:
         pattern = {"moe_layer_freq": number_or_pattern(config.experts.moe_layer_freq)}
         sections |= values_of(config.experts) | pattern
+    kind = TransformerConfig
     if config.latent:
         sections |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
-        return MLATransformerConfig(**(sections | own | given | fixed))
-    return TransformerConfig(**(sections | own | given | fixed))
+        kind = MLATransformerConfig
+    for flag_alone in ("group_query_attention", "num_layers_per_virtual_pipeline_stage"):
+        del sections[flag_alone]
+    return kind(**(sections | launcher_fields | given_fields | fixed))
 
 
 def _of_pattern(config: RunConfig) -> dict[str, Any]:
@@ -67,20 +70,25 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
     """Megatron's config of data parallelism; gradients are summed in float32 unless the flags say otherwise."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    own = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": config.optimizer.use_distributed_optimizer}
-    return DistributedDataParallelConfig(**(own | config.megatron.values_for(DistributedDataParallelConfig)))
+    launcher_fields = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
+    }
+    return DistributedDataParallelConfig(
+        **(launcher_fields | config.megatron.values_for(DistributedDataParallelConfig))
+    )
 
 
 def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
     """Megatron's config of the optimizer."""
     from megatron.core.optimizer import OptimizerConfig
 
-    given = config.megatron.values_for(OptimizerConfig)
-    given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
+    given_fields = config.megatron.values_for(OptimizerConfig)
+    given_fields |= {name: _DTYPES[value] for name, value in given_fields.items() if name.endswith("_dtype")}
     # Megatron-LM's parser offloads the whole optimizer unless the flag says otherwise.
-    own = {"bf16": config.compute.bf16, "fp16": config.compute.fp16, "params_dtype": config.dtype}
-    own |= {"optimizer_offload_fraction": 1.0, "barrier_with_L1_time": False}
-    return OptimizerConfig(**(values_of(config.optimizer) | own | given))
+    launcher_fields = {"bf16": config.compute.bf16, "fp16": config.compute.fp16, "params_dtype": config.dtype}
+    launcher_fields |= {"optimizer_offload_fraction": 1.0, "barrier_with_L1_time": False}
+    return OptimizerConfig(**(values_of(config.optimizer) | launcher_fields | given_fields))
 
 
 def _activation(config: RunConfig) -> Callable[[Tensor], Tensor]:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rc.launch.run_config.options import option
+from megatron_rc.launch.run_config.options import Section, option
 from megatron_rc.records.sampling import SamplingParams
 
 JSON = "JSON"  # metavar of a flag whose value is a JSON object; a launch file may write it as a nested entry
@@ -24,13 +24,12 @@ def json_object(word: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSection:
+class TaskSection(Section):
     """Problems and their tokenizer; ``task`` is None with the prompts of ``--prompt-data``."""
 
     task: str | None = option(
         "task to learn: count_up, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, or "
-        "--prompt-data",
-        needs="!prompt_data",
+        "--prompt-data"
     )
     tokenizer_type: str = option(
         "kind of tokenizer; default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else "
@@ -40,14 +39,13 @@ class TaskSection:
     apply_chat_template: bool = option("present problems as turns of a conversation, by the tokenizer's chat template")
     chat_template_kwargs: str | None = option(
         'further variables of the chat template, as a JSON object: {"enable_thinking": false}',
-        needs="apply_chat_template",
         metavar=JSON,
         read=json_object,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSection:
+class RolloutSection(Section):
     """Size, ends and source of rollouts.
 
     ``end_token_ids``: all end tokens, of the tokenizer, the model's files and the flags; None in checkpoints of earlier
@@ -59,38 +57,30 @@ class RolloutSection:
         "most turns of a response; above 1 the task may reply to a turn with an observation, up to --seq-length tokens "
         "in all, and --max-response-length is the most tokens of a turn",
         default=1,
-        needs="!load_rollouts",
     )
     rollout_stop_token_ids: tuple[int, ...] | None = option(
         "further end tokens of a response, beside those of the tokenizer and of config.json and generation_config.json",
-        needs="!load_rollouts",
         not_negative=True,
         metavar="ID",
     )
     rollout_no_stop_token_ids: tuple[int, ...] | None = option(
         "end tokens of the tokenizer or of the model's files that end no response of this run",
-        needs="!load_rollouts",
         not_negative=True,
         metavar="ID",
     )
     rollout_stop: tuple[str, ...] | None = option(
         "strings that end a response as soon as its text has one of them; its tokens and its text keep the string",
-        needs="!load_rollouts",
         metavar="STRING",
     )
     rollout_skip_special_tokens: bool = option(
         "leave all special tokens out of the texts that rewards and replies read; default: only end tokens and padding "
-        "at the end of a response",
-        needs="!load_rollouts",
+        "at the end of a response"
     )
     grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32)
     grpo_group_size: int = option("responses sampled for each prompt", default=2)
     grpo_iterations: int = option("passes over each rollout batch", default=2)
     dynamic_sampling: int = option(
-        "replace a prompt whose responses all have the same reward, up to N times",
-        default=0,
-        needs="!load_rollouts !grpo_group_size=1",
-        not_negative=True,
+        "replace a prompt whose responses all have the same reward, up to N times", default=0, not_negative=True
     )
     rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0)
     rollout_top_p: float = option(
@@ -117,12 +107,8 @@ class RolloutSection:
     always_score: bool = option(
         "score every rollout batch in a forward-only pass; default: only if the update needs log π_old before"
     )
-    save_rollouts: str | None = option(
-        "folder that every rollout batch is written to; default: none", needs="!load_rollouts", metavar="DIR"
-    )
-    save_log_probs: bool = option(
-        "add the trainer's log-probs to --save-rollouts after the last step on a batch", needs="save_rollouts"
-    )
+    save_rollouts: str | None = option("folder that every rollout batch is written to; default: none", metavar="DIR")
+    save_log_probs: bool = option("add the trainer's log-probs to --save-rollouts after the last step on a batch")
     load_rollouts: str | None = option(
         "train on the rollouts in this folder, without an engine; default: an engine samples", metavar="DIR"
     )
@@ -137,6 +123,15 @@ class RolloutSection:
     )
     knows_versions: bool
     end_token_ids: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        """Check that responses differ."""
+        super().__post_init__()
+        if self.rollout_top_k == 1:
+            self.refuse(
+                "rollout_top_k",
+                because="samples the likeliest token alone, from which nothing is learned: give 0, or 2 and more",
+            )
 
     @property
     def sequences(self) -> int:
@@ -157,10 +152,10 @@ class RolloutSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSection:
+class EngineSection(Section):
     """Engine that samples responses."""
 
-    rollout_engine: str = option("engine that samples responses", default="transformers", needs="!load_rollouts")
+    rollout_engine: str = option("engine that samples responses", default="transformers")
     rollout_url: str | None = option("addresses of the servers, comma-separated, one for each data-parallel replica")
     rollout_model: str | None = option("name of the served model, if a vLLM server has several")
     rollout_weights_dir: str | None = option(
@@ -173,13 +168,11 @@ class EngineSection:
     )
     rl_partial_rollouts: bool = option(
         "sync weights at every rollout batch, while responses are under way: these go on under the new weights; needs "
-        "--rollout-engine vllm-server",
-        needs="rollout_staleness !load_rollouts max_turns=1",
+        "--rollout-engine vllm-server"
     )
     rollout_max_versions: int | None = option(
         "most versions of the weights within one response; a weight sync that would exceed it waits for the responses "
-        "under way; default: the limit that follows from --rollout-staleness",
-        needs="rl_partial_rollouts",
+        "under way; default: the limit that follows from --rollout-staleness"
     )
     rollout_concurrency: int = option("requests for rollouts that a server gets at once", default=64)
     rollout_timeout: float = option(
@@ -196,9 +189,7 @@ class EngineSection:
     rollout_engine_args: str | None = option(
         "YAML file of further arguments of vllm.LLM, such as gpu_memory_utilization: 0.5", metavar="FILE"
     )
-    rollout_colocate: bool = option(
-        "give vLLM's GPU memory to the trainer between two rollouts, by vLLM's sleep mode", needs="!rollout_staleness"
-    )
+    rollout_colocate: bool = option("give vLLM's GPU memory to the trainer between two rollouts, by vLLM's sleep mode")
     rollout_dtype: str = option(
         "number format of the engine's weights at every sync; servers keep the format of their start", default="bf16"
     )
@@ -209,6 +200,5 @@ class EngineSection:
     )
     sync_probe_interval: int | None = option(
         "compare the log-probs of engine and trainer on a few prompts after every N-th weight sync; default: after "
-        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on",
-        needs="!rollout_staleness",
+        "the first, after a restart of an engine, and if no rollout batch of these weights is trained on"
     )

@@ -9,13 +9,15 @@ from typing import Literal
 
 import torch
 
-from megatron_rc.launch.run_config.options import option
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config.options import Section, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchSection:
+class LaunchSection(Section):
     """Name, folder and processes of the run; ``on_cpu``: gloo on the CPU, ``world_size``: number of processes."""
 
+    cpu: bool = option("train on the CPU with gloo even if there is a GPU")
     run_name: str = option("name of the run's folder; default: name of the launch file, or 'ppo'")
     runs_dir: str = option("folder that holds the runs' folders", default="runs", metavar="DIR")
     distributed_timeout_minutes: int = option("minutes that one collective may take", default=10)
@@ -32,7 +34,7 @@ class LaunchSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSection:
+class ModelSection(Section):
     """Positions, vocabulary and implementation of the model."""
 
     max_position_embeddings: int = option(
@@ -42,22 +44,13 @@ class ModelSection:
         "kind of position embedding", default="learned_absolute"
     )
     rotary_base: int = option("base of the rotary frequencies", default=10000)
-    rotary_percent: float = option(
-        "share of a head's width that is rotated, at most 1",
-        default=1.0,
-        needs="position_embedding_type=rope !multi_latent_attention",
-        most=1,
-    )
-    rope_scaling: bool = option(
-        "lower the low rotary frequencies as Llama 3.1 does",
-        flag="use_rope_scaling",
-        needs="position_embedding_type=rope !multi_latent_attention",
-    )
-    rope_scaling_factor: float = option("divisor of the low rotary frequencies", default=8.0, needs="use_rope_scaling")
+    rotary_percent: float = option("share of a head's width that is rotated, at most 1", default=1.0, most=1)
+    rope_scaling: bool = option("lower the low rotary frequencies as Llama 3.1 does", flag="use_rope_scaling")
+    rope_scaling_factor: float = option("divisor of the low rotary frequencies", default=8.0)
     sliding_window: int | None = option(
-        "attention's reach in the published model, in tokens; a longer --seq-length is refused; default: all"
+        "attention window of the published model in tokens; --seq-length must not exceed it; default: no window"
     )
-    openai_gelu: bool = option("compute GELU by its tanh approximation, as the published GPT-2 does", needs="!swiglu")
+    openai_gelu: bool = option("compute GELU by its tanh approximation, as the published GPT-2 does")
     untie_embeddings_and_output_weights: bool = option(
         "give the output layer weights of its own instead of the embedding's"
     )
@@ -80,10 +73,12 @@ class ModelSection:
         flag="model",
         default="gpt",
     )
-    hybrid_layer_pattern: str | None = option(
-        "two letters for each layer of --model hybrid: M (Mamba) or * (attention), then - (MLP) or E (experts); such "
-        "as M-M-*-; default: attention in every layer"
-    )
+
+    def __post_init__(self) -> None:
+        """Check that the embedding has a row for each token."""
+        super().__post_init__()
+        if self.padded_vocab_size < self.vocab_size:
+            self.refuse("padded_vocab_size", because=f"is less than the {self.vocab_size} tokens")
 
     @property
     def is_hybrid(self) -> bool:
@@ -92,21 +87,18 @@ class ModelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSection:
+class TrainingSection(Section):
     """Batches, optimizer steps and checks of a step."""
 
     seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True)
     micro_batch_size: int = option("sequences of one forward-backward pass", default=1)
-    optimizer_offload: bool = option(
-        "keep the policy's optimizer state in host memory between optimizer steps", needs="!optimizer_cpu_offload"
-    )
+    optimizer_offload: bool = option("keep the policy's optimizer state in host memory between optimizer steps")
     global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True)
     train_iters: int = option("optimizer steps of the run, including those before a loaded checkpoint", required=True)
     fused_linear_log_probs: bool = option("compute log-probs from hidden states in chunks, without storing logits")
     rl_use_sequence_packing: bool = option("pack sequences of a micro-batch one after another, without padding")
     rl_sequence_packing_bin_size: int = option(
-        "most tokens of a packed micro-batch; default: --micro-batch-size · --seq-length",
-        needs="rl_use_sequence_packing",
+        "most tokens of a packed micro-batch; default: --micro-batch-size · --seq-length"
     )
     check_for_nan_in_loss_and_grad: bool = option(
         "treat a step with a loss or gradient norm that is not finite as a bad step", default=True
@@ -122,55 +114,53 @@ class TrainingSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleSection:
+class ScheduleSection(Section):
     """Learning rate and weight decay over the optimizer steps; steps that were given as sequences may be fractions."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "decay of the learning rate from --lr to --min-lr", default="linear"
     )
     lr_decay_iters: int = option("optimizer steps of the learning rate's decay; default: --train-iters")
-    lr_decay_samples: int | None = option(
-        "sequences of the learning rate's decay; default: --train-samples", needs="train_samples"
-    )
-    lr_warmup_iters: int = option(
-        "optimizer steps of linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
-    )
-    lr_warmup_samples: int = option("sequences of linear warm-up", default=0, needs="train_samples", not_negative=True)
+    lr_decay_samples: int | None = option("sequences of the learning rate's decay; default: --train-samples")
+    lr_warmup_iters: int = option("optimizer steps of linear warm-up", default=0, not_negative=True)
+    lr_warmup_samples: int = option("sequences of linear warm-up", default=0, not_negative=True)
     lr_warmup_fraction: float | None = option(
-        "linear warm-up as a share of --lr-decay-iters, below 1", needs="!lr_warmup_iters", not_negative=True, below=1
+        "linear warm-up as a share of --lr-decay-iters, below 1", not_negative=True, below=1
     )
-    lr_warmup_init: float = option(
-        "learning rate at the start of the warm-up", default=0.0, not_negative=True, most="lr"
-    )
+    lr_warmup_init: float = option("learning rate at the start of the warm-up", default=0.0, not_negative=True)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "shape of the final decay of a WSD schedule", default="exponential", needs="lr_decay_style=WSD"
+        "shape of the final decay of a WSD schedule", default="exponential"
     )
-    lr_wsd_decay_iters: int | None = option(
-        "optimizer steps of the final decay of a WSD schedule", needs="lr_decay_style=WSD"
-    )
-    lr_wsd_decay_samples: int | None = option(
-        "sequences of the final decay of a WSD schedule", needs="train_samples lr_decay_style=WSD"
-    )
+    lr_wsd_decay_iters: int | None = option("optimizer steps of the final decay of a WSD schedule")
+    lr_wsd_decay_samples: int | None = option("sequences of the final decay of a WSD schedule")
     lr_ess_scaling: Literal["sqrt", "linear"] | None = option(
         "multiply each step's learning rate by the effective sample size of its responses, as a share of them, divided "
         "by --lr-ess-base and at most 1, or by its root (sqrt, for Adam); default: no"
     )
     lr_ess_base: float = option(
-        "effective sample size that leaves the learning rate as it is, as a share of the responses",
+        "effective sample size, as a share of the responses, from which on the learning rate is not reduced",
         default=1.0,
-        needs="lr_ess_scaling",
         most=1,
     )
-    start_weight_decay: float | None = option(
-        "weight decay of the first step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
-    )
-    end_weight_decay: float | None = option(
-        "weight decay of the last step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
-    )
+    start_weight_decay: float | None = option("weight decay of the first step", not_negative=True)
+    end_weight_decay: float | None = option("weight decay of the last step", not_negative=True)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
         "change of the weight decay; linear and cosine need --start-weight-decay and --end-weight-decay",
         default="constant",
     )
+
+    def __post_init__(self) -> None:
+        """Check that warm-up and decay go together, and that each style has the numbers that it needs."""
+        super().__post_init__()
+        if self.lr_warmup_iters and self.lr_warmup_fraction is not None:
+            self.refuse("lr_warmup_iters", "lr_warmup_fraction", because="are two lengths of the warm-up: drop one")
+        if self.lr_warmup_iters >= self.lr_decay_iters:
+            self.refuse("lr_warmup_iters", because=f"must be below {self.typed('lr_decay_iters')}")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            self.refuse("lr_decay_style", because="needs --lr-wsd-decay-iters")
+        has_both_ends = self.start_weight_decay is not None and self.end_weight_decay is not None
+        if self.weight_decay_incr_style != "constant" and not has_both_ends:
+            self.refuse("weight_decay_incr_style", because="needs --start-weight-decay and --end-weight-decay")
 
     @property
     def warmup_steps(self) -> float:
@@ -194,31 +184,22 @@ class ScheduleSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSection:
+class CheckpointSection(Section):
     """Checkpoints and Hugging Face directories that are read and written."""
 
     save: str | None = option("folder that checkpoints are written to; default: none is written", metavar="DIR")
-    save_interval: int | None = option("optimizer steps between checkpoints; default: one at the end", needs="save")
+    save_interval: int | None = option("optimizer steps between checkpoints; default: one at the end")
     ckpt_format: Literal["torch_dist"] = option("format of checkpoints", default="torch_dist")
-    async_save: bool = option(
-        "write checkpoints in a process of their own while training goes on", needs="save save_interval"
-    )
-    keep_last: int | None = option(
-        "newest checkpoints to keep; older ones are removed; default: all", needs="save save_interval"
-    )
+    async_save: bool = option("write checkpoints in a process of their own while training goes on")
+    keep_last: int | None = option("newest checkpoints to keep; older ones are removed; default: all")
     save_retain_interval: int | None = option(
-        "keep checkpoints at multiples of this many steps and the newest --keep-last (1 if not given); remove others",
-        needs="save save_interval",
+        "keep checkpoints at multiples of this many steps and the newest --keep-last (1 if not given); remove others"
     )
-    continue_after_failed_save: bool = option(
-        "go on if a checkpoint before the end cannot be written", needs="save save_interval"
-    )
+    continue_after_failed_save: bool = option("go on if a checkpoint before the end cannot be written")
     save_hf: str | None = option(
         "write the model as a Hugging Face directory, DIR/step-N, at the end of the run; default: no", metavar="DIR"
     )
-    save_hf_interval: int | None = option(
-        "also write --save-hf every N optimizer steps; default: at the end only", needs="save_hf", most="train_iters"
-    )
+    save_hf_interval: int | None = option("also write --save-hf every N optimizer steps; default: at the end only")
     load: str | None = option(
         "go on from the newest checkpoint in this folder, or from --ckpt-step; an empty folder must be --save, and the "
         "run starts at step 0; default: start at step 0",
@@ -229,31 +210,41 @@ class CheckpointSection:
     )
     from_scratch: bool = option(
         "start from random weights and, without --tokenizer-model, with one token a character; a checkpoint of --load "
-        "is resumed all the same",
-        needs="!load_hf",
+        "is resumed all the same"
     )
     weights_bridge: Literal["mbridge", "none"] = option(
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
         "a GPU if it is installed and knows the model, else none"
     )
-    ckpt_step: int | None = option("step of the checkpoint of --load; default: the newest", needs="load")
-    finetune: bool = option("take only the weights of --load, and start at step 0", needs="load")
-    no_save_optim: bool = option("leave the optimizer out of checkpoints", needs="save")
-    no_load_optim: bool = option("do not load the optimizer of --load", needs="load")
-    verify_integrity: bool = option(
-        "compare every file of --load with its checksum before it is read", default=True, needs="load"
-    )
-    load_last_valid: bool = option(
-        "if the newest checkpoint of --load is damaged, load the newest undamaged one", needs="load !ckpt_step"
-    )
+    ckpt_step: int | None = option("step of the checkpoint of --load; default: the newest")
+    finetune: bool = option("take only the weights of --load, and start at step 0")
+    no_save_optim: bool = option("leave the optimizer out of checkpoints")
+    no_load_optim: bool = option("do not load the optimizer of --load")
+    verify_integrity: bool = option("compare every file of --load with its checksum before it is read", default=True)
+    load_last_valid: bool = option("if the newest checkpoint of --load is damaged, load the newest undamaged one")
     override_opt_param_scheduler: bool = option(
-        "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's",
-        needs="load !finetune !no_load_optim !use_checkpoint_opt_param_scheduler",
+        "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's"
     )
     use_checkpoint_opt_param_scheduler: bool = option(
-        "use the learning rate, schedule, weight decay and optimizer of the checkpoint, not the flags'",
-        needs="load !finetune !no_load_optim",
+        "use the learning rate, schedule, weight decay and optimizer of the checkpoint, not the flags'"
     )
+
+    def __post_init__(self) -> None:
+        """Check that checkpoints are written and read as the flags promise."""
+        super().__post_init__()
+        if self.save_interval is not None and not self.save:
+            self.refuse("save_interval", because="needs --save DIR: give both, or neither")
+        if self.save_interval and self.save_retain_interval and self.save_retain_interval % self.save_interval:
+            self.refuse("save_retain_interval", because=f"must be a multiple of {self.typed('save_interval')}")
+        if self.ckpt_step is not None and not self.load:
+            self.refuse("ckpt_step", because="needs --load DIR: give both, or neither")
+        if self.from_scratch and self.load_hf:
+            self.refuse("from_scratch", because=f"contradicts {self.typed('load_hf')}: drop one of them")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            self.refuse(
+                "override_opt_param_scheduler",
+                because="contradicts --use-checkpoint-opt-param-scheduler: drop one of them",
+            )
 
     def is_save(self, folder: str | None) -> bool:
         """Whether a folder is ``--save``, whichever path names it."""
@@ -261,7 +252,7 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingSection:
+class LoggingSection(Section):
     """TensorBoard, Weights & Biases, timers and profiles."""
 
     log_interval: int = option("optimizer steps between two TensorBoard and Weights & Biases entries", default=1)
@@ -269,32 +260,32 @@ class LoggingSection:
         "folder of TensorBoard's files; default: tensorboard/ in the run's folder", metavar="DIR"
     )
     wandb_project: str | None = option("also log to this Weights & Biases project; default: no")
-    wandb_exp_name: str | None = option(
-        "name of the run in Weights & Biases; default: --run-name", needs="wandb_project"
-    )
-    wandb_entity: str | None = option("user or team in Weights & Biases; default: the API key's", needs="wandb_project")
-    wandb_save_dir: str | None = option(
-        "folder of Weights & Biases' files; default: the run's folder", needs="wandb_project", metavar="DIR"
-    )
+    wandb_exp_name: str | None = option("name of the run in Weights & Biases; default: --run-name")
+    wandb_entity: str | None = option("user or team in Weights & Biases; default: the API key's")
+    wandb_save_dir: str | None = option("folder of Weights & Biases' files; default: the run's folder", metavar="DIR")
     device_peak_tflops: float | None = option(
         "peak speed of a device in TFLOP/s, for perf/utilization; default: known for some GPUs in bf16"
     )
     log_timers_to_tensorboard: bool = option("log Megatron's timers of each optimizer step")
     timing_log_level: int | None = option(
         "timers to log: 0 the step, 1 also its parts and collectives, 2 also each micro-batch; default: 0",
-        needs="log_timers_to_tensorboard",
         not_negative=True,
         most=2,
     )
     profile: bool = option("record some optimizer steps with PyTorch's profiler; see docs/runs.md")
     profile_step_start: int | None = option(
-        "optimizer steps before the profiler records; default: 10", needs="profile", not_negative=True
+        "optimizer steps before the profiler records; default: 10", not_negative=True
     )
-    profile_step_end: int | None = option("optimizer step after which the profiler stops; default: 12", needs="profile")
-    profile_ranks: tuple[int, ...] | None = option(
-        "ranks that the profiler records; default: 0", needs="profile", any_sign=True
-    )
+    profile_step_end: int | None = option("optimizer step after which the profiler stops; default: 12")
+    profile_ranks: tuple[int, ...] | None = option("ranks that the profiler records; default: 0", any_sign=True)
     record_memory_history: bool = option("record allocations on each GPU, for PyTorch's memory viewer")
+
+    def __post_init__(self) -> None:
+        """Check that the profiled steps have an order."""
+        super().__post_init__()
+        start, end = self.profiled_steps
+        if start >= end:
+            raise ConfigurationError(f"--profile-step-start {start} must be below --profile-step-end {end}")
 
     @property
     def profiled_steps(self) -> tuple[int, int]:

@@ -29,8 +29,7 @@ from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.launch_file import words_of_file
-from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.flags.launch_file import read_launch_file
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.tasks.prompt_data.rows import parse_line
 from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
@@ -295,9 +294,7 @@ TARGETS: dict[str, Target] = {
     "llama": Target(text_of(LLAMA), _CONFIG, (ConfigurationError,)),
     "qwen3_moe": Target(text_of(QWEN3_MOE), _CONFIG, (ConfigurationError,)),
     "weights": Target(text_of({"weight_map": {"a": "a.safetensors"}}), weights),
-    "launch file": Target(
-        yaml_of(LAUNCH), file("l.yaml", lambda path: words_of_file(build_parser(), str(path))), share=0.1
-    ),
+    "launch file": Target(yaml_of(LAUNCH), file("l.yaml", lambda path: read_launch_file(str(path))), share=0.1),
     "vllm": Target(text_of(VLLM), lambda found, _: asked(VllmServerEngine, found), (EngineError,)),
     "sglang": Target(text_of(SGLANG), lambda found, _: asked(SglangServerEngine, found), (EngineError,)),
     "prompt rows": Target(text_of({"prompt": "1 + 1", "label": ["2"]}), lambda found, _: parse_line(found)),

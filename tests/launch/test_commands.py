@@ -93,7 +93,7 @@ def test_under_torchrun_rank_0_speaks_alone(tmp_path):
     process = ForkedCall(tmp_path, torchrun_main, [*words, "--num-attention-heads=1", f"--runs-dir={tmp_path}"])
     code, _, errors = finish(process)
     assert code == 1, "torchrun's own code"
-    assert errors.count("error: --num-attention-heads 1 must be a multiple of --tensor-model-parallel-size = 2") == 1
+    assert errors.count("error: --num-attention-heads 1 must be a multiple of --num-query-groups = 2") == 1
     assert "exitcode  : 2" in errors
     assert errors.count("Traceback") == 1, "torchrun's own"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_rc.launch.run_config.megatron_fields import core_folder
+from megatron_rc.launch.errors import has_module
 
 HYBRID = "--model=hybrid"
-IS_THERE = (core_folder() / "models" / "hybrid").is_dir()
+IS_THERE = has_module("megatron.core.models.hybrid")
 needs_hybrid = pytest.mark.skipif(not IS_THERE, reason="this Megatron-Core has no HybridModel")

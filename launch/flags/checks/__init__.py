@@ -1,17 +1,17 @@
-"""Checks of the settings of a run, before any process group is made.
+"""Checks of settings that span several sections, before any process group is made.
 
 They depend only on the settings, the files that they name and the number of processes, so that every rank raises the
-same error: one sentence with the flag, its value and the remedy.
+same error: one sentence with the flag, its value and the remedy. Sections check themselves when they are made. These
+checks are no part of ``RunConfig``, because an export reads a checkpoint's settings as one, of any layout and engine.
 """
 
 from __future__ import annotations
 
 from megatron_rc.launch.flags.checks.experts import check_experts
-from megatron_rc.launch.flags.checks.files import check_checkpoints
-from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
+from megatron_rc.launch.flags.checks.files import check_files
+from megatron_rc.launch.flags.checks.layout import check_batches, check_layout, check_steps
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
-from megatron_rc.launch.flags.checks.parallel import check_batches, check_intervals, check_parallelism
 from megatron_rc.launch.flags.checks.rollouts import (
     check_advantages,
     check_correction,
@@ -27,19 +27,17 @@ from megatron_rc.launch.tasks import Task
 def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     """Check that the settings go together; ``engine`` is False if rollouts come from outside of this program."""
     samples = engine and not config.rollouts.load_rollouts
-    check_parallelism(config)
+    check_layout(config)
     check_model(config)
     check_experts(config)
     check_megatron(config)
     check_architecture(config, samples)
     check_batches(config)
-    check_intervals(config, samples)
+    check_steps(config, samples)
     check_recorded(config)
     check_correction(config)
     check_engine(config, samples)
-    check_guards(config)
-    check_profiling(config)
-    check_checkpoints(config)
+    check_files(config)
     check_bridge(config, samples)
     check_reference(config)
     check_prompts(config, task)

@@ -8,71 +8,76 @@ from pathlib import Path
 
 from megatron_rc.launch.checkpoint_folders import iterations
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.run_config import RunConfig
 
 SHARED_MEMORY = Path("/dev/shm")
 _PROBED_BYTES = 2**20
 # A rank of a small run opens about 100 files and sockets, and more for each process group and peer.
-FEWEST_FILES, ENOUGH_FILES = 256, 4096
+FEWEST_FILES = 256
+ENOUGH_FILES = 4096
 
 
-def check_checkpoints(config: RunConfig) -> None:
-    """Check intervals of checkpoints, folders to load from, and names of metrics."""
-    files, prefix = config.checkpoints, config.correction.metric_prefix
-    retains, saves = files.save_retain_interval, files.save_interval
+def check_files(config: RunConfig) -> None:
+    """Check folders to load from, the checkpoint's step, and the names of metrics."""
+    files = config.checkpoints
+    prefix = config.correction.metric_prefix
     folders = {
         "load": None if files.is_save(files.load) else files.load,
         "ref_load": config.reference.ref_load,
         "critic_load_hf": config.critic and config.critic.critic_load_hf,
     }
-    wrong = {
-        "{save_retain_interval} must be a multiple of {save_interval}": retains and saves and retains % saves,
-        **{f"{{{name}}}: no such folder": folder and not Path(folder).is_dir() for name, folder in folders.items()},
-        "--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/, to tell the correction's metrics "
-        "from others": not prefix.endswith("/") or len(prefix) < 2,
-    }
-    refuse(config, wrong, prefix=prefix)
+    for name, folder in folders.items():
+        if folder and not Path(folder).is_dir():
+            raise ConfigurationError(f"{config.typed(name)}: no such folder")
+    if not prefix.endswith("/") or len(prefix) < 2:
+        raise ConfigurationError(
+            f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/, to tell the correction's "
+            "metrics from others"
+        )
     if files.load and files.ckpt_step is not None:
-        there = iterations(files.load)
-        missing = "{ckpt_step}: {load} holds no such checkpoint, it has {there}"
-        refuse(config, {missing: files.ckpt_step not in there}, there=", ".join(map(str, there)) or "none")
+        saved = iterations(files.load)
+        if files.ckpt_step not in saved:
+            known = ", ".join(map(str, saved)) or "none"
+            raise ConfigurationError(
+                f"{config.typed('ckpt_step')}: {config.typed('load')} holds no such checkpoint, it has {known}"
+            )
     if config.logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")
 
 
 def check_folders(config: RunConfig) -> None:
     """Check that the folders can be written to; they are not made yet, so that a refused run leaves nothing."""
-    launch, files = config.launch, config.checkpoints
+    files = config.checkpoints
+    if files.save_hf and not files.load and Path(files.save_hf).is_dir() and any(Path(files.save_hf).iterdir()):
+        raise ConfigurationError(f"{config.typed('save_hf')} is not empty, and this run begins: name another folder")
+    if files.save and not files.is_save(files.load):
+        # Another run's checkpoints would later pass for this run's. An unfinished one has a suffix.
+        others = [path for path in Path(files.save).glob("iter_*/metadata.json") if path.parent.suffix == ""]
+        if others:
+            raise ConfigurationError(
+                f"{config.typed('save')} holds the checkpoints of another run: name another folder, or give --load "
+                f"{files.save} to go on from there"
+            )
     written = {
-        "runs_dir": Path(launch.runs_dir) / launch.run_name,
         "save": files.save,
         "save_hf": files.save_hf,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "wandb_save_dir": config.logging.wandb_save_dir,
         "save_rollouts": config.rollouts.save_rollouts,
         "rollout_weights_dir": config.engine.rollout_weights_dir,
+        "runs_dir": str(Path(config.launch.runs_dir) / config.launch.run_name),
     }
-    begins = files.save_hf and not files.load and Path(files.save_hf).is_dir()
-    # A folder with another run's checkpoints, which would later pass for this run's; an unfinished one has a suffix.
-    others = Path(files.save).glob("iter_*/metadata.json") if files.save and not files.is_save(files.load) else ()
-    wrong = {
-        "{save_hf} is not empty, and this run begins: name another folder": (
-            begins and any(Path(files.save_hf or "").iterdir())
-        ),
-        "{save} holds the checkpoints of another run: name another folder, or give --load {folder} to go on "
-        "from there": any(path.parent.suffix == "" for path in others),
-    }
-    refuse(config, wrong, folder=files.save)
-    refused = "{%s} cannot be written to ({found}): choose another folder"
-    refuse(config, {refused % name: folder and _reason_against(Path(folder)) for name, folder in written.items()})
+    for name, folder in written.items():
+        reason = _reason_against(Path(folder)) if folder else None
+        if reason:
+            raise ConfigurationError(f"{config.typed(name)} cannot be written to ({reason}): choose another folder")
 
 
 def _reason_against(folder: Path) -> str | None:
-    """The system's reason why files cannot be written to a folder, or to the one in which it will be made."""
+    """Return the system's reason why files cannot be written to a folder, or to the one in which it will be made."""
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=there):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
         return error.strerror or type(error).__name__

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError, has_module
-from megatron_rc.launch.flags.checks.refuse import refuse, typed
+from megatron_rc.launch.errors import ConfigurationError, has_module, one_line
 from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.launch.run_config.megatron_configs import (
     build_ddp_config,
@@ -32,7 +31,7 @@ REFUSED = {
     "adds layers that only a loss of further tokens trains": "mtp_num_layers",
     "keeps the weights in numbers that engines cannot read": "fp8_param fp4_param",
     "needs Megatron-FSDP, which runs on CUDA streams alone, so that no test here can prove it; use "
-    "--use-distributed-optimizer": ("use_megatron_fsdp use_custom_fsdp init_model_with_meta_device"),
+    "--use-distributed-optimizer": "use_megatron_fsdp use_custom_fsdp init_model_with_meta_device",
     "splits the optimizer's work in a way that is not supported here": (
         "num_distributed_optimizer_instances use_layer_wise_distributed_optimizer "
         "overlap_param_gather_with_optimizer_step"
@@ -49,7 +48,9 @@ REFUSED = {
     "captures CUDA graphs, but passes have other shapes for training and for log-probs": (
         "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph"
     ),
-    "takes a way through Mamba layers that Megatron-Core itself does not test": "use_mamba_mem_eff_path",
+    "is of Mamba layers, which are not trained here": (
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path"
+    ),
     "makes another kind of model than a GPT with full attention": "experimental_attention_variant use_mup",
 }
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
@@ -68,86 +69,98 @@ MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 def check_megatron(config: RunConfig) -> None:
     """Check the given fields, and let Megatron build its configs with them."""
-    flags = [field.as_flag(value) for field, value in _chosen(config)]
+    fields = config.megatron.given
+    if fields.get("bias_activation_fusion") and not config.transformer.gated_linear_unit:
+        raise ConfigurationError(
+            "--bias-activation-fusion without --swiglu replaces GELU by its tanh approximation: drop it, or give "
+            "--openai-gelu instead"
+        )
+    if fields.get("optimizer_cpu_offload"):
+        offloads_critic = config.critic is not None and config.critic.critic_offload
+        offloads = {"--optimizer-offload": config.training.optimizer_offload, "--critic-offload": offloads_critic}
+        for flag_of_offload, is_on in offloads.items():
+            if is_on:
+                raise ConfigurationError(
+                    f"--optimizer-cpu-offload does not go with {flag_of_offload}: drop one of them"
+                )
     for field, value in _chosen(config):
         if field.name in _REASONS:
             raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
-    _check_numbers(config)
+    _check_passes(config)
     _check_layers(config)
     # Without Transformer Engine here Megatron cannot judge settings for machines that have it.
-    if config.megatron.given and (has_module("transformer_engine") or not _has_engine(config)):
-        _build(config, flags)
+    if fields and (has_module("transformer_engine") or not _has_engine(config)):
+        _build(config)
 
 
 def model_flags(config: RunConfig) -> list[str]:
-    """Given flags that make the model a function that no Hugging Face architecture here has."""
-    fields = [field.as_flag(value) for field, value in _chosen(config) if field.name in _OF_THE_MODEL]
-    return fields + [typed(config, "hybrid_layer_pattern")] * config.has_mamba
+    """Return given flags that make the model a function that no Hugging Face architecture here has."""
+    return [field.as_flag(value) for field, value in _chosen(config) if field.name in _OF_THE_MODEL]
 
 
 def _chosen(config: RunConfig) -> Iterator[tuple[MegatronField, Any]]:
     """Yield the given fields whose value is not the default."""
-    known = passed_through()
     for name, value in config.megatron.given.items():
-        if value != known[name].default:
-            yield known[name], value
+        field = passed_through()[name]
+        if value != field.default:
+            yield field, value
 
 
 def _has_engine(config: RunConfig) -> bool:
     return config.model.transformer_impl == "transformer_engine"
 
 
-def _check_numbers(config: RunConfig) -> None:
-    given, compute = config.megatron.given, config.compute
+def _check_passes(config: RunConfig) -> None:
+    """Refuse what makes π_old and π_θ differ, or begins with undefined weights."""
+    fields = config.megatron.given
+    if fields.get("fp8") and fields.get("fp8_recipe", "delayed") == "delayed":
+        raise ConfigurationError(
+            f"{config.typed('fp8')} with --fp8-recipe delayed takes its scales from earlier passes, so that π_old and "
+            "π_θ differ by noise: use --fp8-recipe tensorwise, blockwise or mxfp8"
+        )
     is_loaded = config.checkpoints.load or config.checkpoints.load_hf
-    depends_on_passes = given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed"
-    wrong = {
-        "{fp8} with --fp8-recipe delayed takes its scales from earlier passes, so that π_old and π_θ differ by noise: "
-        "use --fp8-recipe tensorwise, blockwise or mxfp8": depends_on_passes,
-        "{fp16} and {bf16} are two types of the same weights: drop one of them": compute.fp16 and compute.bf16,
-        "{fp16} with --num-experts: Megatron-Core lowers the loss scales of experts and of other weights apart, but "
-        "scales the loss once; use --bf16": compute.fp16 and config.experts,
-        "{bias_activation_fusion} without --swiglu replaces GELU by its tanh approximation: drop it, or give "
-        "--openai-gelu instead": given.get("bias_activation_fusion") and not config.transformer.gated_linear_unit,
-        "{perform_initialization} without --load or --load-hf leaves weights undefined: drop it": (
-            given.get("perform_initialization") is False and not is_loaded
-        ),
-    }
-    refuse(config, wrong)
+    if fields.get("perform_initialization") is False and not is_loaded:
+        raise ConfigurationError("--no-initialization without --load or --load-hf leaves weights undefined: drop it")
 
 
 def _check_layers(config: RunConfig) -> None:
-    given, training, is_split = config.megatron.given, config.training, config.optimizer.use_distributed_optimizer
-    modules = [module for module in given.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
-    flags = [typed(config, name) for name in _OF_ENGINE if given.get(name)]
-    flags += [f"--recompute-modules {module}" for module in modules]
+    fields = config.megatron.given
+    training = config.training
+    if not _has_engine(config):
+        of_engine = [config.typed(name) for name in _OF_ENGINE if fields.get(name)]
+        modules = [module for module in fields.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
+        of_engine += [f"--recompute-modules {module}" for module in modules]
+        if of_engine:
+            raise ConfigurationError(
+                f"{of_engine[0]} needs --transformer-impl transformer_engine: use it, or drop the flag"
+            )
+    for name in _OF_GPUS:
+        if fields.get(name) and config.launch.on_cpu:
+            raise ConfigurationError(f"{config.typed(name)} needs a GPU: drop it")
     fits = config.parallel.sequence_parallel and config.compute.bf16 and not training.rl_use_sequence_packing
-    wrong = {
-        "{found[0]} needs --transformer-impl transformer_engine: use it, or drop the flag": (
-            not _has_engine(config) and flags
-        ),
-        **{f"{{{name}}} needs a GPU: drop it": given.get(name) and config.launch.on_cpu for name in _OF_GPUS},
-        "{tp_comm_overlap} has bfloat16 buffers for micro-batches of one length, split over the TP ranks: give "
-        "--sequence-parallel and --bf16 without --rl-use-sequence-packing, or drop it": (
-            given.get("tp_comm_overlap") and not fits
-        ),
-        "{defer_embedding_wgrad_compute} waits for the output layer, which --fused-linear-log-probs does not run: drop "
-        "one of them": given.get("defer_embedding_wgrad_compute") and training.fused_linear_log_probs,
-        "{overlap_param_gather} needs --use-distributed-optimizer: give both, or neither": (
-            given.get("overlap_param_gather") and not is_split
-        ),
-    }
-    refuse(config, wrong)
+    if fields.get("tp_comm_overlap") and not fits:
+        raise ConfigurationError(
+            "--tp-comm-overlap has bfloat16 buffers for micro-batches of one length, split over the TP ranks: give "
+            "--sequence-parallel and --bf16 without --rl-use-sequence-packing, or drop it"
+        )
+    if fields.get("defer_embedding_wgrad_compute") and training.fused_linear_log_probs:
+        raise ConfigurationError(
+            "--defer-embedding-wgrad-compute waits for the output layer, which --fused-linear-log-probs does not run: "
+            "drop one of them"
+        )
+    if fields.get("overlap_param_gather") and not config.optimizer.use_distributed_optimizer:
+        raise ConfigurationError("--overlap-param-gather needs --use-distributed-optimizer: give both, or neither")
 
 
-def _build(config: RunConfig, flags: list[str]) -> None:
+def _build(config: RunConfig) -> None:
     """Let Megatron check the given fields; its configs are built again with the model."""
+    flags = ", ".join(config.typed(name) for name in config.megatron.given)
     allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     try:
         for build in (build_transformer_config, build_ddp_config, build_optimizer_config):
             build(config)
     except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"Megatron-Core refuses {', '.join(flags)}: {reason}") from error
+        raise ConfigurationError(f"Megatron-Core refuses {flags}: {one_line(error)}") from error
     finally:
+        # A field of Megatron's config sets this switch of the process.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed

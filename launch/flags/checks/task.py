@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.rewards.outcome import LARGEST
 from megatron_rc.launch.rewards.pool import check_loads
@@ -24,29 +23,32 @@ def check_room(length: int, response: int) -> None:
 
 def check_prompts(config: RunConfig, task: Task) -> None:
     """Check the number of held-out problems, and that the first prompts leave room for a response."""
-    length, response = config.training.seq_length, config.rollouts.max_response_length
+    length = config.training.seq_length
+    response = config.rollouts.max_response_length
+    dp = config.data_parallel_size
+    evaluation = config.evaluation
     check_room(length, response)
-    tried, evaluation, dp = (
-        {"prompt": config.rollouts.grpo_prompts_per_step},
-        config.evaluation,
-        config.data_parallel_size,
-    )
+    numbers = {"prompt": config.rollouts.grpo_prompts_per_step}
     if evaluation.eval_interval is not None:
-        few = "{eval_problems} is less than the {dp} data-parallel ranks: give more"
-        refuse(config, {few: evaluation.eval_problems < dp}, dp=dp)
         files = len(config.data.eval_names)
-        few = "{eval_problems} is less than the {files} files of --eval-data: give at least one problem for each"
-        refuse(config, {few: evaluation.eval_problems < files}, files=files)
-        tried["held-out prompt"] = evaluation.eval_problems
-    words = (
-        "{seq_length} is too short for --task {task}: it does not hold a {kind} of {longest} tokens and a response of "
-        "up to {response}"
-    )
-    for kind, number in tried.items():
-        problems = task.problems(0, number, held_out=kind != "prompt")
+        if evaluation.eval_problems < dp:
+            raise ConfigurationError(
+                f"{config.typed('eval_problems')} is less than the {dp} data-parallel ranks: give more"
+            )
+        if evaluation.eval_problems < files:
+            raise ConfigurationError(
+                f"{config.typed('eval_problems')} is less than the {files} files of --eval-data: give at least one "
+                "problem for each"
+            )
+        numbers["held-out prompt"] = evaluation.eval_problems
+    for kind, number in numbers.items():
+        problems = task.problems(0, number, held_out=kind == "held-out prompt")
         longest = max(len(task.text.encode(problem)) for problem in problems)
-        found = {"task": config.task.task, "kind": kind, "longest": longest, "response": response}
-        refuse(config, {words: longest > length - response}, **found)
+        if longest > length - response:
+            raise ConfigurationError(
+                f"{config.typed('seq_length')} is too short for --task {config.task.task}: it does not hold a {kind} "
+                f"of {longest} tokens and a response of up to {response}"
+            )
 
 
 def _check_labels(config: RunConfig, task: Task, rule: str) -> None:
@@ -63,16 +65,10 @@ def _check_labels(config: RunConfig, task: Task, rule: str) -> None:
 def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
     """Check that there is a rule, and that a user's own rule loads, in a process of its own."""
     rewards = config.rewards
-    wrong = {
-        "{reward_on_error} must be a finite float32 number": not abs(rewards.reward_on_error) <= LARGEST,
-        "{overlong} does nothing with {load_rollouts}, which has rewards: use --overlong mask or keep": (
-            rewards.overlong == "penalise" and config.rollouts.load_rollouts
-        ),
-        "{overlong} does not know {max_turns}: its penalty is of responses of one turn; use --overlong mask or keep": (
-            rewards.overlong == "penalise" and config.rollouts.max_turns > 1
-        ),
-    }
-    refuse(config, wrong)
+    if abs(rewards.reward_on_error) > LARGEST:
+        raise ConfigurationError(f"{config.typed('reward_on_error')} must be a finite float32 number")
+    if rewards.overlong == "penalise":
+        _check_penalty(config)
     if not samples:
         return
     source = source_of(config)
@@ -88,3 +84,20 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
         check_loads(source)
     if config.rollouts.max_turns > 1:
         check_loads(reply_source(config))
+
+
+def _check_penalty(config: RunConfig) -> None:
+    if config.rollouts.load_rollouts:
+        raise ConfigurationError(
+            f"--overlong penalise does nothing with {config.typed('load_rollouts')}, which has rewards: use --overlong "
+            "mask or keep"
+        )
+    if config.rollouts.max_turns > 1:
+        raise ConfigurationError(
+            f"--overlong penalise does not know {config.typed('max_turns')}: its penalty is of responses of one turn; "
+            "use --overlong mask or keep"
+        )
+    if (config.rewards.overlong_buffer or 0) > config.rollouts.max_response_length:
+        raise ConfigurationError(
+            f"{config.typed('overlong_buffer')} must be at most {config.typed('max_response_length')}"
+        )

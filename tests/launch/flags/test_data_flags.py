@@ -95,7 +95,6 @@ def test_what_was_typed_takes_the_place_of_the_launch_files(tmp_path, file, text
 
 # Words (B stands for a file), and parts of the sentence.
 REFUSED = """
---eval-data B :: --eval-data | b.jsonl | --eval-interval
 --eval-interval=2 :: --eval-interval 2 | --eval-data
 --eval-interval=2 --eval-data B --eval-problems=5 :: --eval-data | 4 | 5
 --overlong-prompts=keep :: --overlong-prompts: | 'keep'
@@ -112,7 +111,6 @@ REFUSED = """
 --eval-interval=2 --eval-data a=B --eval-label-key a=q a=r :: --eval-label-key a=q a=r | two keys for a
 --eval-interval=2 --eval-data B --eval-input-key question :: b.jsonl, line 1 | 'question' | --eval-input-key
 --eval-interval=2 --eval-data a=B C --eval-label-key b=answer :: b.jsonl, line 1 | 'answer' | --eval-label-key
---eval-input-key=question :: --eval-input-key question | --eval-data
 """
 
 

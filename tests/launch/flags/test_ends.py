@@ -64,15 +64,10 @@ REFUSED = """
 --rollout-no-stop-token-ids 5 :: --rollout-no-stop-token-ids 5
 --rollout-no-stop-token-ids 1 :: --rollout-no-stop-token-ids 1 | --rollout-stop-token-ids
 --rollout-stop= :: --rollout-stop
---rollout-stop a --load-rollouts x :: --rollout-stop a | --load-rollouts x
---rollout-skip-special-tokens --load-rollouts x :: --rollout-skip-special-tokens | --load-rollouts x
---chat-template-kwargs {} :: --chat-template-kwargs {} | --apply-chat-template
 --chat-template-kwargs {a --apply-chat-template :: --chat-template-kwargs | {a | JSON
 --chat-template-kwargs [1] --apply-chat-template :: --chat-template-kwargs | [1] | JSON object
---tools-key tools :: --tools-key tools | --prompt-data
 --apply-chat-template-kwargs {} :: apply-chat-template-kwargs | --chat-template-kwargs
 --tool-key tools :: tool-key | --tools-key
---stop-token-ids 5 :: stop-token-ids | --rollout-stop-token-ids
 """
 
 

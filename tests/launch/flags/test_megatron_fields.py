@@ -12,7 +12,8 @@ import torch
 from megatron_rc.launch import distributed
 from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.checks import megatron
-from megatron_rc.launch.flags.configure import configure, parse_args
+from megatron_rc.launch.flags.command import read_command
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 from megatron_rc.launch.run_config.megatron_configs import (
@@ -102,9 +103,9 @@ def test_a_launch_file_has_the_same_names_and_flags_override_it(tmp_path):
         "overlap-grad-reduce: true\nno-rope-fusion: true\nrecompute-modules: [core_attn, mlp]\nfp8-wgrad: false\n"
         "lr: 1e-3\nswiglu: false\n"
     )
-    args = parse_args(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce", "--lr=2"])
-    assert (args.overlap_grad_reduce, args.apply_rope_fusion, args.fp8_wgrad) == (False, False, False)
-    assert (args.recompute_modules, args.lr, args.swiglu) == (["core_attn", "mlp"], 2.0, False)
+    values = read_command(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce", "--lr=2"]).values
+    assert (values.overlap_grad_reduce, values.apply_rope_fusion, values.fp8_wgrad) == (False, False, False)
+    assert (values.recompute_modules, values.lr, values.swiglu) == (("core_attn", "mlp"), 2.0, False)
 
 
 @pytest.mark.parametrize("words", ["--bf16", SPLIT, f"{SPLIT} --bf16 --rl-use-sequence-packing", f"{SPLIT} --bf16"])

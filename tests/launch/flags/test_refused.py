@@ -1,15 +1,13 @@
 """Settings that cannot work: one sentence with the flag, its value and what it collides with."""
 
+import dataclasses
 import re
 
 import pytest
 
-from megatron_rc.launch.errors import flag
+from megatron_rc.launch.errors import missing_packages_noted
 from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.flags.parser import build_parser, needs_of
-from megatron_rc.launch.run_config import flag_options
-from megatron_rc.launch.run_config.options import is_met
 from megatron_rc.records.rollout import save_rollouts
 from tests.launch.flags.test_latent_attention import HEADS, LATENT
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
@@ -34,12 +32,10 @@ TABLES = {
         @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: = 4 | 6 processes
         @4 --tensor-model-parallel-size=4 :: --num-query-groups 2 | --tensor-model-parallel-size = 4
         @3 --pipeline-model-parallel-size=3 :: --num-layers 4 | --pipeline-model-parallel-size = 3
-        --num-layers-per-virtual-pipeline-stage=0 :: must be positive
-        --num-layers-per-virtual-pipeline-stage=1 :: --pipeline-model-parallel-size above 1
+        @2 PP --num-layers-per-virtual-pipeline-stage=0 :: must be positive
         @2 PP --num-layers-per-virtual-pipeline-stage=3 :: --num-layers 4 | 2 · | = 6
         @2 PP --num-layers-per-virtual-pipeline-stage=1 --micro-batch-size=16 :: of 2 micro
         @2 --context-parallel-size=2 --seq-length=18 :: --seq-length 18 | 2 · --context-parallel-size = 4
-        --sequence-parallel :: --sequence-parallel | --tensor-model-parallel-size 1
         @2 --tensor-model-parallel-size=2 --sequence-parallel --seq-length=15 :: --seq-length 15 | --tensor-model
         @2 --padded-vocab-size=15 --tensor-model-parallel-size=2 :: --padded-vocab-size 15 | --tensor-model
         --padded-vocab-size=12 :: --padded-vocab-size 12 | 13
@@ -51,8 +47,8 @@ TABLES = {
         @2 --rl-use-sequence-packing --rl-sequence-packing-bin-size=18 --context-parallel-size=2 :: bin-size 18
         --seq-length=64 --max-position-embeddings=32 :: --seq-length 64 | --max-position-embeddings 32
         --seq-length=10 :: --max-response-length 10 | --seq-length 10
-        --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
         --kv-channels=7 :: --kv-channels 7 | --rotary-percent
+        --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
         --transformer-impl=transformer_engine
         --recompute-granularity=full :: --recompute-method | --recompute-num-layers
         """,
@@ -69,7 +65,6 @@ TABLES = {
         --tokenizer-type=HuggingFaceTokenizer :: HuggingFaceTokenizer | --tokenizer-model | --load-hf
         --tokenizer-type=CharacterTokenizer --tokenizer-model=DIR :: --tokenizer-model DIR | --tokenizer-type
         --apply-chat-template
-        ALONE --dynamic-sampling=2 :: --dynamic-sampling 2 | --grpo-group-size 1
         ALONE --advantage-estimator=grpo-passk :: --advantage-estimator grpo-passk | --grpo-group-size 1
         --rollout-is=batch :: rollout_is='batch'
         --task=chess
@@ -81,43 +76,44 @@ TABLES = {
         --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
         --metric-prefix=step :: --metric-prefix 'step'
         --rollout-top-k=1 :: --rollout-top-k 1 | 2 and more
-        --entropy-over-support :: --entropy-over-support | --rollout-min-p
         @2 --num-experts=4 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 must divide the 1 tensor
         --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load-hf=nowhere
-        --record-memory-history
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
-        --profile --profile-ranks 4 :: --profile-ranks 4
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
         --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
         --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
-        --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
-        --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
+        --lr-warmup-iters=2 --lr-warmup-fraction=0.1 :: --lr-warmup-iters 2 | --lr-warmup-fraction 0.1
+        --lr-warmup-init=1 :: --lr-warmup-init 1.0 | --lr 0.02
+        --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
+        --weight-decay-incr-style=cosine :: --weight-decay-incr-style cosine | --start-weight-decay
+        --optimizer=sgd --use-distributed-optimizer :: --use-distributed-optimizer | --optimizer sgd
+        --save-interval=2 :: --save-interval 2 | --save DIR
+        --ckpt-step=2 :: --ckpt-step 2 | --load DIR
+        --ref-load=a --ref-load-hf=b :: --ref-load a | --ref-load-hf b
+        --overlong=penalise :: --overlong penalise | --overlong-buffer
+        --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
+        --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override-opt-param-scheduler
+        --stop-if lr :: --stop-if 'lr'
         """,
     ),
-    "idle": (
+    "engines": (
         LLAMA,
         "",
         True,
         """
-        --save=. --keep-last=2 :: --keep-last 2 | --save-interval
         --rollout-engine=vllm-server --rollout-url=http://a:1 :: --rollout-engine vllm-server | --rollout-weights-dir
         SERVERS=vllm-server :: --rollout-url | 2 servers for 1 data-parallel
-        @2 SERVERS=sglang-server --rollout-model=m :: --rollout-model m | --rollout-engine sglang-server | vllm-server
         SERVERS=vllm-server --rollout-url=http://a:1/v1 :: --rollout-url: | 'http://a:1/v1' | http://host:port
         SERVERS=vllm-server --rollout-weight-transfer=nccl :: --rollout-weight-transfer nccl | GPUs | gloo
         SERVERS=sglang-server --rollout-weight-transfer=ipc :: --rollout-weight-transfer ipc | vllm-server | gloo
-        SERVERS=sglang-server --rl-partial-rollouts --rollout-staleness=4 :: --rl-partial-rollouts | vllm-server
-        --rl-partial-rollouts --rollout-staleness=4 --max-turns=2 :: --rl-partial-rollouts | --max-turns 2
-        --rollout-colocate --rollout-staleness=4 :: --rollout-colocate | --rollout-staleness 4
-        --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
-        --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
+        SERVERS=vllm-server --rl-partial-rollouts --rollout-staleness=4 --max-turns=2 :: --rl-partial | --max-turns 2
+        SERVERS=vllm-server --rl-partial-rollouts :: --rl-partial-rollouts | --rollout-staleness
         --ppo-dual-clip=3 --rollout-correction-preset=bypass_pg_is :: --ppo-dual-clip | algorithm='reinforce'
         --advantage-scope=accepted --rollout-rs=none --rollout-rs-threshold=none :: --advantage-scope | --rollout-rs
         --no-rollout-is-apply --advantage-baseline=weighted --advantage-baseline-weights=correction :: --rollout-is
-        @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
         """,
     ),
     "experts": (
@@ -125,7 +121,7 @@ TABLES = {
         "--num-experts=8 --moe-router-topk=4 --moe-ffn-hidden-size=24",
         False,
         """
-        @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
+        @2 --num-experts=5 --expert-model-parallel-size=2 :: --num-experts 5 | --expert-model-parallel-size = 2
         @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 tensor · data
         --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
@@ -133,18 +129,19 @@ TABLES = {
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
         @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
         --moe-token-dispatcher-type=flex
+        --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
         --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce :: rejection_denominator=original
         --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
-        --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
+        --moe-router-num-groups=3 :: --moe-router-num-groups 3 | --moe-router-group-topk
         --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
         --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
         --moe-router-bias-update-rate=0.1
         --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
         @2 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing :: --calculate-per-token-loss
-        --moe-enable-routing-replay --moe-router-dtype=fp64 :: --moe-enable-routing-replay | --moe-router-dtype fp64
+        --moe-enable-routing-replay --bf16 --moe-router-dtype=fp64 :: --moe-enable-routing-replay | float64
         --moe-enable-routing-replay --bf16 :: float32 | bfloat16 | --moe-router-dtype fp32
         --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-score-function=sigmoid :: -dtype fp32
-        --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype fp32 | bf
+        --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype | bf
         --moe-enable-routing-replay --moe-routing-replay-source=old --bypass-mode :: -source old | --bypass-mode
         """,
     ),
@@ -159,9 +156,7 @@ TABLES = {
         LATENT,
         False,
         """
-        --group-query-attention --num-query-groups=2 :: --group-query-attention | --multi-latent-attention
         --position-embedding-type=learned_absolute
-        --rotary-percent=0.5
         --qk-l2-norm :: --qk-l2-norm | --multi-latent-attention
         --qk-pos-emb-head-dim=5
         @2 --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | --sequence-parallel
@@ -174,6 +169,8 @@ TABLES = {
         """
         --correct-values=mask --bypass-mode :: --correct-values mask | --bypass-mode
         --correct-values=weights :: --correct-values weights | --rollout-is
+        --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
+        --num-critic-only-steps=100 :: --num-critic-only-steps 100 | --train-iters 100
         """,
     ),
     "rewards": (
@@ -204,7 +201,6 @@ TABLES = {
         True,
         """
         --overlong=penalise --overlong-buffer=4 :: --overlong penalise | --load-rollouts
-        --rollout-engine=vllm :: --rollout-engine vllm | --load-rollouts
         --advantage-estimator=remax :: --advantage-estimator remax | --load-rollouts
         --train-iters=4 :: --train-iters 4 | 1 rollout batches | 2 optimizer steps
         --proximal-interpolation :: --proximal-interpolation | --rollout-staleness
@@ -217,10 +213,9 @@ TABLES = {
         """
         --moe-input-jitter-eps=0.1 --num-experts=4 :: --moe-input-jitter-eps 0.1 | π_old and π_θ
         --fp8-param-gather :: --fp8-param-gather
-        --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-size above 1
+        --pipeline-model-parallel-layout=Et|L :: --pipeline-model-parallel-layout | --pipeline-model-parallel-size 1
         @2 PP --pipeline-model-parallel-layout=Et|L :: Et|L with --num-layers 4 | must match
         @2 PP --pipeline-model-parallel-layout=||| :: ||| with --num-layers 4 | Et|ttL
-        @2 PP --pipeline-model-parallel-layout=Ettt|tL --num-layers-per-virtual-pipeline-stage=1 :: drop --num-layers-p
         --cuda-graph-impl=local
         --fp16 --bf16 :: --fp16 and --bf16
         --fp16 --num-experts=4 :: --fp16 with --num-experts
@@ -234,8 +229,7 @@ TABLES = {
         --no-initialization :: --no-initialization | --load
         --no-rope-freq=often :: --no-rope-freq | 'often'
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
-        @2 PP --decoder-first-pipeline-num-layers=4 :: --num-layers 4 | leaves 0
-        @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: leaves 1
+        @2 PP --decoder-first-pipeline-num-layers=4 :: Megatron-Core refuses --decoder-first-pipeline-num-layers 4
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
     ),
@@ -267,30 +261,6 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
         configure(base, int(ranks[1:]), engine=samples)
 
 
-DEFAULTS = build_parser().parse_args([])
-# Options with the first condition that the defaults do not meet.
-UNMET = [
-    (option, next((need for need in needs_of(option) if not is_met(need, DEFAULTS)), ""))
-    for _, option in flag_options().values()
-]
-
-
-def test_no_option_has_lost_its_need():
-    assert sum(bool(need) for _, need in UNMET) >= 100
-
-
-@pytest.mark.parametrize(
-    ("option", "need"), [pair for pair in UNMET if pair[1]], ids=lambda part: getattr(part, "flag", part)
-)
-def test_a_flag_without_the_one_that_it_needs_is_refused(tmp_path, option, need):
-    word = flag(f"no_{option.flag}" if option.default is True else option.flag)
-    value = (*option.choices, "{}" if option.metavar == "JSON" else "0.5" if option.kind is float else "1")[0]
-    words = [word] if option.kind is bool else [word, value]
-    name, _, values = need.removeprefix("!").partition("=")
-    with refused(f"{word} | {flag(name)} | {values.replace('|', ' | ')}"):
-        configure([*flags(tmp_path, model=GPT2), *words], 1, engine=False)
-
-
 def test_what_does_nothing_in_megatron_passes(tmp_path):
     """Such flags go into its configs, as every other field does; nor is a switch refused that is off anyway."""
     words = "--optimizer=sgd --adam-beta1=0.8 --cross-entropy-loss-fusion --tp-comm-overlap-ag --moe-grouped-gemm "
@@ -298,8 +268,71 @@ def test_what_does_nothing_in_megatron_passes(tmp_path):
     assert configure(flags(tmp_path, *f"{words} --no-critic-offload --no-async-save".split()), 1)
 
 
+def test_memory_is_not_shared_with_an_engine_that_samples_ahead(tmp_path):
+    words = "--no-cpu --transformer-impl=local --rollout-engine=vllm --rollout-colocate --rollout-staleness=4".split()
+    with missing_packages_noted(), refused("--rollout-colocate | --rollout-staleness 4"):
+        configure(flags(tmp_path, *words), 1, elsewhere=True)
+
+
 def test_an_engine_that_does_not_report_its_kept_tokens_is_refused(tmp_path, monkeypatch):
     """vLLM in this process, which need not be installed here."""
     monkeypatch.setattr(rollouts, "require", lambda *_: None)
     with refused("--rollout-top-p | --rollout-engine vllm | on a GPU alone"):
         configure(flags(tmp_path, "--rollout-engine=vllm", "--rollout-top-p=0.9"), 1)
+
+
+# The model, flags that do nothing, flags beside them, and what the line says that they need.
+UNUSED = [
+    (
+        GPT2,
+        "--rope-scaling-factor=4 --moe-router-topk=4 --beta-fast=3",
+        "",
+        "--use-rope-scaling | --num-experts | --mul",
+    ),
+    (
+        GPT2,
+        "--openai-gelu --sequence-parallel --num-query-groups=2",
+        "--swiglu",
+        "--swiglu | tensor parallel | --group-query",
+    ),
+    (LLAMA, "--keep-last=2 --profile-ranks=0 --critic-lr=1", "--save=save", "--save-interval | --profile | gae"),
+    (LLAMA, "--kl-estimator=k1 --ref-update-interval=2", "--grpo-kl-beta=0", "--grpo-kl-beta above 0 | --kl-in-reward"),
+    (LLAMA, "--grpo-clamp-eps-lower=0.1", "--policy-loss=reinforce", "an objective with bounds"),
+    (LLAMA, "--rollout-engine=vllm --rollout-url=a --max-turns=3", "--load-rollouts=RECORDS", "not --load-rollouts"),
+    (LLAMA, "--rollout-stop=a --rollout-skip-special-tokens", "--load-rollouts=RECORDS", "not --load-rollouts"),
+    (
+        LLAMA,
+        "--rollout-model=m --rollout-max-versions=2 --eval-samples=4",
+        "",
+        "vllm-server | --rl-partial | --eval-in",
+    ),
+    (LLAMA, "--rl-partial-rollouts --rollout-url=http://a:1", "--rollout-engine=transformers", "vllm-server"),
+    (LLAMA, "--tools-key=tools --chat-template-kwargs={}", "", "--prompt-data | --apply-chat-template"),
+    (
+        LLAMA,
+        "--always-score --doctor-interval=1000",
+        "--proximal-interpolation --rollout-staleness=2",
+        "before the loss | --train-iters",
+    ),
+    (LLAMA, "--no-async-save --rotary-percent=1.0 --critic-lr-decay-style=constant", "", ""),
+]
+
+
+@pytest.mark.parametrize(("model", "unused", "more", "needs"), UNUSED, ids=[words for _, words, _, _ in UNUSED])
+def test_flags_that_do_nothing_are_one_line_and_change_nothing(tmp_path, caplog, model, unused, more, needs):
+    """Given values that are the defaults are not named."""
+    (tmp_path / "records").mkdir()
+    save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
+    base = [word for word in flags(tmp_path, "--train-iters=2", model=model) if "clamp-eps" not in word]
+    base += more.replace("RECORDS", f"{tmp_path}/records").split()
+    with caplog.at_level("WARNING"):
+        config, _ = configure([*base, *unused.split()], 1, engine=False)
+    lines = [record.message for record in caplog.records if "do nothing" in record.message]
+    without, _ = configure(base, 1, engine=False)
+    # Unused flags of the loss keep their values.
+    assert config == dataclasses.replace(without, loss=config.loss)
+    assert without.unused == ()
+    assert len(lines) == bool(needs)
+    for word in unused.split() if needs else ():
+        assert f"{word.partition('=')[0]} " in lines[0]
+    assert all(part in lines[0] for part in needs.split(" | ") if part)

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config.passes import is_one_pass, scoring_in_words, why_scored
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import training_cases, training_oracle
@@ -307,11 +306,11 @@ def test_else_none_is_made(tmp_path, more):
 
 @pytest.mark.parametrize("mode", ["--bypass-mode", "--proximal-interpolation"])
 def test_other_modes_need_none_and_cannot_be_told_to_score(tmp_path, mode):
-    config = choice(tmp_path, mode)
+    config = choice(tmp_path, mode, "--always-score")
     assert not is_one_pass(config)
     assert mode in scoring_in_words(config)
-    with pytest.raises(ConfigurationError, match=f"--always-score does nothing with {mode}"):
-        choice(tmp_path, mode, "--always-score")
+    assert not config.rollouts.always_score
+    assert config.unused[0].startswith("--always-score ")
 
 
 def test_layers_in_fp8_keep_the_pass(tmp_path):

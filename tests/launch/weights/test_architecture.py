@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.flags.command import read_command
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.architecture import read_architecture
@@ -28,19 +28,19 @@ def folders(tmp_path_factory):
 # Model, flag, and how the sentence names both sides.
 CONTRADICTIONS = [
     ("llama", "--rotary-base=10000", "--rotary-base 10000 contradicts --load-hf"),
-    ("llama", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights True contradicts"),
+    ("llama", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights contradicts"),
     ("llama", "--hf-model-type=mistral", "--hf-model-type mistral contradicts --load-hf"),
     ("qwen3", "--num-experts=4", "--num-experts 4 contradicts --load-hf .* has None"),
     ("qwen3_moe", "--num-experts=8", "--num-experts 8 contradicts --load-hf .* has 4"),
-    ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--moe-router-pre-softmax False contradicts"),
+    ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--no-moe-router-pre-softmax contradicts"),
 ]
 
 
 @pytest.mark.parametrize(("name", "word", "message"), CONTRADICTIONS)
 def test_flags_that_contradict_the_directory_are_refused(folders, name, word, message):
     with pytest.raises(ConfigurationError, match=message):
-        parse_args(words_of(folders[name], Layout(), word))
-    assert parse_args(words_of(folders["llama"], Layout(), "--rotary-base=500")).rotary_base == 500
+        read_command(words_of(folders[name], Layout(), word))
+    assert read_command(words_of(folders["llama"], Layout(), "--rotary-base=500")).values.rotary_base == 500
 
 
 # Model, changed entries of its config.json, and parts of the sentence.

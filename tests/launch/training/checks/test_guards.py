@@ -54,9 +54,9 @@ def test_what_is_no_condition_is_refused_at_the_start(tmp_path, text, message):
     assert f"'{text}'" in str(error.value)
 
 
-def test_a_flag_that_takes_several_values_is_given_once(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"^--stop-if is given twice: give all its values after one$"):
-        run_config(flags(tmp_path, "--stop-if", "lr < 1", "--stop-if=lr > 2"))
+def test_a_flag_that_takes_several_values_may_be_repeated(tmp_path):
+    config = run_config(flags(tmp_path, "--stop-if", "lr < 1", "--stop-if=lr > 2"))
+    assert config.guards.stop_if == ("lr < 1", "lr > 2")
 
 
 def verdicts(tmp_path, condition, values, metric=KL):

@@ -1,0 +1,246 @@
+"""Flags that do nothing in a run, because of its other flags: a table, and the values without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rc.launch.engines.registry import ENGINES
+from megatron_rc.launch.errors import flag
+from megatron_rc.launch.run_config import RunConfig, flag_options, sections_of
+from megatron_rc.launch.run_config.options import as_typed, options_of
+from megatron_rc.loss.objectives import OBJECTIVES
+
+# Estimators without a baseline over the responses to a prompt, or with one that importance weights do not change.
+_WITHOUT_BASELINE = ("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Condition under which some flags are used."""
+
+    needs: str  # the condition in words
+    is_met: Callable[[Any], bool]  # of the values of all flags
+    flags: str  # names with underscores
+
+
+# Sections of the configuration that are absent unless a condition is met; the switch itself may be a field of them.
+OPTIONAL_SECTIONS = {
+    "latent": Rule("--multi-latent-attention", lambda run: run.multi_latent_attention, "multi_latent_attention"),
+    "experts": Rule("--num-experts", lambda run: run.num_experts, "num_experts"),
+    "routing": Rule(
+        "--num-experts with --moe-enable-routing-replay",
+        lambda run: run.num_experts and run.moe_enable_routing_replay,
+        "moe_enable_routing_replay",
+    ),
+    "critic": Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", ""),
+}
+# In this order: a flag of one rule may be a condition of a later one.
+_TABLE = (
+    Rule(
+        "an engine, not --load-rollouts",
+        lambda run: not run.load_rollouts,
+        "eval_interval reward reply reward_workers reward_timeout reward_errors reward_on_error bad_samples "
+        "bad_sample_attempts max_turns rollout_stop_token_ids rollout_no_stop_token_ids rollout_stop "
+        "rollout_skip_special_tokens dynamic_sampling save_rollouts rollout_engine rollout_url rl_partial_rollouts",
+    ),
+    # Layers.
+    Rule("tensor parallel ranks", lambda run: run.tensor_model_parallel_size > 1, "sequence_parallel"),
+    Rule("pipeline stages", lambda run: run.pipeline_model_parallel_size > 1, "num_layers_per_virtual_pipeline_stage"),
+    Rule(
+        "stages without --pipeline-model-parallel-layout",
+        lambda run: run.get("pipeline_model_parallel_layout") is None,
+        "num_layers_per_virtual_pipeline_stage",
+    ),
+    Rule("--num-experts", lambda run: run.num_experts, "expert_model_parallel_size"),
+    Rule(
+        "plain rotary positions",
+        lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,
+        "rotary_percent use_rope_scaling",
+    ),
+    Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
+    Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
+    Rule(
+        "plain attention",
+        lambda run: not run.multi_latent_attention,
+        "kv_channels add_qkv_bias group_query_attention num_query_groups",
+    ),
+    Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
+    Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias"),
+    Rule(
+        "--rope-type yarn",
+        lambda run: run.rope_type == "yarn",
+        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
+    ),
+    Rule("softmax scores", lambda run: run.moe_router_score_function == "softmax", "moe_router_pre_softmax"),
+    Rule("sigmoid scores", lambda run: run.moe_router_score_function == "sigmoid", "moe_router_enable_expert_bias"),
+    Rule("a balancing loss", lambda run: run.moe_router_load_balancing_type != "none", "moe_aux_loss_coeff"),
+    Rule(
+        "--moe-routing-replay-source rollout",
+        lambda run: run.moe_routing_replay_source == "rollout",
+        "moe_routing_replay_check_interval",
+    ),
+    Rule(
+        "--recompute-granularity full",
+        lambda run: run.recompute_granularity == "full",
+        "recompute_method recompute_num_layers",
+    ),
+    Rule("--rl-use-sequence-packing", lambda run: run.rl_use_sequence_packing, "rl_sequence_packing_bin_size"),
+    # Prompts and evaluations.
+    Rule("--prompt-data", lambda run: run.prompt_data, "eval_data input_key label_key tools_key overlong_prompts"),
+    Rule("--apply-chat-template", lambda run: run.apply_chat_template, "chat_template_kwargs tools_key"),
+    Rule(
+        "--eval-interval",
+        lambda run: run.eval_interval,
+        "eval_data eval_problems eval_samples eval_temperature eval_answers",
+    ),
+    Rule("--eval-data", lambda run: run.eval_data, "eval_input_key eval_label_key"),
+    # Rewards and advantages.
+    Rule("--max-turns above 1", lambda run: run.max_turns > 1, "reply"),
+    Rule("--bad-samples resample", lambda run: run.bad_samples == "resample", "bad_sample_attempts"),
+    Rule("--reward-errors continue", lambda run: run.reward_errors == "continue", "reward_on_error"),
+    Rule("--overlong penalise", lambda run: run.overlong == "penalise", "overlong_buffer overlong_penalty_factor"),
+    Rule("--grpo-group-size above 1", lambda run: run.grpo_group_size > 1, "dynamic_sampling advantage_baseline"),
+    Rule("an estimator with a discount", lambda run: run.advantage_estimator in ("reinforce-pp", "gae"), "gamma"),
+    Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", "gae_lambda"),
+    Rule("--advantage-estimator gpg", lambda run: run.advantage_estimator == "gpg", "gpg_f_norm"),
+    Rule("an estimator other than remax", lambda run: run.advantage_estimator != "remax", "advantage_scope"),
+    Rule(
+        "an estimator with a baseline of each prompt",
+        lambda run: run.advantage_estimator not in _WITHOUT_BASELINE,
+        "advantage_baseline",
+    ),
+    Rule(
+        "--advantage-baseline weighted",
+        lambda run: run.advantage_baseline == "weighted",
+        "advantage_baseline_weights advantage_baseline_bound",
+    ),
+    Rule(
+        "--advantage-baseline-weights ratio",
+        lambda run: run.advantage_baseline_weights == "ratio",
+        "advantage_baseline_bound",
+    ),
+    Rule("--kl-in-reward", lambda run: run.kl_in_reward, "kl_in_reward_estimator"),
+    Rule("a critic's learning rate that falls", lambda run: run.critic_lr_decay_style != "constant", "critic_min_lr"),
+    # Schedules.
+    Rule("--train-samples", lambda run: run.train_samples, "lr_decay_samples lr_warmup_samples lr_wsd_decay_samples"),
+    Rule(
+        "--lr-decay-style WSD",
+        lambda run: run.lr_decay_style == "WSD",
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+    ),
+    Rule("--lr-ess-scaling", lambda run: run.lr_ess_scaling, "lr_ess_base"),
+    Rule(
+        "--weight-decay-incr-style linear or cosine",
+        lambda run: run.weight_decay_incr_style != "constant",
+        "start_weight_decay end_weight_decay",
+    ),
+    # Checkpoints and logs.
+    Rule(
+        "--save with --save-interval",
+        lambda run: run.save and run.save_interval,
+        "async_save keep_last save_retain_interval continue_after_failed_save",
+    ),
+    Rule("--save", lambda run: run.save, "no_save_optim"),
+    Rule("--save-hf", lambda run: run.save_hf, "save_hf_interval"),
+    Rule("--load", lambda run: run.load, "finetune no_load_optim verify_integrity load_last_valid"),
+    Rule("no --ckpt-step", lambda run: run.ckpt_step is None, "load_last_valid"),
+    Rule(
+        "the optimizer of --load",
+        lambda run: run.load and not run.finetune and not run.no_load_optim,
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+    ),
+    Rule("--wandb-project", lambda run: run.wandb_project, "wandb_exp_name wandb_entity wandb_save_dir"),
+    Rule("--log-timers-to-tensorboard", lambda run: run.log_timers_to_tensorboard, "timing_log_level"),
+    Rule("--profile", lambda run: run.profile, "profile_step_start profile_step_end profile_ranks"),
+    # Rollouts and engines.
+    Rule("--save-rollouts", lambda run: run.save_rollouts, "save_log_probs"),
+    Rule(
+        "--rollout-top-p, --rollout-top-k or --rollout-min-p",
+        lambda run: run.rollout_top_p < 1 or run.rollout_top_k or run.rollout_min_p,
+        "entropy_over_support",
+    ),
+    Rule("--rl-partial-rollouts", lambda run: run.rl_partial_rollouts, "rollout_max_versions"),
+    Rule("no --rollout-staleness", lambda run: not run.rollout_staleness, "sync_probe_interval"),
+)
+
+
+def _all_rules() -> Iterator[Rule]:
+    """Yield the rules of whole sections, of single flags, and of settings that not every engine takes."""
+    for name, section, is_optional in sections_of(RunConfig):
+        if is_optional:
+            rule = OPTIONAL_SECTIONS[name]
+            flags = [option.flag for option in options_of(section) if option.flag != rule.flags]
+            yield Rule(rule.needs, rule.is_met, " ".join(flags))
+    yield from _TABLE
+    for name, (_, option) in flag_options().items():
+        engines = [engine for engine, kind in ENGINES.items() if option.field in kind.settings]
+        if engines:
+            yield Rule(f"--rollout-engine {' or '.join(engines)}", _is_engine_of(engines), name.replace("-", "_"))
+
+
+def _is_engine_of(engines: list[str]) -> Callable[[Any], bool]:
+    return lambda run: run.rollout_engine in engines
+
+
+RULES = tuple(_all_rules())
+
+
+def without_unused(values: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the values with unused flags at their defaults, and the given ones among these flags, in words.
+
+    Args:
+        values: values of all flags, as ``Values``.
+        given: values of the flags that the user gave.
+    """
+    unused: list[str] = []
+    for rule in RULES:
+        if rule.is_met(values):
+            continue
+        usual = {name: flag_options()[name.replace("_", "-")][1].default for name in rule.flags.split()}
+        for name, default in usual.items():
+            if name in given and values[name] != default:
+                unused.append(f"{as_typed(name, given[name])} (needs {rule.needs})")
+        values = values.also(usual)
+    return values, unused
+
+
+def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """Return the settings without what the objective, the correction, the device or the run's length leave unused.
+
+    Fields of sections get their defaults; flags of the loss keep their values. All that were given are listed.
+    """
+    loss = config.loss
+    steps = config.training.train_iters
+    doctor_interval = config.guards.doctor_interval or 0
+    save_hf_interval = config.checkpoints.save_hf_interval or 0
+    clips = loss.algorithm is None or OBJECTIVES[loss.algorithm].clips
+    rules = [
+        ("--grpo-kl-beta above 0", bool(loss.kl_coef), "kl_estimator kl_importance_weight"),
+        ("an objective with bounds", clips, "grpo_clamp_eps_lower grpo_clamp_eps_upper"),
+        ("--grpo-kl-beta or --kl-in-reward", config.needs_reference, "ref_load ref_load_hf ref_update_interval"),
+        ("a correction before the loss", not config.correction.corrects_in_loss, "always_score"),
+        ("--train-iters of a whole rollout batch", steps >= config.updates_per_rollout, "save_log_probs"),
+        ("a GPU", not config.launch.on_cpu, "record_memory_history rollout_colocate"),
+        ("as many --train-iters", steps >= doctor_interval, "doctor_interval"),
+        ("as many --train-iters", steps >= save_hf_interval, "save_hf_interval"),
+    ]
+    unused = list(config.unused)
+    for needs, is_met, names in rules:
+        if is_met:
+            continue
+        for name in names.split():
+            if given.get(name) and not any(line.startswith(f"{flag(name)} ") for line in unused):
+                unused.append(f"{as_typed(name, given[name])} (needs {needs})")
+            if name.replace("_", "-") in flag_options():
+                section, option = flag_options()[name.replace("_", "-")]
+                config = config.changed(**{section: {option.field: option.default}})
+    return dataclasses.replace(config, unused=tuple(unused))
+
+
+def needs_in_words(name: str) -> str:
+    """Return the end of a flag's help text: the conditions under which it is used."""
+    needs = [rule.needs for rule in RULES if name in rule.flags.split()]
+    return f"; needs {' and '.join(needs)}" if needs else ""
