@@ -85,11 +85,6 @@ def examine(
     config: RunConfig, task: Task, missing: Sequence[str], machines: int, device_memory_gib: float | None
 ) -> DryRun:
     """Measure the memory of each stage, and trace the collectives."""
-    if config.has_mamba:
-        raise ConfigurationError(
-            "a dry run cannot measure Mamba layers, whose kernels run on GPUs alone: start the run, or examine a "
-            "--hybrid-layer-pattern without M"
-        )
     engine = engine_bytes(config, None if device_memory_gib is None else device_memory_gib * GIB)
     try:
         memories = stage_memories(config)

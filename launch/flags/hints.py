@@ -99,8 +99,9 @@ _REMEDIES = {
     "--eval-data names the prompts that are held out": "split",
     "give the GPUs to the servers of --rollout-url by their own flags": "rollout-num-gpus-per-engine rollout-num-gpus",
     "all keys of a row go to the reward function as its record: leave it out": "metadata-key",
-    "use --model hybrid, and --hybrid-layer-pattern for Mamba layers": (
-        "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model"
+    "use --model hybrid": "is-hybrid-model",
+    "Mamba layers are not trained here any more, and layers of attention need no pattern: leave it out": (
+        "hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio"
     ),
 }
 # Least likeness of similar spellings, by difflib, and of names of which one has more words than the other.

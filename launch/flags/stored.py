@@ -61,9 +61,10 @@ def _alone(config: RunConfig) -> RunConfig:
 def _section(kind: type[Section], values: Mapping[str, Any], where: str, *, strict: bool) -> Section:
     hints, defaults = get_type_hints(kind), {option.field: option.default for option in options_of(kind)}
     fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    unknown = [name for name in values if name not in fields]
+    # A flag that an earlier release had, and that was not given, changes nothing.
+    unknown = [name for name, value in values.items() if name not in fields and value is not None]
     if strict and unknown:
-        raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: a later megatron_rc wrote it")
+        raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: another megatron_rc wrote it")
     found = {}
     for name in fields:
         value = values.get(name, defaults.get(name))

@@ -120,16 +120,6 @@ class RunConfig:
         return [bool(kind) for kind in pattern]
 
     @property
-    def mixers(self) -> str:
-        """A letter for each layer: ``*`` for attention, ``M`` for Mamba."""
-        return (self.model.hybrid_layer_pattern or "**" * self.transformer.num_layers)[::2]
-
-    @property
-    def has_mamba(self) -> bool:
-        """Whether a layer has Mamba in the place of attention."""
-        return "M" in self.mixers
-
-    @property
     def stages_of_layers(self) -> list[int]:
         """For each layer, its pipeline stage."""
         stages = self.parallel.pipeline_model_parallel_size

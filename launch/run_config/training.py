@@ -80,10 +80,6 @@ class ModelSection:
         flag="model",
         default="gpt",
     )
-    hybrid_layer_pattern: str | None = option(
-        "two letters for each layer of --model hybrid: M (Mamba) or * (attention), then - (MLP) or E (experts); such "
-        "as M-M-*-; default: attention in every layer"
-    )
 
     @property
     def is_hybrid(self) -> bool:

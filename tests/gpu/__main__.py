@@ -34,7 +34,7 @@ QUARTER = (
     ("bench_correction.py", ""),
     ("bench_step.py", "decoupled or bypass"),
     ("bench_vocab.py", "kept"),
-    *((name, "not mamba") for name in CHECKS),
+    *((name, "") for name in CHECKS),
 )
 QUARTER_SECONDS = 780  # and two minutes to make the environment and to carry files
 PROCESSES_PER_FILE = 12

@@ -1,10 +1,7 @@
 """The trainer on one device, in groups of one rank: gradients of every parameter against float64, and whole steps."""
 
-import importlib
 import json
 import math
-import os
-import sys
 
 import pytest
 import torch
@@ -14,11 +11,10 @@ from megatron_rc.launch.engines.weight_sums import sum_of
 from tests.gpu.packages import require
 from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
-from tests.launch.training.models import test_hybrid, test_mamba
+from tests.launch.training.models import test_hybrid
 from tests.support import training_cases
 from tests.support.errors import largest_error
 from tests.support.made_rollouts import on_device
-from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
 from tests.support.training_cases import Case
@@ -176,34 +172,6 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
     ]
     figures(grad_norm_error_cpu=apart[0], grad_norm_error_back=apart[1])
     assert largest_error(apart) <= (0.05 if "--bf16" in more else 1e-3)
-
-
-def compile_once():
-    """Keep the smallest configuration of each of Mamba's kernels: compiling all of them takes minutes."""
-    importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-    for name, module in list(sys.modules.items()):
-        for value in vars(module).values() if name.startswith("mamba_ssm") else ():
-            if hasattr(value, "configs"):
-                value.configs = value.configs[-1:]
-
-
-@pytest.mark.timeout(150)
-def test_mamba_kernels(words, device, figures, tmp_path):
-    """Two steps with the kernels, whose products are in TF32, beside two with modules that compute their formulas."""
-    require("mamba_ssm", "causal_conv1d")
-    compile_once()
-    sizes = ["--mamba-num-heads=4", "--mamba-head-dim=16", "--mamba-num-groups=2", "--mamba-state-dim=16"]
-    run = words(*sizes, "--lr=1e-3", model=[*test_mamba.LLAMA, test_mamba.HYBRID, test_mamba.PATTERN])
-    found = steps(run, [0, 1])
-    path, variables = tmp_path / "formulas.json", {"PYTHONPATH": f"{test_mamba.KERNELS}{os.pathsep}{ROOT}"}
-    job(("-m", "tests.gpu.training", "steps", str(path), "[0, 1]", *run), 80, **variables)
-    apart = [
-        abs(got[name] - want[name]) / abs(want[name])
-        for got, want in zip(found, json.loads(path.read_text(encoding="utf-8")), strict=True)
-        for name in ("loss/total", "grad_norm")
-    ]
-    figures(largest_error=largest_error(apart))
-    assert largest_error(apart) <= 1e-2
 
 
 def test_grouped_experts(words, figures, tmp_path):

@@ -241,7 +241,7 @@ def with_settings(home, target, **changes):
             "no Hugging Face architecture here has the settings",
         ),
         ("megatron", {"given": {"rotary_interleaved": True, "of_a_later_release": 1}}, "--rotary-interleaved"),
-        ("model", {"hybrid_layer_pattern": "M-*-*-*-"}, r"--hybrid-layer-pattern M-\*-\*-\*- is in no Hugging"),
+        ("model", {"hybrid_layer_pattern": "M-*-*-*-"}, "model has an unknown field 'hybrid_layer_pattern'"),
         ("transformer", None, "has no section transformer"),
         ("transformer", {"num_layers": 5}, r"layers\.\S+ is \(4, .*\), and by its settings \(5, "),
         ("model", {"untie_embeddings_and_output_weights": True}, r"holds no tensor output_layer\.weight"),

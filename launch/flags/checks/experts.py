@@ -129,6 +129,7 @@ def _check_replay(config: RunConfig) -> None:
     asked = config.replays_rollouts and config.dtype is not torch.float32 and not config.rollouts.load_rollouts
     differs = asked and of_engine is not of_trainer
     mode = "--bypass-mode" if config.correction.bypass_mode else "--proximal-interpolation"
+    is_from_engine = config.replays_rollouts and not config.rollouts.load_rollouts
     wrong = {
         "{moe_enable_routing_replay} with {moe_router_fusion}: the fused router chooses by itself; drop one of them": (
             config.megatron.given.get("moe_router_fusion")
@@ -142,6 +143,10 @@ def _check_replay(config: RunConfig) -> None:
         "--moe-router-dtype fp32": differs and of_engine is torch.float32,
         "{moe_routing_replay_source} replays a forward-only pass, which {mode} does not make: use rollout": (
             not config.replays_rollouts and config.correction.corrects_in_loss
+        ),
+        "{moe_enable_routing_replay} needs a GPU with {rollout_engine}, which reports its experts there alone: use "
+        "--rollout-engine transformers, or --moe-routing-replay-source old": (
+            is_from_engine and config.engine.rollout_engine == "vllm" and config.launch.on_cpu
         ),
     }
     refuse(config, wrong, mode=mode, of_engine=of_engine, of_trainer=of_trainer)

@@ -49,7 +49,9 @@ REFUSED = {
     "captures CUDA graphs, but passes have other shapes for training and for log-probs": (
         "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph"
     ),
-    "takes a way through Mamba layers that Megatron-Core itself does not test": "use_mamba_mem_eff_path",
+    "is of Mamba layers, which are not trained here": (
+        "mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim use_mamba_mem_eff_path"
+    ),
     "makes another kind of model than a GPT with full attention": "experimental_attention_variant use_mup",
 }
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
@@ -81,8 +83,7 @@ def check_megatron(config: RunConfig) -> None:
 
 def model_flags(config: RunConfig) -> list[str]:
     """Given flags that make the model a function that no Hugging Face architecture here has."""
-    fields = [field.as_flag(value) for field, value in _chosen(config) if field.name in _OF_THE_MODEL]
-    return fields + [typed(config, "hybrid_layer_pattern")] * config.has_mamba
+    return [field.as_flag(value) for field, value in _chosen(config) if field.name in _OF_THE_MODEL]
 
 
 def _chosen(config: RunConfig) -> Iterator[tuple[MegatronField, Any]]:

@@ -99,8 +99,7 @@ def host_copy(config: RunConfig, chunks: Sequence[ModelChunk]) -> list[ModelChun
     there = dataclasses.replace(config, launch=dataclasses.replace(config.launch, on_cpu=True))
     copies = build_chunks(there, transformer)
     for frozen, chunk in zip(copies, chunks, strict=True):
-        # Float16Module converts the policy: learned positions are made in float32, whatever the dtype. Mamba makes its
-        # parameters on the GPU.
+        # Float16Module converts the policy: learned positions are made in float32, whatever the dtype.
         frozen.to("cpu", config.dtype).load_state_dict(chunk.state_dict())
         frozen.requires_grad_(False)
         for parameter in () if config.launch.on_cpu else frozen.parameters():

@@ -1,9 +1,9 @@
 """Megatron-Core's HybridModel with the layers, the weights and the checkpoints of the GPTModel of the same flags.
 
-HybridModel counts a layer's mixer (attention or Mamba) and its MLP as two layers of a pattern: ``*-M-`` stands for two
-layers. Here each half keeps the number of the whole layer, as Megatron's settings of single layers, the routers and
-checkpoints want it. What HybridModel of megatron-core 0.19.2 lacks of GPTModel is added in this module; ``output.py``
-calls the ``output_processor``, as it does for older models.
+HybridModel counts a layer's attention and its MLP as two layers of a pattern: ``*-*-`` stands for two layers. Here each
+half keeps the number of the whole layer, as Megatron's settings of single layers, the routers and checkpoints want it.
+What HybridModel of megatron-core 0.19.2 lacks of GPTModel is added in this module; ``output.py`` calls the
+``output_processor``, as it does for older models.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from megatron_rc.launch.run_config import RunConfig
 
-MLP, EXPERTS = "-", "E"
+ATTENTION = "*"
+MLP = "-"
+EXPERTS = "E"
 
 
 def layer_pattern(config: RunConfig) -> str:
     """The pattern of all layers, in order, with a bar between two model chunks: ``*-M-|*-*E`` on two stages."""
-    mlps = [EXPERTS if has_experts else MLP for has_experts in config.layers_with_experts]
-    layers = map("".join, zip(config.mixers, mlps, strict=True))
+    layers = iter([ATTENTION + (EXPERTS if has_experts else MLP) for has_experts in config.layers_with_experts])
     return "|".join("".join(islice(layers, size)) for size in config.layers_of_chunks)
 
 
@@ -57,9 +56,7 @@ class Hybrid(HybridModel):  # type: ignore[misc]
         kinds = dict(zip(run.layers_with_experts, layers, strict=True))
         halves = {"moe_layer" if has_experts else "mlp_layer": _mlp_half(kind) for has_experts, kind in kinds.items()}
         halves["attention_layer"] = _attention_half(layers[0])
-        if run.has_mamba:
-            halves["mamba_layer"] = _mamba_half(layers[0])
-        params = {"norm": block.layer_norm, "alike": common["config"].moe_layer_freq == 1 == len(set(run.mixers))}
+        params = {"norm": block.layer_norm, "alike": common["config"].moe_layer_freq == 1}
         stack = ModuleSpec(Stack, params=params, submodules=HybridStackSubmodules(**halves))
         super().__init__(hybrid_stack_spec=stack, hybrid_layer_pattern=layer_pattern(run), **common)
         if hasattr(self, "rotary_pos_emb"):
@@ -88,15 +85,6 @@ def _attention_half(layer: Any) -> ModuleSpec:
     return ModuleSpec(HalfLayer, submodules=own)
 
 
-def _mamba_half(layer: Any) -> ModuleSpec:
-    """Spec of Mamba in the place of a layer's attention, with the classes of its linear layers and its norm."""
-    linear = layer.self_attention.submodules
-    projections = MambaMixerSubmodules(in_proj=linear.linear_qkv, out_proj=linear.linear_proj)
-    mixer = ModuleSpec(MambaMixer, submodules=projections)
-    own = MambaLayerSubmodules(norm=layer.input_layernorm, mixer=mixer, mamba_bda=layer.self_attn_bda)
-    return ModuleSpec(HalfMamba, submodules=own)
-
-
 def _mlp_half(layer: Any) -> ModuleSpec:
     """Spec of a layer's MLP or experts with their norm."""
     own = dataclasses.replace(
@@ -107,13 +95,6 @@ def _mlp_half(layer: Any) -> ModuleSpec:
 
 class HalfLayer(TransformerLayer):  # type: ignore[misc]
     """A layer's attention or its MLP, with the number of the whole layer."""
-
-    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **more: Any) -> None:
-        super().__init__(config, submodules, (layer_number + 1) // 2, **more)
-
-
-class HalfMamba(MambaLayer):  # type: ignore[misc]
-    """Mamba in the place of a layer's attention, with the number of the whole layer."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **more: Any) -> None:
         super().__init__(config, submodules, (layer_number + 1) // 2, **more)

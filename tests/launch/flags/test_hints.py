@@ -36,6 +36,7 @@ HINTS = {
     "--from-scrach": "--from-scratch?",
     "--use-flash-attention-2": "--attention-backend?",
     "--metadata-key": "record",
+    "--hybrid-layer-pattern": "Mamba layers are not trained here any more",
     "--zzz": "--help-all",
 }
 

@@ -41,7 +41,7 @@ MEGATRON = {
     (float, 1.0): "rotary-percent rotary-scaling-factor mscale clip-grad rl-default-temperature",
     (str, None): "recompute-granularity recompute-method save load tensorboard-dir wandb-project wandb-exp-name "
     "wandb-entity wandb-save-dir "
-    "tokenizer-type tokenizer-model hybrid-layer-pattern",
+    "tokenizer-type tokenizer-model",
     (str, "learned_absolute"): "position-embedding-type",
     (str, "LayerNorm"): "normalization",
     (str, "transformer_engine"): "transformer-impl",

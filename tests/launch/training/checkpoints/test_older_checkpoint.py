@@ -2,7 +2,7 @@
 
 ``tests/golden/checkpoint`` holds it: tensor, pipeline and data parallel 2, distributed optimizer, critic, reference
 policy, and responses that were under way. ``rows.json`` beside it has the metrics of the steps that followed in the run
-that wrote it. ``python -m tests.launch.training.checkpoints.test_older_checkpoint FOLDER`` writes such a folder with the
+that wrote it. ``python -m tests.launch.training.checkpoints.test_older_checkpoint FOLDER`` writes such a folder by the
 code of the checkout.
 """
 
