@@ -39,7 +39,7 @@ def choose_prompts(args: argparse.Namespace) -> None:
     if not args.prompt_data:
         args.task = args.task or DEFAULT_TASK
         args.idle.add("prompt_data")
-    args.rows_digest = args.order_digest = None
+    args.rows_digest = None
     for name in ("prompt_data", "eval_data", "eval_input_key", "eval_label_key"):
         words = getattr(args, name)
         setattr(args, name, None if words is None else tuple(words))
@@ -68,7 +68,8 @@ def _prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
     room = Room(text, args.seq_length, args.max_response_length, drops)
     held_out = _held_out(args, row_format) if args.eval_data else []
     data = PromptData(args.prompt_data, held_out, row_format, text, args.seed, room, args.max_response_length)
-    args.label_key, args.rows_digest, args.order_digest = row_format.label_key, data.digest, data.order_digest
+    args.label_key = row_format.label_key
+    args.rows_digest = data.digest
     return data
 
 
