@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.numbered_rollouts import numbered_servers
+from tests.support.numbered_server import numbered_servers
 from tests.support.paths import ROOT
 from tests.support.runs import finish, launch, start, steps
 
