@@ -174,7 +174,6 @@ def wrong(words):
         if importlib.util.find_spec(rest[1]) is None:
             return [rest[1]]
         known = helped(rest[1]) if rest[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(rest)
-        known += helped("megatron_rc.replay") if rest[1] == "megatron_rc.launch.replay" else ""
         return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in known]
     if command.startswith("python") or "/" in command:
         file = rest[0] if command.startswith("python") else command

@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks, make_sample
 from megatron_rc.launch.engines.model_directory import ModelDirectory
-from megatron_rc.launch.engines.vllm_experts import RecordsExperts
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 
@@ -40,8 +39,7 @@ class VllmEngine:
         dtype: ``fp32`` or ``bf16``.
         ends: what ends a response; for stop strings vLLM loads the directory's tokenizer.
         max_model_len: largest number of tokens of a prompt with its response.
-        reports_experts: whether samples have the experts of their tokens. On a CPU this module's extension of vLLM's
-            worker records them, without vLLM's prefix cache: its tokens have no experts.
+        reports_experts: whether samples have the experts of their tokens; on a GPU alone.
         reports_support: whether truncated samples have the tokens that were kept; on a GPU alone.
         takes_weights: whether a running vLLM takes new weights; if not, each :meth:`load_weights` starts it anew.
         processes: number of processes that vLLM spreads the model over, on this rank's GPU and the next ones;
@@ -69,7 +67,7 @@ class VllmEngine:
         self._devices = _devices(processes) if torch.cuda.is_available() else None
         self._sleeps, self._is_asleep, self._has_more = sleeps, False, bool(more)
         self.directory, self.ends, self.version = directory, ends, -1
-        self._takes_weights, self._records_experts = takes_weights, reports_experts and not torch.cuda.is_available()
+        self._takes_weights = takes_weights
         self._options = {
             "dtype": DTYPES[dtype],
             "max_model_len": max_model_len,
@@ -84,12 +82,10 @@ class VllmEngine:
             "tensor_parallel_size": processes,
             "enable_sleep_mode": sleeps,
             **more,
-            **({"return_sampling_mask": True} if reports_support else {}),
         }
-        if self._records_experts:
-            name = f"{RecordsExperts.__module__}.{RecordsExperts.__qualname__}"
-            self._options |= {"worker_extension_cls": name, "enable_prefix_caching": False}
-        elif reports_experts:
+        if reports_support:
+            self._options["return_sampling_mask"] = True
+        if reports_experts:
             self._options["enable_return_routed_experts"] = True
         self._llm: Any = None
 
@@ -102,8 +98,6 @@ class VllmEngine:
         try:
             if self._llm is None:
                 self._llm = self._start(path)
-                if self._records_experts:
-                    self._llm.collective_rpc("record_experts")
             else:
                 if self._is_asleep:
                     self._llm.wake_up(tags=["weights"])
@@ -129,8 +123,7 @@ class VllmEngine:
         inputs, vllm = [{"prompt_token_ids": ask.prompt} for ask in asks], importlib.import_module("vllm")
         sampling = [vllm.SamplingParams(**ask.sampling_of_vllm) for ask in asks]
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
-        experts = self._recorded_experts(outputs)
-        return [_to_sample(ask, output, of_it) for ask, output, of_it in zip(asks, outputs, experts, strict=True)]
+        return [_to_sample(ask, output) for ask, output in zip(asks, outputs, strict=True)]
 
     def sleep(self) -> None:
         """Give the GPU's memory back until the next :meth:`load_weights`, if the engine was made so."""
@@ -143,15 +136,6 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm, self.version, self._is_asleep = None, -1, False
-
-    def _recorded_experts(self, outputs: Sequence[Any]) -> list[Tensor | None]:
-        """The experts of each output, by this project's record on a CPU, else by vLLM's own."""
-        if not self._records_experts:
-            return [_experts_of(output) for output in outputs]
-        tables, *_ = self._llm.collective_rpc("take_experts")  # each process has the same
-        # The worker's name of a request is the output's with a random ending.
-        by_request = tables | {name.rpartition("-")[0]: table for name, table in tables.items()}
-        return [torch.tensor(by_request[output.request_id], dtype=torch.int32) for output in outputs]
 
     def _start(self, path: str) -> Any:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would inherit the trainer's threads
@@ -201,21 +185,21 @@ def _devices(number: int) -> str:
     return ",".join(names[first : first + number])
 
 
-def _experts_of(output: Any) -> Tensor | None:
-    """The experts that vLLM itself reports."""
-    found = getattr(output.outputs[0], "routed_experts", None)
-    return None if found is None else torch.from_numpy(found.astype("int32"))
-
-
-def _to_sample(ask: Ask, output: Any, experts: Tensor | None) -> Sample:
+def _to_sample(ask: Ask, output: Any) -> Sample:
+    """Read and check vLLM's response to one request, with its experts and kept tokens if vLLM was asked for them."""
     if list(output.prompt_token_ids) != ask.prompt or len(output.outputs) != 1:
         raise EngineError(f"vLLM, prompt {ask.index}: {len(output.outputs)} responses to another prompt, expected 1")
     (answer,) = output.outputs
     token_ids = list(answer.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(token_ids, answer.logprobs or [], strict=True)]
+    experts = getattr(answer, "routed_experts", None)
     kept = getattr(answer, "sampling_mask", None)
     return make_sample(
-        *(ask, token_ids, log_probs, answer.finish_reason, "vLLM"),
-        experts=experts,
+        ask,
+        token_ids,
+        log_probs,
+        answer.finish_reason,
+        "vLLM",
+        experts=None if experts is None else torch.from_numpy(experts.astype("int32")),
         kept=None if kept is None else kept.token_ids,
     )

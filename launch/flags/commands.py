@@ -1,4 +1,4 @@
-"""Flags of the commands ``export``, ``replay`` and ``report`` of ``python -m megatron_rc.launch``."""
+"""Flags of the commands ``export`` and ``report`` of ``python -m megatron_rc.launch``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _METRICS = "metrics.jsonl"
 def parse_export(argv: Sequence[str]) -> argparse.Namespace:
     """Read the words of the export command; flags that name files or folders have the type Path."""
     parser = _parser("export", "Write a checkpoint as a Hugging Face directory, on one process without a GPU.")
-    _add_checkpoint(parser)
+    text = "checkpoints: the --save of a run, of any layout"
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help=text)
+    text = "step of the checkpoint; default: the newest"
+    parser.add_argument("--ckpt-step", dest="step", type=int, metavar="N", help=text)
     text = "directory to write; must be new or empty"
     parser.add_argument("--save-hf", type=Path, required=True, metavar="DIR", help=text)
     text = "directory of a Hugging Face tokenizer; default: the run's"
@@ -26,28 +29,12 @@ def parse_export(argv: Sequence[str]) -> argparse.Namespace:
     text = "do not compare the checkpoint with its checksums, which reads all of it"
     parser.add_argument("--no-verify-integrity", dest="verify_integrity", action="store_false", help=text)
     args = parser.parse_args(argv)
-    _check_folder(args.load)
+    if not args.load.is_dir():
+        raise ConfigurationError(f"--load {args.load}: no such folder; give the --save of a run")
     if args.save_hf.is_dir() and any(args.save_hf.iterdir()):
         raise ConfigurationError(f"--save-hf {args.save_hf} is not empty: name another directory")
     if args.save_hf.exists() and not args.save_hf.is_dir():
         raise ConfigurationError(f"--save-hf {args.save_hf} is a file: name a directory")
-    return args
-
-
-def parse_replay(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the words of the replay command; ``rest`` has the words for ``megatron_rc.replay``."""
-    about = "A replay whose cosine and length are those of the gradient of a checkpoint's weights."
-    parser = _parser("replay", about)
-    parser.usage = "%(prog)s BATCHES --load DIR [--ckpt-step N] [--micro-batch-size N] <flags of megatron_rc.replay>"
-    parser.epilog = "For the other flags see python -m megatron_rc.replay --help."
-    _add_checkpoint(parser)
-    text = "sequences in one forward-backward pass (default 8)"
-    parser.add_argument("--micro-batch-size", dest="rows", type=int, default=8, metavar="N", help=text)
-    args: argparse.Namespace
-    args, args.rest = parser.parse_known_args(list(argv))
-    _check_folder(args.load)
-    if args.rows < 1:
-        raise ConfigurationError(f"--micro-batch-size {args.rows}: expected at least 1")
     return args
 
 
@@ -66,15 +53,3 @@ def _parser(command: str, about: str) -> Parser:
     parser = Parser(prog=f"python -m megatron_rc.launch.{command}", description=about, allow_abbrev=False)
     parser.listing = "--help"
     return parser
-
-
-def _add_checkpoint(parser: Parser) -> None:
-    text = "checkpoints: the --save of a run, of any layout"
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help=text)
-    text = "step of the checkpoint; default: the newest"
-    parser.add_argument("--ckpt-step", dest="step", type=int, metavar="N", help=text)
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigurationError(f"--load {folder}: no such folder; give the --save of a run")

@@ -66,6 +66,7 @@ def _section(section: type[Section], stored: Mapping[str, Any], where: str, *, s
         option.field: not option.default if option.inverted else option.default for option in options_of(section)
     }
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
+    # A flag that an earlier release had, and that was not given, changes nothing.
     unknown = [name for name, value in stored.items() if name not in names and value is not None]
     if strict and unknown:
         raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: another megatron_rc wrote it")

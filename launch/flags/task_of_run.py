@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.checks.task import check_room
@@ -40,12 +39,12 @@ def with_prompts(values: Values) -> Values:
 def make_task_of_run(command: Command, values: Values) -> tuple[Task, Values]:
     """Make the task with its tokenizer, and return it with the values that follow from it."""
     text, values = _tokenizer(command, values)
-    digests: dict[str, Any] = {"rows_digest": None, "order_digest": None}
+    rows_digest = None
     if values.prompt_data:
         data = _prompt_data(values, text or CharacterText())
         task: Task = data
         num_held_out = data.num_held_out
-        digests = {"rows_digest": data.digest, "order_digest": data.order_digest}
+        rows_digest = data.digest
         values = values.also({"label_key": values.label_key or DEFAULT_LABEL})
     else:
         task = make_task(values.task, values.seed, text, values.seq_length, values.max_response_length)
@@ -62,7 +61,7 @@ def make_task_of_run(command: Command, values: Values) -> tuple[Task, Values]:
 
     values = values.also(
         {
-            **digests,
+            "rows_digest": rows_digest,
             "max_response_length": values.max_response_length or task.max_response_length,
             "eval_problems": values.eval_problems or num_held_out or EVAL_PROBLEMS,
             "eval_temperature": eval_temperature,

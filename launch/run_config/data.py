@@ -55,8 +55,7 @@ def keys_of_files(words: Sequence[str], names: Sequence[str], default: str) -> l
 class DataSection(Section):
     """Files of prompts, and the keys of their rows.
 
-    ``rows_digest``: hash of all rows, independent of the files' paths; None without files. ``order_digest``: hash of
-    everything that the order of the training prompts depends on; None without files.
+    ``rows_digest``: hash of all rows, independent of the files' paths; None without files.
     """
 
     prompt_data: tuple[str, ...] | None = option(
@@ -94,7 +93,6 @@ class DataSection(Section):
         default="drop",
     )
     rows_digest: int | None
-    order_digest: int | None
 
     @property
     def eval_names(self) -> tuple[str, ...]:

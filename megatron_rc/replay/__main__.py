@@ -6,36 +6,29 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.records.storage import replacing
 from megatron_rc.replay.candidates import named, suggested, with_grid
-from megatron_rc.replay.gradient import Gradient, uncorrected
 from megatron_rc.replay.outcome import Outcome, outcome
 from megatron_rc.replay.page import as_page
 from megatron_rc.replay.reading import read_batches
 from megatron_rc.replay.report import as_dict, as_text
 from megatron_rc.replay.tokens import Recorded, recorded
 
-Measure = Callable[[Recorded, Gradient, list[Outcome]], list[Outcome]]
 
-
-def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> int:
-    """Run the command; ``measure`` extends the outcomes before they are shown.
-
-    Returns 0, or 2 after one sentence on standard error.
-    """
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 2 after one sentence on standard error."""
     args = _parser().parse_args(words)
     try:
-        data, outcomes = _replay(args, measure)
-        text = as_text(data, outcomes, args.sequences)
+        data, outcomes = _replay(args)
+        text = as_text(data, outcomes)
         if args.json:
-            text = json.dumps(as_dict(data, outcomes, args.sequences), indent=1) + "\n"
+            text = json.dumps(as_dict(data, outcomes), indent=1) + "\n"
         if args.html is not None:
             with replacing(args.html) as temporary:
-                temporary.write_text(as_page(data, outcomes, args.sequences), encoding="utf-8")
+                temporary.write_text(as_page(data, outcomes), encoding="utf-8")
     except (ImportError, OSError, ValueError) as problem:
         sys.stderr.write(f"{problem}\n")
         return 2
@@ -43,16 +36,14 @@ def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> 
     return 0
 
 
-def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded, list[Outcome]]:
-    check_integer("--sequences", args.sequences, least=0)
+def _replay(args: argparse.Namespace) -> tuple[Recorded, list[Outcome]]:
+    """Read the records, and run every correction that the command line asks for over them."""
     if args.html is not None:
         _check_page(args.html, args.batches)
     asked = with_grid(named(args.preset, args.correction), args.grid)  # check the settings before reading large files
     data = recorded(read_batches(args.batches, args.vocab_size))
     configs = asked or with_grid(suggested([part.records for part in data.parts]), args.grid)
-    base = uncorrected(data)
-    outcomes = [outcome(data, base, name, config) for name, config in configs.items()]
-    return data, outcomes if measure is None else measure(data, base, outcomes)
+    return data, [outcome(data, name, config) for name, config in configs.items()]
 
 
 def _check_page(page: str, batches: Sequence[str]) -> None:
@@ -89,11 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
     ):
         parser.add_argument(flag, action="append", default=[], metavar=metavar, help=words)
-    for flag, default, words in (
-        ("--vocab-size", None, "Size of the vocabulary; larger token ids are refused. Default: not checked."),
-        ("--sequences", 5, "Sequences to list for each correction, those that it changes most. Default: 5."),
-    ):
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=words)
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="Size of the vocabulary; larger token ids are refused. Default: not checked.",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
     parser.add_argument("--html", metavar="FILE", help="Also write the results as one page that needs no network.")
     return parser

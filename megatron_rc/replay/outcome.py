@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.chain import correct_rollouts
-from megatron_rc.replay.gradient import Effect, Gradient, effect
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -57,7 +56,6 @@ class Outcome:
     by_age: list[Bucket]  # by age, in steps, of the weights that sampled
     by_turn: list[Bucket]  # by turn; a sequence counts in each turn that it has
     weights: Weights
-    effect: Effect  # on the gradient
     accepted: Tensor  # [n] int64, accepted tokens of each sequence
     mean_weights: Tensor  # [n] float64, mean weight of the sampled tokens of each sequence, 0 for rejected ones
     token_weights: list[Tensor] | None  # for each batch [n, s], 0 if not accepted; None without weights
@@ -69,7 +67,7 @@ def edges() -> list[float]:
     return [2 ** (index / BINS_PER_POWER - LOG_LIMIT) for index in range(NUM_BINS + 1)]
 
 
-def outcome(data: Recorded, base: Gradient, name: str, config: RolloutCorrectionConfig) -> Outcome:
+def outcome(data: Recorded, name: str, config: RolloutCorrectionConfig) -> Outcome:
     """Run the correction over all batches together; ValueError if the record lacks a field, or cannot be right."""
     if config.proximal_interpolation:
         raise ValueError(f"{name}: proximal_interpolation computes π_old during training, a record has none: remove it")
@@ -105,7 +103,6 @@ def outcome(data: Recorded, base: Gradient, name: str, config: RolloutCorrection
         by_age=count(data.ages, lambda age: f"{age} step{'s' * (age != 1)}"),
         by_turn=_by_turn(data, masks),
         weights=summary,
-        effect=effect(data, base, config, masks, weights),
         accepted=accepted,
         mean_weights=sums / data.lengths.clamp(min=1),
         token_weights=weights,

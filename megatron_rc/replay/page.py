@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.replay.affected import place
 from megatron_rc.replay.outcome import Outcome
 from megatron_rc.replay.report import as_dict
 from megatron_rc.replay.tokens import Recorded
@@ -20,9 +19,9 @@ MAX_SEQUENCES = 1500
 _LOWEST = -16.0  # log π_rollout; less likely tokens are drawn at this edge
 
 
-def as_page(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
-    """HTML of the page, with ``sequences`` most affected sequences of each correction."""
-    return filled(_resource("page.html"), page_data(data, outcomes, sequences))
+def as_page(data: Recorded, outcomes: Sequence[Outcome]) -> str:
+    """Return the HTML of the page."""
+    return filled(_resource("page.html"), page_data(data, outcomes))
 
 
 def filled(template: str, data: Any) -> str:
@@ -40,7 +39,7 @@ def _resource(name: str) -> str:
     return files("megatron_rc.replay").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:
+def page_data(data: Recorded, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Data of the page: the report, points for tokens and sequences, and bands.
 
     Large inputs are drawn from at random, with a fixed seed.
@@ -50,7 +49,7 @@ def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> di
     chosen = _tokens(data, drawn)
     points = slice(0, POINTS)
     return {
-        "report": as_dict(data, outcomes, sequences),
+        "report": as_dict(data, outcomes),
         "tokens": {name: _rounded(values[points]) for name, values in chosen.items()}
         | {"weights": [_rounded(_weights(data, found, drawn[points])) for found in outcomes]},
         "bands": {
@@ -125,9 +124,10 @@ def _sequences(data: Recorded, outcomes: Sequence[Outcome], generator: torch.Gen
     sums = [torch.where(part.mask, part.old - part.rollout, 0).sum(dim=1, dtype=torch.float64) for part in data.parts]
     rows = _draw(data.lengths > 0, MAX_SEQUENCES, generator).sort().values
     samples = torch.cat([part.records.sample_ids for part in data.parts])
+    batches = torch.cat([torch.full((len(part.mask),), index) for index, part in enumerate(data.parts)])
     return {
         "row": rows.tolist(),
-        "batch": [place(data, row)[0] for row in rows.tolist()],
+        "batch": batches[rows].tolist(),
         "sample_id": samples[rows].tolist(),
         "reward": _rounded(data.rewards[rows]),
         "age": data.ages[rows].tolist(),
@@ -135,7 +135,6 @@ def _sequences(data: Recorded, outcomes: Sequence[Outcome], generator: torch.Gen
         "log_ratio": _rounded(torch.cat(sums)[rows]),
         "accepted": [found.accepted[rows].tolist() for found in outcomes],
         "mean_weight": [_rounded(found.mean_weights[rows]) for found in outcomes],
-        "change": [_rounded(found.effect.change[rows]) for found in outcomes],
     }
 
 

@@ -41,11 +41,10 @@ class Recorded:
     parts: tuple[Tokens, ...]
     rewards: Tensor  # [n] float64
     group_ids: Tensor  # [n] int64, numbers of the prompts from 0
-    advantages: Tensor  # [n] float32, GRPO's advantages
+    advantages: Tensor  # [n] float32, GRPO's advantages: some criteria need their signs
     lengths: Tensor  # [n] int64, tokens of ``mask``
     ages: Tensor  # [n] int64, see Tokens
     unscored: int  # sampled tokens that the trainer did not score; they count nowhere
-    has_advantages: bool  # False if the rewards of each prompt are all equal; every advantage is then 1
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Split one value for each sequence by part."""
@@ -67,16 +66,14 @@ def recorded(batches: Sequence[NamedBatch]) -> Recorded:
     group_ids = _numbered([part.records.group_ids for part in parts])
     rollout_ids = torch.cat([_rollout_ids(part.records) for part in parts])
     advantages = group_advantages(rewards, group_ids, kept=lengths > 0, rollout_ids=rollout_ids)
-    has_advantages = bool((advantages.abs() > 1e-9).any())
     return Recorded(
         parts=parts,
         rewards=rewards,
         group_ids=group_ids,
-        advantages=(advantages if has_advantages else torch.ones_like(advantages)).float(),
+        advantages=advantages.float(),
         lengths=lengths,
         ages=torch.cat([part.ages for part in parts]),
         unscored=sampled - int(lengths.sum()),
-        has_advantages=has_advantages,
     )
 
 

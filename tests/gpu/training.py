@@ -50,9 +50,9 @@ def joined(words: Sequence[str]) -> Iterator[None]:
         shut_down()
 
 
-def job(words: Sequence[str], seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
+def job(words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """``python words``, which must succeed, as a job of its own beside the ranks of this process."""
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | variables
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": seconds}
     done = subprocess.run((sys.executable, *words), **options, check=False)
     assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-4000:]}"

@@ -3,7 +3,6 @@
 import re
 import shlex
 
-from megatron_rc.launch.flags.commands import parse_replay
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.records.rollout import save_rollouts
 from megatron_rc.replay.__main__ import main
@@ -13,8 +12,8 @@ from tests.support.paths import ROOT
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
-    launch, *replays = first.splitlines()
+    (commands,) = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    launch, *replays = commands.splitlines()
     words = shlex.split(launch)
     assert words[:7] == ["python", "-m", "megatron_rc.launch", "--config", "count_up", "--nproc-per-node", "4"]
     config, _ = configure([*words[3:5], *words[7:], "--cpu", f"--runs-dir={tmp_path}"], 4)
@@ -28,9 +27,3 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
         assert main(words[3:]) == 0
     assert "decoupled_token_is rollout_is_threshold=1.5" in capsys.readouterr().out
     assert (tmp_path / "replay.html").stat().st_size > 10000
-    words = shlex.split(second)
-    assert words[:3] == ["python", "-m", "megatron_rc.launch.replay"]
-    (tmp_path / "ckpt").mkdir()
-    request = parse_replay(words[3:])
-    assert (str(request.load), request.step) == ("ckpt", 12)
-    assert main(request.rest) == 0

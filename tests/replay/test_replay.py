@@ -1,4 +1,4 @@
-"""A replay against loops in float64: weights, rejections, shares and the gradient's angle; and what it refuses."""
+"""A replay against loops in float64: weights, rejections and shares; and what it refuses."""
 
 import dataclasses
 import json
@@ -14,10 +14,8 @@ from megatron_rc.doctor.report import examine
 from megatron_rc.records.formats.jsonl import write_jsonl
 from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from megatron_rc.replay.__main__ import main
-from megatron_rc.replay.gradient import uncorrected
 from megatron_rc.replay.outcome import outcome
 from megatron_rc.replay.reading import NamedBatch
-from megatron_rc.replay.report import as_dict
 from megatron_rc.replay.tokens import recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.replay.batches import scored_batch
@@ -26,13 +24,12 @@ from tests.support.made_rollouts import made_batch
 from tests.support.records import changed
 from tests.support.rounding import assert_equal_but_rounding
 
-# Each with the settings of the oracle, and the objective that it trains with.
+# Each with the settings of the oracle.
 CASES = {
-    "token": (RolloutCorrectionConfig.preset("decoupled_token_is"), oracle.Settings("token"), "ppo_clip"),
+    "token": (RolloutCorrectionConfig.preset("decoupled_token_is"), oracle.Settings("token")),
     "sequence": (
         RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.1"),
         oracle.Settings("sequence", criteria=(("seq_mean_k1", math.log(0.9), math.log(1.1)),)),
-        "ppo_clip",
     ),
     "icepop": (
         RolloutCorrectionConfig(
@@ -50,55 +47,26 @@ CASES = {
             criteria=(("token_k1", math.log(0.6), math.log(1.6)),),
             denominator="original",
         ),
-        "ppo_clip",
     ),
-    "bypass": (RolloutCorrectionConfig.preset("bypass_ppo_clip"), oracle.Settings(None), "bypass_ppo_clip"),
+    "bypass": (RolloutCorrectionConfig.preset("bypass_ppo_clip"), oracle.Settings(None)),
     "reinforce": (
         RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce"),
         oracle.Settings("token"),
-        "reinforce",
     ),
 }
 
 
-def ppo_gradient(advantage, log_ratio):
-    ratio = math.exp(log_ratio)
-    clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
-    return 0.0 if clipped else -advantage * ratio
-
-
-def expected(batch, settings, objective):
-    """(mask, weights, cosine, length, change of each sequence), by loops; π_θ is ``batch.log_probs``."""
-    mask, rollout = batch.response_mask.tolist(), batch.rollout_log_probs.double().tolist()
-    old, theta = batch.old_log_probs.double().tolist(), batch.log_probs.double().tolist()
-    bypass = objective in ("bypass_ppo_clip", "reinforce")
-    found = oracle.correct(theta if bypass else old, rollout, mask, settings)
+def expected(batch, config, settings):
+    """(mask, weights of the accepted tokens) by loops, [n][s] each; bypass mode compares π_θ with the engine."""
+    trainer = batch.log_probs if config.bypass_mode else batch.old_log_probs
+    mask = batch.response_mask.tolist()
+    found = oracle.correct(trainer.double().tolist(), batch.rollout_log_probs.double().tolist(), mask, settings)
     weights = found.weights or [[1.0] * len(row) for row in mask]
-    rewards, groups = batch.rewards.double(), batch.group_ids
-    plain, corrected = {}, {}
-    for i, row in enumerate(mask):
-        own = rewards[groups == groups[i]]
-        advantage = float((rewards[i] - own.mean()) / (own.std() + 1e-6))
-        for t, sampled in enumerate(row):
-            if sampled:
-                plain[i, t] = ppo_gradient(advantage, theta[i][t] - old[i][t])
-                kept = weights[i][t] * found.mask[i][t]
-                corrected[i, t] = kept * {
-                    "ppo_clip": plain[i, t],
-                    "bypass_ppo_clip": ppo_gradient(advantage, theta[i][t] - rollout[i][t]),
-                    "reinforce": -advantage,
-                }.get(objective)
-    tokens = len(plain)
-    divisor = tokens if settings.denominator == "original" else sum(map(sum, found.mask))
-    plain = {place: value / tokens for place, value in plain.items()}
-    corrected = {place: value / divisor for place, value in corrected.items()}
-    dot = sum(plain[place] * corrected[place] for place in plain)
-    sizes = [math.sqrt(sum(value**2 for value in one.values())) for one in (plain, corrected)]
-    change = [0.0] * len(mask)
-    for place, value in plain.items():
-        change[place[0]] += (value - corrected[place]) ** 2
-    total = sum(change)
-    return found.mask, weights, dot / math.prod(sizes), sizes[1] / sizes[0], [value / total for value in change]
+    accepted = [
+        [weight * is_accepted for weight, is_accepted in zip(*rows, strict=True)]
+        for rows in zip(weights, found.mask, strict=True)
+    ]
+    return found.mask, accepted
 
 
 def with_theta(batch, seed=5, size=0.15):
@@ -109,34 +77,30 @@ def with_theta(batch, seed=5, size=0.15):
 
 def replayed(batches, config, name="it"):
     data = recorded([NamedBatch(str(index), one) for index, one in enumerate(batches)])
-    return data, outcome(data, uncorrected(data), name, config)
+    return data, outcome(data, name, config)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_outcomes_are_those_of_loops(case):
-    config, settings, objective = CASES[case]
+    config, settings = CASES[case]
     batch = with_theta(scored_batch(rows=24))
     data, found = replayed([batch], config)
-    mask, weights, cosine, length, change = expected(batch, settings, objective)
+    mask, weights = expected(batch, config, settings)
     (got,) = found.masks
     assert got.tolist() == mask
-    kept = [[w * m for w, m in zip(*rows, strict=True)] for rows in zip(weights, mask, strict=True)]
-    total, squares = sum(map(sum, kept)), sum(w**2 for row in kept for w in row)
+    total = sum(map(sum, weights))
+    squares = sum(weight**2 for row in weights for weight in row)
     accepted = int(got.sum())
     assert found.weights.mean == pytest.approx(total / accepted)
     assert found.weights.effective_share == pytest.approx(total**2 / (int(data.lengths.sum()) * squares))
-    assert found.weights.largest == pytest.approx(max(max(row) for row in kept))
+    assert found.weights.largest == pytest.approx(max(max(row) for row in weights))
     assert sum(found.weights.histogram) + found.weights.zeros == accepted
-    assert found.effect.cosine == pytest.approx(cosine, rel=1e-5)
-    assert found.effect.length == pytest.approx(length, rel=1e-5)
-    assert found.effect.change.tolist() == pytest.approx(change, rel=1e-4, abs=1e-9)
-    assert abs(cosine) < 0.999
     assert case in ("token", "bypass", "reinforce") or accepted < int(data.lengths.sum())
 
 
 @pytest.mark.parametrize("sum_of_logs", [-45.0, -150.0, -280.0])
 def test_small_sequence_weights_are_told_apart(sum_of_logs):
-    """The effective share and the direction of the gradient, of weights of which float32 has few digits, or none."""
+    """The effective share of weights of which float32 has few digits, or none."""
     length, generator = 400, torch.Generator().manual_seed(0)
     logs = sum_of_logs + 3 * torch.randn(8, generator=generator).double()
     rollout = torch.full((8, length), -3.0)
@@ -145,15 +109,11 @@ def test_small_sequence_weights_are_told_apart(sum_of_logs):
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     batch = made_batch(torch.ones(8, length).long(), mask, rollout, rewards, old_log_probs=old.float())
     data = recorded([NamedBatch("far", batch)])
-    found = outcome(data, uncorrected(data), "sequence", RolloutCorrectionConfig.decoupled_seq_is())
+    found = outcome(data, "sequence", RolloutCorrectionConfig.decoupled_seq_is())
     exact_logs = torch.where(mask, old.float().double() - rollout.double(), 0).sum(1)
     weights = (exact_logs - exact_logs.max()).exp()
     share = float(weights.sum() ** 2 / (8 * weights.square().sum()))
     assert found.weights.effective_share == pytest.approx(share, rel=1e-9)
-    advantages = data.advantages.double()
-    along = (weights * advantages.square()).sum()
-    cosine = float(along / ((weights * advantages).norm() * advantages.norm()))
-    assert found.effect.cosine == pytest.approx(cosine, rel=1e-9)
 
 
 def test_rejections_are_counted_by_reward_length_and_age():
@@ -214,7 +174,6 @@ def test_several_batches_are_one():
     _, joined = replayed([type(one).concatenate([one, together])], config)
     assert apart.total == joined.total
     assert apart.weights.mean == pytest.approx(joined.weights.mean)
-    assert apart.effect.cosine == pytest.approx(joined.effect.cosine, rel=1e-6)
     data = recorded([NamedBatch("a", one, version=5), NamedBatch("b", scored_batch(1, version=9), version=9)])
     assert data.ages[:12].min() == 2
     assert data.ages[12:].min() == 0
@@ -230,7 +189,6 @@ def test_tokens_without_a_score_count_nowhere():
     _, same = replayed([fewer], config)
     assert data.unscored == int(holes.sum()) > 0
     assert found.metrics == same.metrics
-    assert found.effect.cosine == same.effect.cosine
 
 
 def test_a_batch_that_the_run_did_not_finish_counts_nowhere(folder, capsys):
@@ -257,50 +215,12 @@ def test_tokens_of_no_step_are_as_they_were_scored():
     )
     assert data.unscored == 0
     assert found.metrics == expected.metrics
-    assert found.effect.cosine == expected.effect.cosine
 
 
-def test_nothing_corrected_changes_nothing_and_everything_rejected_has_no_direction():
-    data, found = replayed([scored_batch()], RolloutCorrectionConfig.preset("disabled"))
-    assert found.effect.cosine == pytest.approx(1, abs=1e-12)
-    assert found.effect.length == pytest.approx(1, abs=1e-12)
-    assert as_dict(data, [found], 5)["corrections"][0]["most_affected"] == []
+def test_everything_rejected_leaves_no_weights():
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.9999999_1.0000001")
     _, found = replayed([scored_batch()], config)
-    assert found.effect.cosine is None
-    assert found.effect.length == 0
     assert (found.weights.mean, found.weights.smallest, found.weights.effective_share) == (0, 0, 0)
-
-
-def test_rewards_that_are_alike_leave_the_mean_log_prob():
-    batch = dataclasses.replace(scored_batch(), rewards=torch.ones(12))
-    data, found = replayed([batch], RolloutCorrectionConfig.preset("decoupled_token_is"))
-    assert not data.has_advantages
-    assert as_dict(data, [found], 0)["gradient_of"].startswith("gradient of the mean log")
-    kept = found.token_weights[0][batch.response_mask].double()
-    cosine = float(kept.sum() / (kept.square().sum() * len(kept)).sqrt())
-    assert found.effect.cosine == pytest.approx(cosine, rel=1e-6)
-
-
-def test_the_most_affected_sequences_have_their_tokens():
-    batch = scored_batch()
-    far = batch.old_log_probs.clone()
-    column = int(batch.response_mask[7].nonzero()[2])
-    far[7, column] = batch.rollout_log_probs[7, column] + 0.45  # weight e^0.45 × … stays below every bound
-    batch = dataclasses.replace(batch, old_log_probs=far)
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4")
-    data, found = replayed([batch], config)
-    listed = as_dict(data, [found], 12)["corrections"][0]["most_affected"]
-    changes = [one["change"] for one in listed]
-    assert changes == sorted(changes, reverse=True)
-    (one,) = [one for one in listed if one["sample_id"] == 107]
-    assert one["num_tokens"] == len(one["tokens"]) == int(batch.response_mask[7].sum())
-    (token,) = [token for token in one["tokens"] if token[1] == column]
-    token_id, _, log_ratio, log_prob, weight, accepted = token
-    assert token_id == batch.tokens[7, column]
-    assert log_ratio == pytest.approx(0.45, abs=1e-6)
-    assert log_prob == pytest.approx(float(batch.rollout_log_probs[7, column]))
-    assert (weight, accepted) == (0, False)
 
 
 # The command
@@ -316,13 +236,11 @@ def folder(tmp_path):
 
 
 def test_the_command_prints_tables(folder, capsys):
-    assert main([str(folder), "--preset", "decoupled_token_is", "--preset", "bypass_ppo_clip", "--sequences=2"]) == 0
+    assert main([str(folder), "--preset", "decoupled_token_is", "--preset", "bypass_ppo_clip"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("24 sequences, ")
-    for words in ("rejected tokens (sequences) by reward", "by length", "by age", "by turn", "ESS", "cosine"):
+    for words in ("rejected tokens (sequences) by reward", "by length", "by age", "by turn", "ESS"):
         assert words in text
-    assert text.count("\nsequences that ") == 2
-    assert "gradient of the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages" in text
 
 
 def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
@@ -363,7 +281,6 @@ def refused(words, capsys):
             "64 can be compared",
         ),
         (["--correction=nowhere.yaml"], "--correction nowhere.yaml: nowhere.yaml cannot be read"),
-        (["--preset=disabled", "--sequences=-1"], "--sequences=-1 must be 0 or more"),
         (["--preset=disabled", "--html="], "--html '' is a folder: expected the name of a file to write"),
         (["--preset=disabled", "--html=a.jsonl"], "--html a.jsonl is the name of a record: name the page"),
         (["--preset=disabled", "--html=nowhere/a.html"], "--html nowhere/a.html: the folder nowhere does not exist"),
@@ -441,8 +358,6 @@ def test_a_record_of_responses_alone_has_sampled_first_tokens(tmp_path, capsys):
     assert main([str(tmp_path / "a.pt"), "--json", "--preset=decoupled_token_is"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens"] == 16
-    sequences = {one["sample_id"]: one for one in found["corrections"][0]["most_affected"]}
-    assert [token[0] for token in sequences[0]["tokens"]] == [0, 1, 2, 3, 4, 5]
 
 
 def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
@@ -479,9 +394,3 @@ def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
         assert other["tokens"] == own["tokens"]
         assert got["weights"]["histogram"] == wanted["weights"]["histogram"]
         assert (got["by_reward"] == wanted["by_reward"]) == (name != "e.json")
-        same = got["gradient"]["cosine"] == pytest.approx(wanted["gradient"]["cosine"], rel=1e-5)
-        assert same == (name in ("b.npz", "d.jsonl", "own.jsonl")), (
-            "where the record says which prompt a response is of"
-        )
-        shown = got["most_affected"][0]["tokens"]
-        assert any(token[0] for token in shown)

@@ -128,16 +128,21 @@ def _check_replay(config: RunConfig) -> None:
         raise ConfigurationError(
             f"{replay} with --moe-router-dtype fp64: no engine's router has float64; drop one of them"
         )
-    # A float32 trainer is not asked: another dtype of the whole model differs in more than its routers. Nor are
-    # records, which do not name their engine's dtype.
-    if not config.replays_rollouts or config.dtype is torch.float32 or config.rollouts.load_rollouts:
+    # Records do not name their engine's dtype.
+    if not config.replays_rollouts or config.rollouts.load_rollouts:
         return
     of_engine = _router_dtype_of_engine(config)
-    if of_engine is not router_dtype:
+    # A float32 trainer is not asked: another dtype of the whole model differs in more than its routers.
+    if config.dtype is not torch.float32 and of_engine is not router_dtype:
         is_finer = of_engine is torch.float32
         remedy = "give --moe-router-dtype fp32" if is_finer else "drop --moe-router-dtype, or use --rollout-dtype fp32"
         raise ConfigurationError(
             f"{replay}: the engine's router computes in {of_engine}, the trainer's in {router_dtype}; {remedy}"
+        )
+    if config.engine.rollout_engine == "vllm" and config.launch.on_cpu:
+        raise ConfigurationError(
+            f"{replay} needs a GPU with --rollout-engine vllm, which reports its experts there alone: use "
+            "--rollout-engine transformers, or --moe-routing-replay-source old"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -63,10 +63,7 @@ class PromptData:
         self.dropped = sum(file.dropped for file in self._train)  # training prompts that are too long
         self.num_held_out = len(self._turns)
         self._warn_of_same_rows()
-        # Hashes of all rows, and of the order of training prompts.
-        self.digest = _number_of(file.rows.digest for file in [*self._train, *self._held_out])
-        shares = [str(weight / sum(self._weights)).encode() for weight in self._weights]
-        self.order_digest = _number_of([str(seed).encode(), *shares, *(file.digest for file in self._train)])
+        self.digest = self._digest()
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """See :class:`Task`. Held-out problems come from each file in turn, in the order of its rows."""
@@ -91,6 +88,14 @@ class PromptData:
         ]
         return {"data/epoch": max(epochs), "data/overlong_prompts": float(self.dropped)}
 
+    def _digest(self) -> int:
+        """Return a 48-bit hash of the rows of all files; checkpoints keep it."""
+        digest = hashlib.blake2b(digest_size=6)
+        for file in [*self._train, *self._held_out]:
+            rows_digest = file.rows.digest
+            digest.update(len(rows_digest).to_bytes(8, "big") + rows_digest)
+        return int.from_bytes(digest.digest(), "big")
+
     def _warn_of_same_rows(self) -> None:
         """Warn if evaluations use the rows that are trained on."""
         trained = {file.rows.digest: file.path for file in self._train}
@@ -108,16 +113,8 @@ def _check_paths(paths: Sequence[str]) -> None:
         raise ConfigurationError(f"{EVAL_DATA} {' '.join(paths)} takes no weights: give paths only")
 
 
-def _number_of(parts: Iterable[bytes]) -> int:
-    """48-bit hash of a list of bytes."""
-    digest = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return int.from_bytes(digest.digest(), "big")
-
-
 class PromptFile:
-    """Prompts of one file that leave room for a response; ``digest`` is a hash of its rows and of the choice."""
+    """Prompts of one file that leave room for a response."""
 
     def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
         self.path, self._row_format, self._kept, shortest = path, row_format, array("Q"), 0
@@ -132,7 +129,6 @@ class PromptFile:
 
         self.rows = open_rows(name, path, visit)
         self.dropped = len(self.rows) - len(self._kept)
-        self.digest = hashlib.blake2b(self.rows.digest + self._kept.tobytes(), digest_size=8).digest()
         if not self._kept:
             raise ConfigurationError(
                 f"{name} {path}: every prompt is too long, the shortest has {shortest} {room.words}"

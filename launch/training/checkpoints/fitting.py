@@ -121,22 +121,24 @@ def differences(config: RunConfig, folder: Path, among: Collection[str] | None =
 
 
 def warn_of_other_data(config: RunConfig, iteration: int) -> None:
-    """Warn if the training prompts or their order differ from the run that wrote the checkpoint of this step."""
-    load, digest = config.checkpoints.load, config.data.order_digest
+    """Warn if the seed or the prompt files differ from those of the run that wrote the checkpoint of this step."""
+    load = config.checkpoints.load
     if not load or not iteration:
         return
     settings = settings_beside(iteration_folder(load, iteration))
     seed = (settings.get("training") or {}).get("seed")
-    if digest is None and seed not in (None, config.training.seed):
+    if seed not in (None, config.training.seed):
         _log.warning(
             "--seed %d differs from the seed of checkpoint %d, which is %d: prompts and samples will differ from an "
             "uninterrupted run",
-            *(config.training.seed, iteration, seed),
+            config.training.seed,
+            iteration,
+            seed,
         )
-    kept = (settings.get("data") or {}).get("order_digest")
-    if digest is not None and kept not in (None, digest):
+    rows_digest = (settings.get("data") or {}).get("rows_digest")
+    if config.data.rows_digest is not None and rows_digest not in (None, config.data.rows_digest):
         _log.warning(
-            "--prompt-data (rows, weights or lengths that fit) or --seed differs from checkpoint %d: prompts will come "
-            "in another order than in an uninterrupted run",
+            "the rows of --prompt-data or --eval-data are not those of checkpoint %d: prompts may differ from an "
+            "uninterrupted run",
             iteration,
         )

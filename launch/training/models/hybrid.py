@@ -1,8 +1,8 @@
 """Megatron-Core's HybridModel with the layers, the weights and the checkpoints of the GPTModel of the same flags.
 
-HybridModel counts a layer's attention and its MLP as two layers of a pattern: ``*-*-`` stands for two layers.
-Here each half keeps the number of the whole layer, as Megatron's settings of single layers, the routers and checkpoints
-want it. What HybridModel of megatron-core 0.19.2 lacks of GPTModel is added in this module; ``output.py`` calls the
+HybridModel counts a layer's attention and its MLP as two layers of a pattern: ``*-*-`` stands for two layers. Here each
+half keeps the number of the whole layer, as Megatron's settings of single layers, the routers and checkpoints want it.
+What HybridModel of megatron-core 0.19.2 lacks of GPTModel is added in this module; ``output.py`` calls the
 ``output_processor``, as it does for older models.
 """
 

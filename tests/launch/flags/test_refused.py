@@ -143,6 +143,7 @@ TABLES = {
         --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-score-function=sigmoid :: -dtype fp32
         --moe-enable-routing-replay --bf16 --rollout-engine=vllm --moe-router-dtype=fp32 :: --moe-router-dtype | bf
         --moe-enable-routing-replay --moe-routing-replay-source=old --bypass-mode :: -source old | --bypass-mode
+        --moe-enable-routing-replay --rollout-engine=vllm :: --moe-enable-routing-replay | GPU | --rollout-engine vllm
         """,
     ),
     "biased experts": (
