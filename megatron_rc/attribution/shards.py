@@ -19,8 +19,9 @@ class Shard:
         name: name in the whole model, the same on each rank that has a part or a copy.
         weight: the parameter that the forward pass reads. Its gradient is ``weight.main_grad`` if there is one, as
             under Megatron's DDP, or else ``weight.grad``.
-        counted: elements of the flat weight whose products this rank adds; None: all. Over all ranks of the sum each summand of
-            the gradient must be counted once: copies with equal gradients on one rank alone, partial gradients on each.
+        counted: elements of the flat weight whose products this rank adds; None: all. Over all ranks of the sum each
+            summand of the gradient must be counted once: copies with equal gradients on one rank alone, partial
+            gradients on each.
     """
 
     name: str
