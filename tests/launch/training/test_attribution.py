@@ -145,6 +145,11 @@ def expected(has_experts):
 # On the ranks
 
 
+def cut_plainly(name, whole, dimension, size):
+    """TP shards of a model whose MLP has no gate."""
+    return list(whole.chunk(size, dimension))
+
+
 def engine_shards(trainer, engine):
     """The engine's weights as this rank's shards."""
     tp = trainer.groups.tp
@@ -271,8 +276,9 @@ def test_the_case_is_not_vacuous():
         size = sum(abs(part) for part in parts.values())
         assert min(abs(part) for part in parts.values()) > 1e-6 * size
         assert min(parts.values()) < 0 < max(parts.values())
-        assert sum(parts.values()) == pytest.approx(of_weights, abs=0.05 * size)
         assert measured > 2 * abs(of_weights)
+        # Routers choose other experts on the way, which no gradient knows.
+        assert (sum(parts.values()) == pytest.approx(of_weights, abs=0.01 * size)) != has_experts
 
 
 WRONG = {
@@ -284,6 +290,11 @@ WRONG = {
         None,
     ),
 }
+
+
+def attributed_without_gate(*args):
+    with mock.patch.object(training_cases, "cut_weight", cut_plainly):
+        return attributed(*args)
 
 
 def attributed_wrongly(name, value, *args):
@@ -320,10 +331,11 @@ def test_biases_norms_of_heads_and_an_untied_head(ranks, tmp_path, model, layout
     generator = torch.Generator().manual_seed(3)
     weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     given = make_data(), weights, training_oracle.moved(weights, 4, 0.02)
-    (single,), results = (ranks.run(attributed, run.layout, run, tmp_path, *given) for run in (alone, spread))
+    function = attributed if "--swiglu" in model else attributed_without_gate
+    (single,), results = (ranks.run(function, run.layout, run, tmp_path, *given) for run in (alone, spread))
     for result, *_ in results:
         assert_parts(result, single[0].parts, single[0].measured, single[0].of_weights, IN_FLOAT64)
-        assert {"head", "norms"} <= set(result.by_kind()) or model == tuple(GPT2)
+        assert min(abs(part) for part in result.parts.values()) > 0
 
 
 # What the pass leaves behind
@@ -348,7 +360,8 @@ def gradients_before_and_after(run, folder, data, weights, engine):
 
 @pytest.mark.parametrize("flags", [(), OVERLAPPED], ids=["plain", "overlapped"])
 def test_the_next_step_is_as_without_it(ranks, tmp_path, flags):
-    run = Run(Layout(dp=2, ep=2), has_experts=True, flags=flags)
+    accepting = ("--rollout-rs-threshold=0.001_1000,100", "--grpo-kl-beta=0")
+    run = Run(Layout(dp=2, ep=2), has_experts=True, flags=(*flags, *accepting))
     for passes in ranks.run(
         gradients_before_and_after, run.layout, run, tmp_path, make_data(), *both_weights(run.has_experts)
     ):
