@@ -11,6 +11,7 @@ from megatron_rc.attribution.quantization import (
     fp8_per_channel,
     fp8_per_tensor,
     int8_per_channel,
+    quantized,
 )
 from megatron_rc.attribution.result import Attribution
 from megatron_rc.attribution.shards import Shard, shards_of
@@ -25,5 +26,6 @@ __all__ = [
     "fp8_per_tensor",
     "int8_per_channel",
     "megatron_shards",
+    "quantized",
     "shards_of",
 ]

@@ -13,10 +13,12 @@ columns that are whole on this rank need none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from megatron_rc.attribution.names import place_of
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 INT8_MAX = 127
@@ -87,3 +89,39 @@ def _largest(weight: Tensor, dim: int | None, over_ranks: Reduce | None) -> Tens
 
 def _to_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+
+
+def quantized(weights: Mapping[str, Tensor], rounding: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return an engine's weights under Hugging Face's names: linear layers rounded as vLLM joins them, all else bf16.
+
+    Queries, keys and values are one layer of vLLM, and so are gate and up; an expert's gate and up as well.
+
+    Args:
+        weights: the trainer's whole weights by name. Memory: another copy of them in float32.
+        rounding: one of the functions above.
+    """
+    rounded: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name in rounded:
+            continue
+        if not _is_linear(name, weight):
+            rounded[name] = bf16(weight)
+            continue
+        names = [sibling for sibling in _joined_names(name) if sibling in weights]
+        parts = [weights[sibling] for sibling in names]
+        values = rounding(torch.cat([part.bfloat16() for part in parts]))
+        rounded.update(zip(names, values.split([len(part) for part in parts]), strict=True))
+    return rounded
+
+
+def _is_linear(name: str, weight: Tensor) -> bool:
+    return weight.dim() == 2 and place_of(name).kind in ("attention", "mlp", "experts")
+
+
+def _joined_names(name: str) -> list[str]:
+    """The names of the projections that vLLM joins with this one, in its order."""
+    path, _, projection = name.removesuffix(".weight").rpartition(".")
+    for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")):
+        if projection in joined:
+            return [f"{path}.{other}.weight" for other in joined]
+    return [name]
