@@ -295,6 +295,21 @@ class LoggingSection:
         "ranks that the profiler records; default: 0", needs="profile", any_sign=True
     )
     record_memory_history: bool = option("record allocations on each GPU, for PyTorch's memory viewer")
+    attribution_interval: int | None = option(
+        "optimizer steps between attributions of the mismatch to the model's parameters, each of which costs a forward "
+        "and a backward pass over the rollout batch; default: none; see docs/attribution.md",
+        needs="!load_rollouts !rollout_staleness",
+    )
+    attribution_nodes: int | None = option(
+        "forward and backward passes of an attribution, 1 to 3: more if attribution/completeness is far from 1; "
+        "default: 1",
+        needs="attribution_interval",
+        most=3,
+    )
+    attribution_check: bool = option(
+        "measure attribution/completeness by one more forward-only pass, with the engine's weights",
+        needs="attribution_interval",
+    )
 
     @property
     def profiled_steps(self) -> tuple[int, int]:

@@ -78,7 +78,9 @@ def attribute_batch(
             passes.run(model, weighted, cuts, _weighted_log_probs(len(cuts)), scoring=Scoring(), replay=replay)
 
     def differences_of_weights() -> Tensor | None:
-        scored = passes.score(model, batch, replay=replay)
+        # With --moe-routing-replay-source old a forward-only pass would replace the experts that the next step replays.
+        is_replayed = replay is not None and passes.config.replays_rollouts
+        scored = passes.score(model, batch, replay=replay if is_replayed else None)
         return None if scored is None else differences_to(scored.log_probs)
 
     try:
