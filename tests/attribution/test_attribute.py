@@ -23,6 +23,8 @@ from megatron_rc.attribution import (
 )
 from megatron_rc.attribution.quantization import INT8_MAX
 from tests.support import training_oracle
+from tests.support.paths import ROOT
+from tests.test_site import blocks
 
 VOCABULARY, LENGTH = 48, 20
 ROUNDINGS = {
@@ -203,6 +205,15 @@ def test_equal_weights_have_no_part():
     assert result.rest == 1
     assert result.completeness == 0
     assert result.measured == pytest.approx(1e-4 * int(batch.mask.sum()), rel=1e-3)
+
+
+def test_the_example_of_the_page_runs(capsys):
+    (block,) = blocks(ROOT / "docs" / "attribution.md", "python")
+    torch.manual_seed(0)
+    found = {}
+    exec(compile(block, "docs/attribution.md", "exec"), found)
+    assert found["result"].explained == pytest.approx(1, abs=0.01)
+    assert "0.weight" in capsys.readouterr().out
 
 
 # Completeness
