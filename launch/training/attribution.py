@@ -16,8 +16,11 @@ from megatron_rc.attribution import Attribution, attribute, megatron_shards
 from megatron_rc.attribution.midpoint import EngineWeights
 from megatron_rc.attribution.names import place_of
 from megatron_rc.launch.engines.rounding import round_weight
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens
-from megatron_rc.launch.training.models.build import unwrap
+from megatron_rc.launch.training.checkpoints.host_weights import HostWeights
+from megatron_rc.launch.training.models.build import host_copy, unwrap
+from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.passes import ModelPasses, Scoring
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.numerics import is_log_prob
@@ -123,6 +126,23 @@ def rounded_weights(model: Sequence[Any], dtype: str) -> EngineWeights:
         return round_weight(shard, dtype, True, lambda largest: all_reduce_max(largest, tp_group))
 
     return rounded
+
+
+def read_engine_weights(
+    config: RunConfig, chunks: Sequence[ModelChunk], read: Callable[[Sequence[ModelChunk]], object]
+) -> EngineWeights:
+    """The engine's shards from a directory or a checkpoint, in host memory.
+
+    Args:
+        config: settings of the run.
+        chunks: this rank's models, unwrapped; unchanged afterwards.
+        read: loads the engine's weights into chunks: ``start_from`` with a Hugging Face directory, or ``read_weights``
+            with a folder of checkpoints, both of ``checkpoints/load.py``.
+    """
+    engine = HostWeights("engine", host_copy(config, chunks), version=0)
+    with engine.in_place_of(chunks):
+        read(chunks)
+    return {shard.name: shard.weight for shard in megatron_shards(engine.chunks)}
 
 
 def _weighted_log_probs(num_micro_batches: int) -> Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]:
