@@ -68,9 +68,10 @@ def attribute_batch(
     local = batch.local
     cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
 
-    def differences_to(other_log_probs: Tensor) -> Tensor:
-        """Log π_train - another policy's, 0 where no token trains or a log-prob is unusable; like the tokens."""
-        assert train_log_probs is not None  # for type checkers
+    def differences_to(other_log_probs: Tensor | None) -> Tensor | None:
+        """Trainer's log-probs minus other ones, 0 at tokens that do not count; None on stages before the last."""
+        if train_log_probs is None or other_log_probs is None:
+            return None
         is_valid = local.response_mask & is_log_prob(local.rollout_log_probs) & is_log_prob(train_log_probs)
         return torch.where(is_valid, train_log_probs - other_log_probs, 0.0)
 
@@ -84,14 +85,14 @@ def attribute_batch(
         # With --moe-routing-replay-source old a forward-only pass would replace the experts that the next step replays.
         is_replayed = replay is not None and passes.config.replays_rollouts
         scored = passes.score(model, batch, replay=replay if is_replayed else None)
-        return None if scored is None else differences_to(scored.log_probs)
+        return differences_to(None if scored is None else scored.log_probs)
 
     try:
         return attribute(
             megatron_shards(model),
             engine_weights,
             backward,
-            differences_to(local.rollout_log_probs) if groups.is_last_stage else None,
+            differences_to(local.rollout_log_probs),
             signed=signed,
             nodes=nodes,
             differences_of_weights=differences_of_weights if check else None,

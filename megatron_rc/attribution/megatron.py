@@ -148,5 +148,6 @@ def _owned_of_bucket(buffer: Any, bucket: Any) -> Iterator[tuple[torch.nn.Parame
     begin = bucket.offset + size * group_rank(buffer.data_parallel_group)
     for weight in bucket.params_list:
         first, last, _ = buffer.param_index_map[weight]
-        start, stop = max(first, begin), min(last, begin + size)
+        start = max(first, begin)
+        stop = min(last, begin + size)
         yield weight, range(start - first, stop - first) if start < stop else _NOTHING

@@ -109,7 +109,8 @@ class _Path:
     """The straight line from the engine's weights to the trainer's, on which a model's weights are moved."""
 
     def __init__(self, shards: Sequence[Shard], engine_weights: EngineWeights) -> None:
-        self.shards, self.engine_weights = shards, engine_weights
+        self.shards = shards
+        self.engine_weights = engine_weights
         self.originals: list[Tensor] = []
 
     @contextmanager

@@ -54,12 +54,12 @@ def model_order(name: str) -> tuple[int, int, list[tuple[int, str]]]:
 
     Embeddings come before the layers, the last norm and the head behind them.
     """
-    place = place_of(name)
-    if place.layer is not None:
+    layer, kind, _ = place_of(name)
+    if layer is not None:
         section = 1
-    elif place.kind == "embedding":
+    elif kind == "embedding":
         section = 0
     else:
         section = 2
     pieces = [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
-    return section, place.layer or 0, pieces
+    return section, layer or 0, pieces

@@ -123,5 +123,5 @@ def _joined_names(name: str) -> list[str]:
     path, _, projection = name.removesuffix(".weight").rpartition(".")
     for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")):
         if projection in joined:
-            return [f"{path}.{other}.weight" for other in joined]
+            return [f"{path}.{sibling}.weight" for sibling in joined]
     return [name]

@@ -7,6 +7,7 @@ differences that the weights make.
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -375,25 +376,28 @@ def test_the_next_step_is_as_without_it(ranks, tmp_path, flags):
 # The launcher's rounding
 
 
-def rounded_shards(run, folder, weights, dtype):
-    """This rank's rounded shards, and the shards of the rounded whole weights."""
+DTYPES = ("bf16", "int8", "fp8-e4m3")
+
+
+def rounded_shards(run, folder, weights):
+    """This rank's rounded shards of each type."""
     from megatron_rc.launch.training.attribution import rounded_weights
 
     trainer = make_trainer(run.words(folder))
     training_cases.load(trainer.chunks, weights)
-    rounded = rounded_weights(trainer.model, dtype)
-    return {shard.name: rounded(shard.name, shard.weight.detach()) for shard in megatron_shards(trainer.model)}
+    shards = megatron_shards(trainer.model)
+    functions = [rounded_weights(trainer.model, dtype) for dtype in DTYPES]
+    return [{shard.name: rounded(shard.name, shard.weight.detach()) for shard in shards} for rounded in functions]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8-e4m3"])
-def test_the_launchers_rounding_is_that_of_whole_weights(ranks, tmp_path, dtype):
+def test_the_launchers_rounding_is_that_of_whole_weights(ranks, tmp_path):
     from megatron_rc.launch.engines.rounding import round_weight
 
     run = Run(Layout(tp=2))
     weights, _ = both_weights(False)
-    results = ranks.run(rounded_shards, run.layout, run, tmp_path, weights, dtype)
-    for rank, shards in enumerate(results):
-        for name, shard in shards.items():
+    results = ranks.run(rounded_shards, run.layout, run, tmp_path, weights)
+    for (rank, by_dtype), (index, dtype) in itertools.product(enumerate(results), enumerate(DTYPES)):
+        for name, shard in by_dtype[index].items():
             is_linear = "linear_" in name
             whole = round_weight(weights[name], dtype, is_linear)
             if shard.shape != whole.shape:

@@ -23,17 +23,14 @@ def steps_of(ranks, folder, layout, model, *more):
 @pytest.mark.parametrize(
     ("layout", "model", "more"),
     [
-        (Layout(), LLAMA, []),
         (Layout(tp=2, pp=2), LLAMA, ["--rl-use-sequence-packing"]),
         (Layout(dp=2), LLAMA, ["--use-distributed-optimizer", "--bypass-mode", "--loss-type=reinforce"]),
         (Layout(dp=2, ep=2), EXPERTS, ["--moe-enable-routing-replay", "--moe-token-dispatcher-type=alltoall"]),
     ],
-    ids=["single", "tp2-pp2-packed", "dp2-distributed-bypass", "ep2-replay"],
+    ids=["tp2-pp2-packed", "dp2-distributed-bypass", "ep2-replay"],
 )
 def test_a_rounded_engines_mismatch_is_in_its_weights(ranks, tmp_path, layout, model, more):
-    plain, attributed = tmp_path / "plain", tmp_path / "attributed"
-    without = steps_of(ranks, plain, layout, model, *more)
-    found = steps_of(ranks, attributed, layout, model, *more, *ATTRIBUTED)
+    found = steps_of(ranks, tmp_path, layout, model, *more, *ATTRIBUTED)
     shares = [{name: value for name, value in row.items() if name.startswith("attribution/")} for row in found]
 
     # Steps 1 and 3 begin at a multiple of the interval.
@@ -47,7 +44,19 @@ def test_a_rounded_engines_mismatch_is_in_its_weights(ranks, tmp_path, layout, m
         assert {"attribution/layer_0", "attribution/layer_1"} <= set(each)
         assert ("attribution/experts" in each) == (model is EXPERTS)
 
-    # The pass changes no number of the run.
+
+def test_the_steps_are_those_of_a_run_without_it(ranks, tmp_path):
+    """Also if a later step gathers the weights, and routers have losses and a bias."""
+    more = [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--moe-aux-loss-coeff=0.1",
+    ]
+    more += ["--moe-token-dispatcher-type=alltoall", "--grpo-kl-beta=0"]
+    layout = Layout(dp=2, ep=2)
+    found = steps_of(ranks, tmp_path / "attributed", layout, EXPERTS, *more, *ATTRIBUTED)
+    without = steps_of(ranks, tmp_path / "plain", layout, EXPERTS, *more)
     for row, other in zip(found, without, strict=True):
         for name in other:
             if not name.startswith(("perf/", "time", "machine/")):
