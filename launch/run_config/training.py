@@ -301,10 +301,8 @@ class LoggingSection:
         needs="!load_rollouts !rollout_staleness",
     )
     attribution_nodes: int | None = option(
-        "forward and backward passes of an attribution, 1 to 3: more if attribution/completeness is far from 1; "
-        "default: 1",
+        "forward and backward passes of an attribution: more if attribution/completeness is far from 1; default: 1",
         needs="attribution_interval",
-        most=3,
     )
     attribution_check: bool = option(
         "measure attribution/completeness by one more forward-only pass, with the engine's weights",

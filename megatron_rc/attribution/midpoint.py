@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -18,12 +17,19 @@ from megatron_rc.parallel.groups import Group, group_device
 # The engine's weights: by name, or a function of (name, the trainer's weight); shards like the trainer's.
 EngineWeights = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
-# (position, weight) of Gauss's and Legendre's nodes on the path from the engine's weights, 0, to the trainer's, 1.
-_NODES = {
-    1: ((0.5, 1.0),),
-    2: ((0.5 - math.sqrt(1 / 12), 0.5), (0.5 + math.sqrt(1 / 12), 0.5)),
-    3: ((0.5 - math.sqrt(0.15), 5 / 18), (0.5, 8 / 18), (0.5 + math.sqrt(0.15), 5 / 18)),
-}
+
+def gauss_legendre(nodes: int) -> list[tuple[float, float]]:
+    """Return (position, weight) of Gauss's and Legendre's nodes between 0 and 1; one node is the midpoint.
+
+    Golub and Welsch 1969, "Calculation of Gauss Quadrature Rules": eigenvalues of the recurrence of Legendre's
+    polynomials, weights from the first elements of the eigenvectors.
+    """
+    degrees = torch.arange(1, nodes, dtype=torch.float64)
+    beside = degrees / (4 * degrees**2 - 1).sqrt()
+    values, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
+    positions = (values + 1) / 2
+    weights = vectors[0] ** 2
+    return list(zip(positions.tolist(), weights.tolist(), strict=True))
 
 
 def attribute(
@@ -65,7 +71,7 @@ def attribute(
             does not train. None on ranks without tokens, such as earlier pipeline stages.
         signed: attribute Σ D_t instead of Σ D_t²: who makes the engine too sure of what it sampled. The coefficients
             are then 1 where D_t is not 0.
-        nodes: passes, 1 to 3. More help if the completeness is far from 1.
+        nodes: passes. More help if the completeness is far from 1: 2 or 3, or 8 for a gross error.
         differences_of_weights: called once with the engine's weights in place; returns Δ_t, like ``differences``, for
             ``completeness``.
         group: ranks with different parts of the model or of the gradients; None: this process has all.
@@ -79,11 +85,11 @@ def attribute(
     a double for each parameter of the model, and two.
 
     Raises:
-        ValueError: ``nodes`` is not 1, 2 or 3; the engine's weights lack a name or have another shape; a parameter
+        ValueError: ``nodes`` is below 1; the engine's weights lack a name or have another shape; a parameter
             without gradient differs.
     """
-    if nodes not in _NODES:
-        raise ValueError(f"nodes is {nodes}: give 1, 2 or 3")
+    if nodes < 1:
+        raise ValueError(f"nodes is {nodes}: give 1 or more")
     coefficients = differences
     if signed and differences is not None:
         coefficients = (differences != 0).to(differences.dtype)
@@ -92,7 +98,7 @@ def attribute(
     parts = {shard.name: _zero(shard.weight.device) for shard in shards}
     of_weights = None
     with path.walked():
-        for position, weight in _NODES[nodes]:
+        for position, weight in gauss_legendre(nodes):
             path.move_to(position)
             backward(coefficients)
             for name, product in path.products():

@@ -21,6 +21,7 @@ from megatron_rc.attribution import (
     quantized,
     shards_of,
 )
+from megatron_rc.attribution.midpoint import gauss_legendre
 from megatron_rc.attribution.quantization import INT8_MAX
 from tests.support import training_oracle
 from tests.support.paths import ROOT
@@ -240,6 +241,18 @@ def test_a_gross_error_needs_three_nodes():
     assert errors[2] < 0.02
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_nodes_are_exact_for_polynomials(nodes):
+    """Of a degree below twice the number of nodes; one node is exactly the midpoint."""
+    points = gauss_legendre(nodes)
+    for degree in range(2 * nodes):
+        assert sum(weight * position**degree for position, weight in points) == pytest.approx(1 / (degree + 1))
+    assert sum(weight * position ** (2 * nodes) for position, weight in points) != pytest.approx(
+        1 / (2 * nodes + 1), rel=1e-12
+    )
+    assert gauss_legendre(1) == [(0.5, 1.0)]
+
+
 def test_kernels_are_the_rest():
     """Of an engine with weights and kernels in bf16, the parts are the weights' alone."""
     model, _ = trained()
@@ -373,7 +386,7 @@ def test_a_gradient_of_zero_is_no_error_and_a_frozen_parameter_that_differs_is()
     [
         ({}, {}, "engine_weights has no w"),
         ({"w": torch.zeros(2)}, {}, r"w is \(2,\), the trainer's \(3,\)"),
-        ({"w": torch.zeros(3)}, {"nodes": 4}, "nodes is 4"),
+        ({"w": torch.zeros(3)}, {"nodes": 0}, "nodes is 0"),
     ],
 )
 def test_wrong_arguments_are_told(engine, more, match):

@@ -72,7 +72,7 @@ KINDS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head", 
         (["--attribution-interval=0"], "--attribution-interval"),
         (["--attribution-check"], "--attribution-check"),
         (["--attribution-nodes=2"], "--attribution-nodes"),
-        (["--attribution-interval=1", "--attribution-nodes=4"], "--attribution-nodes"),
+        (["--attribution-interval=1", "--attribution-nodes=0"], "--attribution-nodes"),
         (["--attribution-interval=1", "--rollout-staleness=1"], "--attribution-interval"),
     ],
 )
