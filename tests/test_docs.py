@@ -191,6 +191,7 @@ def test_the_tree_lists_every_folder():
 PARTS = ("launch.tasks", "loss.objectives", "settings.bounds", "settings.criteria", "settings.criterion")
 # What other trainers call.
 PARTS += ("adaptors.megatron_lm", "adaptors.nemo_rl", "adaptors.sequences", "adaptors.slime", "adaptors.verl")
+PARTS += ("attribution",)
 PARTS = tuple(f"megatron_rc.{name}" for name in PARTS)
 
 

@@ -12,7 +12,7 @@ import yaml
 
 import megatron_rc
 from docs import pages
-from megatron_rc import parallel
+from megatron_rc import attribution, parallel
 from megatron_rc.launch.flags.launch_file import read_launch_file
 from megatron_rc.launch.flags.parser import build_parser, long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
@@ -80,6 +80,7 @@ def test_the_page_of_the_api_has_every_public_name():
     assert len(listed) == len(set(listed)) == len(pages.api_names())
     assert {f"megatron_rc.{name}" for name in megatron_rc.__all__} <= set(listed)
     assert {f"megatron_rc.parallel.{name}" for name in parallel.__all__} <= set(listed)
+    assert {f"megatron_rc.attribution.{name}" for name in attribution.__all__} <= set(listed)
     assert ".. autofunction:: megatron_rc.correct_rollouts\n" in made("api")
     assert ".. autoclass:: megatron_rc.RolloutCorrectionConfig\n" in made("api")
     assert made("api").count(".. auto") == len(listed)
@@ -119,6 +120,7 @@ RUN_BY = {
     "README.md": ("test_docs.py", 1),
     "docs/adaptors.md": ("adaptors/pages.py", 5),
     "docs/advantages.md": ("test_docs.py", 3),
+    "docs/attribution.md": ("attribution/test_attribute.py", 1),
     "docs/library.md": ("test_docs.py", 8),
     "docs/models.md": ("launch/test_export.py", 1),
     "docs/presets.md": ("test_docs.py", 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,12 +31,15 @@ class Rounding:
         return round_weight(tensor, self.dtype, name in self._transposed or is_expert(name))
 
 
-def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
+def round_weight(
+    tensor: Tensor, dtype: str, quantizable: bool, over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Round to the values that ``dtype`` can hold; float32.
 
     ``fp8-e4m3`` and ``int8`` use one float32 scale for each output row of a linear layer, as engines do. Embeddings,
     norms and the output layer are bfloat16 with these types. An engine that computes in bfloat16 rounds again. The
-    weight of a linear layer is ``quantizable``: its shape is [out, in].
+    weight of a linear layer is ``quantizable``: its shape is [out, in]. If a shard has some columns of it alone,
+    ``over_ranks`` makes the largest values [out, 1] of the shard those of all shards.
     """
     tensor = tensor.float()
     if dtype == "fp32":
@@ -42,6 +47,8 @@ def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
     if dtype == "bf16" or not quantizable:
         return tensor.bfloat16().float()
     largest = tensor.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+    if over_ranks is not None:
+        largest = over_ranks(largest)
     if dtype == "int8":
         return (tensor / largest * INT8_MAX).round() * (largest / INT8_MAX)
     scale = largest / FP8_MAX

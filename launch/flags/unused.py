@@ -44,7 +44,8 @@ _TABLE = (
         lambda run: not run.load_rollouts,
         "eval_interval reward reply reward_workers reward_timeout reward_errors reward_on_error bad_samples "
         "bad_sample_attempts max_turns rollout_stop_token_ids rollout_no_stop_token_ids rollout_stop "
-        "rollout_skip_special_tokens dynamic_sampling save_rollouts rollout_engine rollout_url rl_partial_rollouts",
+        "rollout_skip_special_tokens dynamic_sampling save_rollouts rollout_engine rollout_url rl_partial_rollouts "
+        "attribution_interval",
     ),
     # Layers.
     Rule("tensor parallel ranks", lambda run: run.tensor_model_parallel_size > 1, "sequence_parallel"),
@@ -163,7 +164,12 @@ _TABLE = (
         "entropy_over_support",
     ),
     Rule("--rl-partial-rollouts", lambda run: run.rl_partial_rollouts, "rollout_max_versions"),
-    Rule("no --rollout-staleness", lambda run: not run.rollout_staleness, "sync_probe_interval"),
+    Rule(
+        "no --rollout-staleness",
+        lambda run: not run.rollout_staleness,
+        "sync_probe_interval attribution_interval",
+    ),
+    Rule("--attribution-interval", lambda run: run.attribution_interval, "attribution_nodes attribution_check"),
 )
 
 

@@ -279,6 +279,16 @@ class LoggingSection(Section):
     profile_step_end: int | None = option("optimizer step after which the profiler stops; default: 12")
     profile_ranks: tuple[int, ...] | None = option("ranks that the profiler records; default: 0", any_sign=True)
     record_memory_history: bool = option("record allocations on each GPU, for PyTorch's memory viewer")
+    attribution_interval: int | None = option(
+        "optimizer steps between attributions of the mismatch to the model's parameters, each of which costs a forward "
+        "and a backward pass over the rollout batch; default: none; see docs/attribution.md"
+    )
+    attribution_nodes: int = option(
+        "forward and backward passes of an attribution: more if attribution/completeness is far from 1", default=1
+    )
+    attribution_check: bool = option(
+        "measure attribution/completeness by one more forward-only pass, with the engine's weights"
+    )
 
     def __post_init__(self) -> None:
         """Check that the profiled steps have an order."""

@@ -173,6 +173,10 @@ class _Run:
         if prepared:
             nonzero, metrics = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
+            attribution = trainer.attribution(prepared)
+            if attribution:
+                common |= attribution
+                lap("attribution")
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)

@@ -20,6 +20,7 @@ from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.run_config.passes import is_one_pass
+from megatron_rc.launch.training.attribution import attribute_batch, rounded_weights
 from megatron_rc.launch.training.batches.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
@@ -213,6 +214,29 @@ class Trainer(TrainedModel):
         returns = estimated.returns if estimated else None
         to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
         return PreparedBatch(cut, plan, scores, estimated, to_learn)
+
+    def attribution(self, prepared: PreparedBatch) -> dict[str, float]:
+        """Metrics of the mismatch by layers and kinds of parameters, equal on all ranks; empty unless it is due.
+
+        Call it before the first update on the batch: the trainer still has the weights that the engine got.
+        """
+        logging, local = self.config.logging, prepared.batch.local
+        interval = logging.attribution_interval
+        if interval is None or self.iteration % interval >= self.config.updates_per_rollout:
+            return {}
+        phases.enter(f"the attribution of step {self.iteration + 1}", waits=True)
+        self.gather_weights()
+        train = self.score(prepared.batch) if self.correction.corrects_in_loss else local.train_log_probs
+        return attribute_batch(
+            self.model,
+            self.passes,
+            prepared.batch,
+            train,
+            rounded_weights(self.model, self.config.engine.rollout_dtype),
+            replay=self.replay,
+            nodes=logging.attribution_nodes,
+            check=logging.attribution_check,
+        ).metrics()
 
     def _check_replay(self, cut: LocalBatch, old: Tensor | None) -> dict[str, float]:
         """Metrics of :meth:`ReplayCheck.measure` if the batch is due; empty if not.

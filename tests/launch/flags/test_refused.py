@@ -315,6 +315,14 @@ UNUSED = [
         "--proximal-interpolation --rollout-staleness=2",
         "before the loss | --train-iters",
     ),
+    (LLAMA, "--attribution-check --attribution-nodes=2", "", "--attribution-interval"),
+    (
+        LLAMA,
+        "--attribution-interval=1 --attribution-nodes=2",
+        "--load-rollouts=RECORDS",
+        "not --load-rollouts | --attribution-interval",
+    ),
+    (LLAMA, "--attribution-interval=1", "--rollout-staleness=1", "no --rollout-staleness"),
     (LLAMA, "--no-async-save --rotary-percent=1.0 --critic-lr-decay-style=constant", "", ""),
 ]
 

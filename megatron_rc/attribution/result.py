@@ -1,0 +1,103 @@
+"""What each parameter contributes to the mismatch of engine and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_rc.attribution.names import place_of
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The parts of all parameters of the whole model in Σ a_t D_t over the trained tokens; equal on every rank.
+
+    D_t = log π_train(t) - log π_rollout(t), in nats. The coefficients a_t are D_t themselves, so that the sum is twice
+    the k2 divergence, or 1, so that it is Σ D_t.
+
+    Attributes:
+        parts: c_p of each parameter by its name in the whole model, in the order of the layers. A part is negative
+            where a parameter's error cancels another's.
+        measured: Σ a_t D_t.
+        of_weights: Σ a_t Δ_t, where Δ_t is what the trainer's kernels make of both sets of weights: the sum that the
+            parts approximate. None unless it was measured.
+    """
+
+    parts: Mapping[str, float]
+    measured: float
+    of_weights: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Σ c_p: the part of ``measured`` that the weights explain."""
+        return sum(self.parts.values())
+
+    @property
+    def explained(self) -> float:
+        """Σ c_p / Σ a_t D_t: may be negative or above 1; 0 if nothing was measured."""
+        return self.share(self.total)
+
+    @property
+    def rest(self) -> float:
+        """The share of ``measured`` that is in no weight: kernels, activations, KV cache, sampling."""
+        return self.share(self.measured - self.total)
+
+    @property
+    def completeness(self) -> float | None:
+        """Σ c_p / Σ a_t Δ_t, 1 if the nodes are enough; None unless Δ_t was measured, 0 if it is 0 everywhere."""
+        if self.of_weights is None:
+            return None
+        return self.total / self.of_weights if self.of_weights else 0.0
+
+    def share(self, part: float) -> float:
+        """Return a part over ``measured``; 0 if nothing was measured."""
+        return part / self.measured if self.measured else 0.0
+
+    def by_layer(self) -> dict[int, float]:
+        """Return the part of each layer, in nats²; parameters outside of the layers are in none."""
+        return self._summed(lambda name: place_of(name).layer)
+
+    def by_kind(self) -> dict[str, float]:
+        """Return the part of each kind of parameter: embedding, attention, mlp, router, experts, norms, head."""
+        return self._summed(lambda name: place_of(name).kind)
+
+    def by_layer_and_kind(self) -> dict[tuple[int | None, str], float]:
+        """Return the part of each kind in each layer; layer None: outside of the layers."""
+        return self._summed(lambda name: place_of(name)[:2])
+
+    def by_expert(self) -> dict[tuple[int, int], float]:
+        """Return the part of each expert by (layer, expert)."""
+
+        def expert_of(name: str) -> tuple[int, int] | None:
+            layer, _, expert = place_of(name)
+            return None if layer is None or expert is None else (layer, expert)
+
+        return self._summed(expert_of)
+
+    def largest(self, count: int = 10) -> list[tuple[str, float]]:
+        """Return the parameters with the largest parts as (name, share of ``measured``), the largest first."""
+        ordered = sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
+        return [(name, self.share(part)) for name, part in ordered[:count]]
+
+    def metrics(self, prefix: str = "attribution/") -> dict[str, float]:
+        """Return shares of ``measured``: explained, rest, ``layer_<i>`` and kinds; completeness if it is known."""
+        metrics = {f"{prefix}explained": self.explained, f"{prefix}rest": self.rest}
+        if self.completeness is not None:
+            metrics[f"{prefix}completeness"] = self.completeness
+        for layer, part in self.by_layer().items():
+            metrics[f"{prefix}layer_{layer}"] = self.share(part)
+        for kind, part in self.by_kind().items():
+            metrics[f"{prefix}{kind}"] = self.share(part)
+        return metrics
+
+    def _summed(self, key_of: Callable[[str], K | None]) -> dict[K, float]:
+        """Sum the parts by a key of their names; names without a key are left out."""
+        sums: dict[K, float] = {}
+        for name, part in self.parts.items():
+            key = key_of(name)
+            if key is not None:
+                sums[key] = sums.get(key, 0.0) + part
+        return sums

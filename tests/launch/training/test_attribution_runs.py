@@ -1,0 +1,76 @@
+"""Runs with ``--attribution-interval``: the engine's rounding explains the mismatch, and the steps are the same."""
+
+import pytest
+
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags, run_config
+from tests.support.refusals import refused
+from tests.support.training_runs import LIVE, rows, run_training
+
+RUN = [*LIVE, "--train-iters=3", "--init-method-std=0.3", "--rollout-rs-threshold=0.001_1000,100"]
+RUN += ["--rollout-dtype=fp8-e4m3", "--rollout-check-tolerance=5"]
+ATTRIBUTED = ["--attribution-interval=2", "--attribution-check"]
+EXPERTS = [*LLAMA, "--num-experts=8", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
+EXPERTS += ["--qk-layernorm", "--kv-channels=16"]
+
+
+def steps_of(ranks, folder, layout, model, *more):
+    words = flags(folder, *RUN, *more, *layout.flags(), model=model)
+    assert set(ranks.run(run_training, layout, words)) == {None}
+    return rows(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "more"),
+    [
+        (Layout(tp=2, pp=2), LLAMA, ["--rl-use-sequence-packing"]),
+        (Layout(dp=2), LLAMA, ["--use-distributed-optimizer", "--bypass-mode", "--loss-type=reinforce"]),
+        (Layout(dp=2, ep=2), EXPERTS, ["--moe-enable-routing-replay", "--moe-token-dispatcher-type=alltoall"]),
+    ],
+    ids=["tp2-pp2-packed", "dp2-distributed-bypass", "ep2-replay"],
+)
+def test_a_rounded_engines_mismatch_is_in_its_weights(ranks, tmp_path, layout, model, more):
+    found = steps_of(ranks, tmp_path, layout, model, *more, *ATTRIBUTED)
+    shares = [{name: value for name, value in row.items() if name.startswith("attribution/")} for row in found]
+
+    # Steps 1 and 3 begin at a multiple of the interval.
+    assert [bool(each) for each in shares] == [True, False, True]
+    for each in (shares[0], shares[2]):
+        assert each["attribution/explained"] == pytest.approx(1, abs=0.05)
+        assert each["attribution/completeness"] == pytest.approx(1, abs=0.05)
+        assert each["attribution/rest"] == pytest.approx(1 - each["attribution/explained"])
+        kinds = [value for name, value in each.items() if name.rpartition("/")[2] in KINDS]
+        assert sum(kinds) == pytest.approx(each["attribution/explained"], abs=1e-6)
+        assert {"attribution/layer_0", "attribution/layer_1"} <= set(each)
+        assert ("attribution/experts" in each) == (model is EXPERTS)
+
+
+def test_the_steps_are_those_of_a_run_without_it(ranks, tmp_path):
+    """Also if a later step gathers the weights, and routers have losses and a bias."""
+    more = [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--moe-aux-loss-coeff=0.1",
+    ]
+    more += ["--moe-token-dispatcher-type=alltoall", "--grpo-kl-beta=0"]
+    layout = Layout(dp=2, ep=2)
+    found = steps_of(ranks, tmp_path / "attributed", layout, EXPERTS, *more, *ATTRIBUTED)
+    without = steps_of(ranks, tmp_path / "plain", layout, EXPERTS, *more)
+    for row, other in zip(found, without, strict=True):
+        for name in other:
+            if not name.startswith(("perf/", "time", "machine/")):
+                assert row[name] == other[name], name
+
+
+KINDS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head", "other")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--attribution-interval=0"], ["--attribution-interval=1", "--attribution-nodes=0"]],
+    ids=["interval", "nodes"],
+)
+def test_numbers_out_of_range_are_refused(tmp_path, more):
+    with refused(more[-1].replace("=", " ")):
+        run_config(flags(tmp_path, *more))
