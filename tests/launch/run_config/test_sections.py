@@ -59,10 +59,10 @@ def test_settings_reach_megatron_unchanged(tmp_path):
 def test_only_the_flags_know_of_the_command_line():
     """All modules of a run take typed settings; ``ranks.py`` and ``loopback.py`` hold torchrun's own arguments.
 
-    The commands ``export.py`` and ``replay.py`` read their own few flags.
+    The command ``export.py`` reads its own few flags.
     """
     knowing = {
         path for path in (ROOT / "launch").rglob("*.py") if "import argparse" in path.read_text(encoding="utf-8")
     }
     folders = {path.relative_to(ROOT / "launch").parts[0] for path in knowing}
-    assert folders == {"flags", "__main__.py", "ranks.py", "loopback.py", "export.py", "replay.py"}
+    assert folders == {"flags", "__main__.py", "ranks.py", "loopback.py", "export.py"}
