@@ -15,7 +15,7 @@ import torch
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed, make_asks
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _experts_of, _to_sample, without_torchrun
+from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _to_sample, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.tasks.ends import ResponseEnds
@@ -457,10 +457,10 @@ def test_vllm_in_this_process_reports_experts_and_kept_tokens():
         sampling_mask=SimpleNamespace(token_ids=KEPT),
     )
     output = SimpleNamespace(prompt_token_ids=[5, 6], outputs=[answer])
-    got = _to_sample(ask, output, _experts_of(output))
+    got = _to_sample(ask, output)
     assert torch.equal(got.routed_experts, EXPERTS)
     assert lists_of(got.support) == KEPT
     answer.routed_experts = answer.sampling_mask = None
-    got = _to_sample(ask, output, _experts_of(output))
+    got = _to_sample(ask, output)
     assert got.routed_experts is None
     assert got.support is None
