@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from megatron_rc import PlanInputs
-from megatron_rc.correction.inputs import AgreedCounts, collect_shards
-from megatron_rc.measures.data import find_lag, shift_sums
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.measures.shift import find_lag
 
 SHAPE = (9, 64)
 NOISES = (1e-3, 0.02, 0.1, 0.5, 1.0, 3.0)
@@ -34,8 +33,9 @@ def sample(generator: torch.Generator) -> Tensor:
 
 def verdict(train: Tensor, rollout: Tensor) -> int:
     """The lag that the shift test finds."""
-    parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), AgreedCounts()).parts
-    return find_lag(shift_sums(parts).tolist())
+    config = RolloutCorrectionConfig(rollout_is=None)
+    result = correct_rollouts(train, rollout, torch.ones(SHAPE, dtype=torch.bool), config)
+    return find_lag(result.on_host.tokens)
 
 
 if __name__ == "__main__":

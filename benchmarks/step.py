@@ -166,7 +166,7 @@ def timed_correction(correction: Any, clock: Callable[[], Any] = time.process_ti
 
         return call
 
-    methods = [(correction, name) for name in ("plan", "corrected", "finish_step")] + [(correction.steps, "count")]
+    methods = [(correction, name) for name in ("plan", "corrected", "finish_step")] + [(correction.open_step, "count")]
     for owner, name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
     try:

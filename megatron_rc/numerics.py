@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
+USABLE, NUM_KINDS = 1, 5  # of :func:`log_prob_kinds`
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
 NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, id · 2³² and more, is exact in float64
 EXP_LIMIT = 20.0  # a ratio of a token is exp(clamp(x, ±20)), in nats
@@ -23,13 +25,23 @@ NORMALIZE_LIMIT = 1e-125  # a mean weight at or below this is not divided by: e�
 
 
 def is_log_prob(values: Tensor) -> Tensor:
-    """Where a log-prob is usable: neither NaN nor infinite nor positive."""
-    return off_log_prob(values) == 0
+    """Return where a log-prob is usable, bool: finite, and not above 1e-4."""
+    return (values > -torch.inf) & (values <= POSITIVE_LIMIT)
 
 
-def off_log_prob(values: Tensor) -> Tensor:
-    """0 where a log-prob is usable; elsewhere NaN, -inf, or above 0, so that sums of these are not 0 either."""
-    return values - values.clamp(torch.finfo(values.dtype).min, POSITIVE_LIMIT)
+def log_prob_kinds(values: Tensor) -> Tensor:
+    """Return what each log-prob is, int32, like ``values``, float32 or float64.
+
+    0: -inf; 1, :data:`USABLE`: usable; 2: positive, above 1e-4; 3: +inf; 4: NaN.
+    """
+    return torch.bucketize(values, _kind_limits(values.dtype, values.device), out_int32=True)
+
+
+@functools.cache
+def _kind_limits(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the largest value of each kind but NaN: a value is of the first kind whose limit is not below it."""
+    limits = torch.tensor([-torch.inf, POSITIVE_LIMIT, torch.finfo(dtype).max, torch.inf], dtype=dtype)
+    return limits.to(device, non_blocking=True)
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
@@ -84,31 +96,8 @@ def larger_two_point_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def within(values: Tensor, lower: float, upper: float) -> Tensor:
-    """Where lower <= values <= upper; False for NaN and infinities. One comparison, which on a CPU costs most."""
-    return values - values.clamp(lower, upper) == 0
-
-
-def numbers(flags: Tensor) -> Tensor:
-    """True and False as a factor or summand: as bytes, which a CPU converts in a fifth of the time of bools.
-
-    A compiler converts bools itself, and bytes one by one.
-    """
-    return flags if torch.compiler.is_compiling() else flags.view(torch.uint8)
-
-
-def stored(flags: Tensor) -> Tensor:
-    """Flags to be written into bools or bytes: a compiler has vectors for the way over floats alone."""
-    return torch.where(flags, 1.0, 0.0) if torch.compiler.is_compiling() else flags
-
-
-def cleared(values: Tensor, one: Tensor) -> Tensor:
-    """The values, with 0 in the place of those whose ``one`` is not 1 but 0, NaN and infinities too.
-
-    A CPU takes a third of the time of ``torch.where`` for the product; a compiler has no vectors for ``nan_to_num``.
-    """
-    return (
-        torch.where(one > 0, values, 0.0) if torch.compiler.is_compiling() else values.nan_to_num(0.0, 0.0, 0.0) * one
-    )
+    """Return where lower <= values <= upper, bool; False for NaN."""
+    return values == values.clamp(lower, upper)
 
 
 def check_mask(name: str, mask: Tensor) -> None:

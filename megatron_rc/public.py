@@ -19,7 +19,8 @@ from megatron_rc.batch.chain import (
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.loss.aggregation import aggregate_loss
-from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.loss.kl import kl_penalty
+from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl
 from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
@@ -33,8 +34,7 @@ from megatron_rc.settings.flags import (
     rollout_correction_config_from_args,
 )
 from megatron_rc.training.micro_batch import MicroBatch
-from megatron_rc.training.misuse import StepError
-from megatron_rc.training.plan import LossScale
+from megatron_rc.training.plan import LossScale, StepError
 from megatron_rc.training.rollout_correction import RolloutCorrection
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
 

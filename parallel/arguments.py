@@ -16,6 +16,7 @@ def check_number(name: str, value: object, fits: Callable[[Any], bool], expected
 
     ``expected`` ends the message: "must be positive, and finite". NaN fits no comparison.
     """
+    # numbers.Real includes NumPy's numbers, and bool, which is excluded first: temperature=True is a mistake.
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
         raise ValueError(f"{name}={value!r} {expected}")
 
@@ -25,16 +26,22 @@ def check_integer(name: str, value: object, least: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be a whole number")
     if value < least:
-        raise ValueError(f"{name}={value} must be {f'at least {least}' if least else '0 or more'}")
+        expected = f"at least {least}" if least else "0 or more"
+        raise ValueError(f"{name}={value} must be {expected}")
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Raise ValueError, naming the choices, unless the value is one of them."""
-    if value not in tuple(allowed):
-        known = list(map(str, allowed))
-        near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}{meant}")
+    # A tuple, because looking up an unhashable value, such as a list, in a set or a dict would raise TypeError.
+    if value in tuple(allowed):
+        return
+    choices = [str(choice) for choice in allowed]
+    question = ""
+    if isinstance(value, str):
+        close_matches = difflib.get_close_matches(value, choices, n=1)
+        if close_matches:
+            question = f"; did you mean {close_matches[0]!r}?"
+    raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(choices)}{question}")
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
@@ -44,14 +51,21 @@ def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
 
 
 def check_tensors(optional: dict[str, object], **required: object) -> None:
-    """Raise ValueError, with the argument's name, for the first value that is no tensor; optional ones may be None."""
+    """Raise ValueError, with the argument's name, for the first value that is no tensor.
+
+    Values in ``optional``, by argument name, may also be None.
+    """
     for name, value in (optional | required).items():
-        if value is not None or name in required:
-            check_kind(name, value, Tensor, "a torch.Tensor")
+        if value is None and name in optional:
+            continue
+        check_kind(name, value, Tensor, "a torch.Tensor")
 
 
 def check_alike(like: str, tensor: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError for the first other tensor that has not the shape of the tensor named ``like``."""
+    """Raise ValueError for the first of ``others`` whose shape is not that of ``tensor``; None is skipped.
+
+    ``like`` is the argument name of ``tensor`` in the message.
+    """
     for name, value in others.items():
         if value is not None and value.shape != tensor.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(tensor.shape)} of {like}")

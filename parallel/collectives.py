@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,156 +19,226 @@ from torch import Tensor
 from megatron_rc.parallel.groups import Group, group_ranks, group_size
 
 Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
-Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest; a field's sign 0, 1, -1 is the index
 R = TypeVar("R")
+
+# How a field is reduced.
+_SUM, _LARGEST, _SMALLEST = "sum", "largest", "smallest"
 
 
 def largest() -> Any:
-    """A record's field that is reduced by maximum."""
-    return dataclasses.field(metadata={"sign": 1})
+    """Declare a record's field that is reduced by maximum."""
+    return dataclasses.field(metadata={"reduction": _LARGEST})
 
 
 def smallest() -> Any:
-    """A record's field that is reduced by minimum; it travels negated, among the maxima."""
-    return dataclasses.field(metadata={"sign": -1})
+    """Declare a record's field that is reduced by minimum; it travels negated, among the maxima."""
+    return dataclasses.field(metadata={"reduction": _SMALLEST})
 
 
 @functools.cache
-def _fields(kind: type) -> list[tuple[str, int]]:
-    """The name and the sign of each field of a record."""
-    return [(field.name, field.metadata.get("sign", 0)) for field in dataclasses.fields(kind)]
+def _fields(kind: type) -> list[tuple[str, str]]:
+    """Return the name and the reduction of each field of a record."""
+    return [(field.name, field.metadata.get("reduction", _SUM)) for field in dataclasses.fields(kind)]
 
 
-def flatten(record: Any, sign: int = 0, found: Kinds | None = None) -> Kinds:
-    """The tensors of a record, in the order of its fields, as (sums, largest, smallest); added to ``found``."""
-    found = ([], [], []) if found is None else found
+@dataclass(frozen=True)
+class Leaves:
+    """The tensors of a record, by the reduction of their fields, in the order of the fields."""
+
+    sums: list[Any] = field(default_factory=list)
+    largest: list[Any] = field(default_factory=list)
+    smallest: list[Any] = field(default_factory=list)
+
+    def of(self, reduction: str) -> list[Any]:
+        """Return the tensors of one reduction."""
+        return {_SUM: self.sums, _LARGEST: self.largest, _SMALLEST: self.smallest}[reduction]
+
+    def map(self, function: Callable[[Tensor], Any]) -> Leaves:
+        """Return ``function(tensor)`` for each tensor."""
+        return Leaves(
+            *([function(tensor) for tensor in tensors] for tensors in (self.sums, self.largest, self.smallest))
+        )
+
+
+def flatten(record: Any) -> Leaves:
+    """Return the tensors of a record."""
+    leaves = Leaves()
+    _collect(record, _SUM, leaves)
+    return leaves
+
+
+def _collect(record: Any, reduction: str, leaves: Leaves) -> None:
+    """Add the tensors of a record, or of a field of this reduction, to ``leaves``."""
+    if record is None:
+        return
     if isinstance(record, Tensor):
-        found[sign].append(record)
-    elif isinstance(record, tuple | dict):
-        for value in record.values() if isinstance(record, dict) else record:
-            flatten(value, sign, found)
-    elif record is not None:
-        for name, own in _fields(record.__class__):
-            flatten(getattr(record, name), own, found)
-    return found
+        leaves.of(reduction).append(record)
+    elif isinstance(record, dict):
+        for value in record.values():
+            _collect(value, reduction, leaves)
+    elif isinstance(record, tuple):
+        for value in record:
+            _collect(value, reduction, leaves)
+    else:
+        for name, of_field in _fields(record.__class__):
+            _collect(getattr(record, name), of_field, leaves)
 
 
-def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
-    """A record like ``record`` with other values: (sums, largest, smallest) in the order of :func:`flatten`."""
-    return cast(R, _filled(record, 0, [iter(kind) for kind in kinds]))
+def rebuild(record: R, leaves: Leaves) -> R:
+    """Return a record of the form of ``record`` with other values: the inverse of :func:`flatten`."""
+    values = {_SUM: iter(leaves.sums), _LARGEST: iter(leaves.largest), _SMALLEST: iter(leaves.smallest)}
+    return cast(R, _filled(record, _SUM, values))
 
 
-def _filled(record: Any, sign: int, rest: Sequence[Iterator[Any]]) -> Any:
-    if record is None or isinstance(record, Tensor):
-        return None if record is None else next(rest[sign])
-    if isinstance(record, tuple):
-        return tuple([_filled(value, sign, rest) for value in record])
+def _filled(record: Any, reduction: str, values: Mapping[str, Iterator[Any]]) -> Any:
+    """Return a record, or a field of this reduction, with the next values in the place of its tensors."""
+    if record is None:
+        return None
+    if isinstance(record, Tensor):
+        return next(values[reduction])
     if isinstance(record, dict):
-        return {name: _filled(value, sign, rest) for name, value in record.items()}
-    return record.__class__(*[_filled(getattr(record, name), own, rest) for name, own in _fields(record.__class__)])
+        return {name: _filled(value, reduction, values) for name, value in record.items()}
+    if isinstance(record, tuple):
+        return tuple(_filled(value, reduction, values) for value in record)
+    kind = record.__class__
+    return kind(*(_filled(getattr(record, name), of_field, values) for name, of_field in _fields(kind)))
 
 
 def map_record(record: R, function: Callable[[Tensor], Any]) -> R:
-    """The record with ``function(tensor)`` instead of each tensor."""
-    return rebuild(record, [map(function, kind) for kind in flatten(record)])
+    """Return the record with ``function(tensor)`` instead of each tensor."""
+    return rebuild(record, flatten(record).map(function))
 
 
 def concatenated(records: Sequence[R]) -> R:
-    """The records of consecutive blocks as one: concatenated tensors in float64."""
+    """Return the records of consecutive sequences, whose tensors are [n], as one."""
     if len(records) == 1:
-        return map_record(records[0], Tensor.double)
-    kinds = zip(*map(flatten, records), strict=True)
-    return rebuild(records[0], ([torch.cat(values).double() for values in zip(*kind, strict=True)] for kind in kinds))
+        return records[0]
+    every = [flatten(record) for record in records]
+    joined = Leaves(
+        sums=[torch.cat(tensors) for tensors in zip(*(leaves.sums for leaves in every), strict=True)],
+        largest=[torch.cat(tensors) for tensors in zip(*(leaves.largest for leaves in every), strict=True)],
+        smallest=[torch.cat(tensors) for tensors in zip(*(leaves.smallest for leaves in every), strict=True)],
+    )
+    return rebuild(records[0], joined)
 
 
 def merged(records: Sequence[R]) -> R:
-    """The sums, largest and smallest values of records of one form."""
-    sums, maxima = zip(*map(pack, records), strict=True)
-    return unpack(records[0], (torch.stack(sums).sum(0), torch.stack(maxima).amax(0)))
+    """Return the sums, largest and smallest values of records of one form."""
+    if len(records) == 1:
+        return records[0]
+    pairs = [pack(record) for record in records]
+    sums = torch.stack([sums for sums, _ in pairs]).sum(0)
+    maxima = torch.stack([maxima for _, maxima in pairs]).amax(0)
+    return unpack(records[0], (sums, maxima))
 
 
 def pack(record: object) -> Pair:
-    """(sums, maxima) of a record, two flat float64 tensors; smallest values stand negated among the maxima."""
-    kinds = flatten(record)
-    nothing = kinds[0][0].new_empty(0, dtype=torch.float64)
-    sums, largest, smallest = (torch.cat([nothing, *(value.reshape(-1).double() for value in kind)]) for kind in kinds)
-    return sums, torch.cat([largest, -smallest])
+    """Return (sums, maxima) of a record, two flat float64 tensors; smallest values stand negated behind the largest."""
+    leaves = flatten(record)
+    sums = torch.cat([tensor.reshape(-1) for tensor in leaves.sums]).double()
+    largest = [tensor.reshape(-1) for tensor in leaves.largest]
+    smallest = [tensor.reshape(-1) for tensor in leaves.smallest]
+    if smallest:
+        largest.append(-torch.cat(smallest))
+    return sums, torch.cat(largest).double() if largest else sums[:0]
 
 
 def unpack(record: R, pair: Pair) -> R:
-    """The inverse of :func:`pack`: a record with the fields and shapes of ``record``, as views of the pair."""
-    (sums, maxima), kinds = pair, flatten(record)
-    num_largest = sum(value.numel() for value in kinds[1])
-    flat = sums, maxima[:num_largest], -maxima[num_largest:]
-    return rebuild(record, (_cut(values, kind) for values, kind in zip(flat, kinds, strict=True)))
+    """Return a record with the fields and shapes of ``record``, as views of the pair: the inverse of :func:`pack`."""
+    sums, maxima = pair
+    leaves = flatten(record)
+    num_largest = sum(tensor.numel() for tensor in leaves.largest)
+    largest, negated = maxima[:num_largest], maxima[num_largest:]
+    return rebuild(
+        record,
+        Leaves(
+            sums=_split(sums, leaves.sums),
+            largest=_split(largest, leaves.largest),
+            smallest=_split(-negated, leaves.smallest) if leaves.smallest else [],
+        ),
+    )
 
 
-def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:
-    """The numbers of one kind in the shapes of its tensors, as views."""
-    pieces = flat.split([value.numel() for value in kind])
-    return [piece.view(value.shape) for piece, value in zip(pieces, kind, strict=True)]
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return a flat tensor's pieces in the shapes of other tensors, as views."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def on_host(record: object) -> Any:
-    """The record with Python floats, or lists of them, instead of tensors. Host synchronisations: one."""
-    kinds = flatten(record)
-    every = [value for kind in kinds for value in kind]
-    found = iter(_cut(torch.cat([value.reshape(-1).double() for value in every]).cpu(), every))
-    return rebuild(record, [[next(found).tolist() for _ in kind] for kind in kinds])
+    """Return the record with Python floats, or lists of them, instead of tensors. Host synchronisations: one."""
+    leaves = flatten(record)
+    tensors = [*leaves.sums, *leaves.largest, *leaves.smallest]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).double().cpu()
+    values = iter(_split(flat, tensors))
+    return rebuild(record, leaves.map(lambda tensor: next(values).tolist()))
 
 
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
-    """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
+    """Return the pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
+    if group_size(group) == 1:
+        return pair
     sums, maxima = pair
     return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima
 
 
 def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | None]) -> Pair:
-    """A pair of flat [rows · n] tables, of whose n columns ``sizes`` each are reduced over a group of their own.
+    """Reduce a pair of flat [rows · n] tables whose columns belong to several groups.
 
     A group reduces one flat table of its own columns, whatever other groups its ranks are in.
+
+    Args:
+        pair: the tables, n columns each.
+        sizes: how many columns belong to each entry of ``groups``, one after the other; they add up to n.
+        groups: the group of these columns; a group may stand there several times.
 
     Collectives: for each distinct group one SUM, and one MAX if there are maxima.
     """
     if len(set(groups)) == 1:
         return reduce_pair(pair, groups[0])
-    number = sum(sizes)
-    parts = [list(values.view(len(values) // max(number, 1), number).split(list(sizes), 1)) for values in pair]
+    num_columns = sum(sizes)
+    pieces = []  # for the sums and for the maxima: the columns of each entry
+    for table in pair:
+        num_rows = len(table) // max(num_columns, 1)
+        pieces.append(list(table.view(num_rows, num_columns).split(list(sizes), 1)))
     for group, places in _places_of_groups(groups):
-        tables = [torch.cat([part[place] for place in places], 1) for part in parts]
+        tables = [torch.cat([columns[place] for place in places], 1) for columns in pieces]
         reduced = reduce_pair((tables[0].flatten(), tables[1].flatten()), group)
-        for part, table, values in zip(parts, tables, reduced, strict=True):
-            columns = values.view(table.shape).split([sizes[place] for place in places], 1)
-            for place, found in zip(places, columns, strict=True):
-                part[place] = found
-    return torch.cat(parts[0], 1).flatten(), torch.cat(parts[1], 1).flatten()
+        for columns, table, values in zip(pieces, tables, reduced, strict=True):
+            of_places = values.view(table.shape).split([sizes[place] for place in places], 1)
+            for place, of_place in zip(places, of_places, strict=True):
+                columns[place] = of_place
+    return torch.cat(pieces[0], 1).flatten(), torch.cat(pieces[1], 1).flatten()
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
-    """The sum over the group, as a new tensor on each of its ranks; no gradient. Collectives: one all-reduce."""
+    """Return the sum over the group, a new tensor on each of its ranks; no gradient. Collectives: one all-reduce."""
     return _all_reduce(tensor, group, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(tensor: Tensor, group: Group | None) -> Tensor:
-    """The element-wise maximum over the group, as :func:`all_reduce_sum`."""
+    """Return the element-wise maximum over the group, as :func:`all_reduce_sum`."""
     return _all_reduce(tensor, group, dist.ReduceOp.MAX)
 
 
 def sum_each(tensors: Sequence[Tensor], groups: Sequence[Group | None]) -> list[Tensor]:
-    """The sum of each tensor over its own group, whose ranks list its tensors in the same order; itself for size 1.
+    """Return the sum of each tensor over its own group; the tensor itself for a group of size 1.
+
+    The ranks of a group list its tensors in the same order.
 
     Collectives: one SUM for each distinct group.
     """
-    found = list(tensors)
+    sums = list(tensors)
     for group, places in _places_of_groups(groups):
         total = all_reduce_sum(torch.cat([tensors[place].flatten() for place in places]), group)
-        for place, piece in zip(places, total.split([tensors[place].numel() for place in places]), strict=True):
-            found[place] = piece.view(tensors[place].shape)
-    return found
+        pieces = _split(total, [tensors[place] for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            sums[place] = piece
+    return sums
 
 
 def _places_of_groups(groups: Sequence[Group | None]) -> list[tuple[Group, list[int]]]:
-    """Each distinct group of several ranks, with its places in the list.
+    """Return each distinct group of several ranks, with its places in the list.
 
     Every process takes its groups in the order of their ranks and names, so that processes in several groups cannot
     wait for each other in a circle.
@@ -196,21 +267,30 @@ def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
 
 
 def broadcast_record(record: R, group: Group | None) -> R:
-    """The record of the group's last rank, on every rank of it. Collectives: one broadcast."""
+    """Return the record of the group's last rank, on every rank of it. Collectives: one broadcast."""
+    if group_size(group) == 1:
+        return record
     sums, maxima = pack(record)
     numbers = broadcast(torch.cat([sums, maxima]), group_size(group) - 1, group)
     return unpack(record, (numbers[: len(sums)], numbers[len(sums) :]))
 
 
 def first_text(text: str | None, group: Group | None) -> str | None:
-    """The text of the first rank that has one, on every rank of the group. Collectives: one gather of objects."""
-    return next((one for one in every_text(text, group) if one is not None), None)
+    """Return the text of the first rank that has one, on every rank of the group.
+
+    Collectives: one gather of objects.
+    """
+    texts = [rank_text for rank_text in every_text(text, group) if rank_text is not None]
+    return texts[0] if texts else None
 
 
 def every_text(text: str | None, group: Group | None) -> list[str | None]:
-    """The texts of all ranks of the group, in rank order, on each of them. Collectives: one gather of objects."""
+    """Return the texts of all ranks of the group, in rank order, on each of them.
+
+    Collectives: one gather of objects.
+    """
     if group is None or group_size(group) == 1:
         return [text]
-    found: list[str | None] = [None] * group_size(group)
-    dist.all_gather_object(found, text, group=group)
-    return found
+    texts: list[str | None] = [None] * group_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts

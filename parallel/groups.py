@@ -38,6 +38,7 @@ class ParallelGroups:
         Raises:
             RuntimeError: ``initialize_model_parallel`` has not been called.
         """
+        # Imported here, so that the library can be imported without Megatron.
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
@@ -52,10 +53,10 @@ class ParallelGroups:
 
     @classmethod
     def given(cls, groups: ParallelGroups | None) -> ParallelGroups:
-        """The groups that a caller passed; for None groups of size 1.
+        """The groups that a caller passed; for None, groups of size 1.
 
         Raises:
-            ValueError: ``groups`` is something else.
+            ValueError: ``groups`` is neither None nor a ParallelGroups.
         """
         if groups is None:
             return cls()
@@ -64,7 +65,8 @@ class ParallelGroups:
 
     def check_cut(self, cp_rank: int, cp_size: int) -> None:
         """Raise ValueError unless a layout's rank and size are this process's rank in ``cp`` and its size."""
-        size, rank = group_size(self.cp), group_rank(self.cp)
+        size = group_size(self.cp)
+        rank = group_rank(self.cp)
         if (cp_size, cp_rank) != (size, rank):
             raise ValueError(
                 f"the layout was made for rank {cp_rank} of {cp_size} context-parallel ranks; this process is rank "
@@ -73,22 +75,29 @@ class ParallelGroups:
             )
 
     def check_sums(self, *cp_groups: Group | None) -> None:
-        """Raise ValueError if ``dp_cp`` cannot hold the ranks of ``cp`` and ``dp``, or of layouts' own ``cp_groups``.
+        """Raise ValueError if ``dp_cp`` cannot hold all ranks with different tokens: sums over it would miss some.
 
-        Sums over it would miss tokens.
+        These are the ranks of ``cp`` and ``dp``, and of ``cp_groups``, the CP groups that layouts name themselves.
         """
-        cp, dp, dp_cp = group_size(self.cp), group_size(self.dp), group_size(self.dp_cp)
-        if dp_cp % (cp * dp) or (self.dp is not None and dp_cp != cp * dp):
+        cp_size = group_size(self.cp)
+        dp_size = group_size(self.dp)
+        dp_cp_size = group_size(self.dp_cp)
+        # Without a dp group its size is unknown: dp_cp may then be any multiple of cp.
+        wrong_product = self.dp is not None and dp_cp_size != cp_size * dp_size
+        if dp_cp_size % (cp_size * dp_size) or wrong_product:
             raise ValueError(
-                f"groups.cp has {cp} ranks, groups.dp {dp}, groups.dp_cp {dp_cp}: dp_cp must hold all ranks with "
-                "different tokens, cp times dp of them; without data parallelism pass the cp group itself"
+                f"groups.cp has {cp_size} ranks, groups.dp {dp_size}, groups.dp_cp {dp_cp_size}: dp_cp must hold all "
+                "ranks with different tokens, cp times dp of them; without data parallelism pass the cp group itself"
             )
-        for group in set(cp_groups) - {None, self.dp_cp}:
-            inner, outer = group_ranks(group), group_ranks(self.dp_cp)
-            if len(inner) > 1 and not set(inner) <= set(outer):
+
+        dp_cp_ranks = group_ranks(self.dp_cp)
+        for cp_group in set(cp_groups) - {None, self.dp_cp}:
+            cp_ranks = group_ranks(cp_group)
+            # A group of one rank shares no sequence with another rank.
+            if len(cp_ranks) > 1 and not set(cp_ranks) <= set(dp_cp_ranks):
                 raise ValueError(
-                    f"the layout's cp_group has the ranks {inner}, groups.dp_cp {outer}: pass a dp_cp that holds all "
-                    "ranks with different tokens"
+                    f"the layout's cp_group has the ranks {cp_ranks}, groups.dp_cp {dp_cp_ranks}: pass a dp_cp that "
+                    "holds all ranks with different tokens"
                 )
 
     @property
@@ -113,12 +122,13 @@ def group_rank(group: Group | None) -> int:
 
 
 def group_ranks(group: Group | None) -> list[int]:
-    """The ranks of a group among all processes; none for ``None``."""
+    """Global ranks of a group's processes, in the group's order; an empty list for ``None``."""
     return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def group_device(group: Group | None) -> torch.device:
-    """The device of the tensors that a group sends: this process's GPU for the nccl backend, else the CPU."""
+    """The device whose tensors a group can reduce: this process's GPU for the nccl backend, else the CPU."""
+    # A group may have several backends, as in "cpu:gloo,cuda:nccl".
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

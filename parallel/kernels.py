@@ -1,30 +1,38 @@
-"""Choice of the softmax kernels: Triton's on a GPU that has Triton, else PyTorch's."""
+"""Choice of the code that reads rows of logits: Triton kernels on a GPU that has Triton, else PyTorch operations."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from types import ModuleType
 
 from torch import Tensor
 
-from megatron_rc.parallel import softmax as torch_kernels
+from megatron_rc.parallel import softmax
 
 
-def kernels_of(logits: Tensor) -> Any:
-    """The module with ``row_statistics`` and ``write_gradient`` for these logits' device."""
+def kernels_of(logits: Tensor) -> ModuleType:
+    """Return the module whose ``row_statistics`` and ``write_gradient`` are to be called for these logits, [t, v/tp].
+
+    It is :mod:`megatron_rc.parallel.triton_kernels` or :mod:`megatron_rc.parallel.softmax`, which have both functions.
+    """
     if not uses_triton(logits):
-        return torch_kernels
+        return softmax
+
+    # Imported here, because the module needs Triton, which machines without a GPU do not have.
     from megatron_rc.parallel import triton_kernels
 
     return triton_kernels
 
 
 def uses_triton(logits: Tensor) -> bool:
-    """Whether Triton's kernels take these logits: on a GPU, in contiguous rows, not float64."""
-    return logits.is_cuda and logits.stride(-1) == 1 and logits.element_size() <= 4 and _has_triton()
+    """Return whether the Triton kernels accept these logits: on a GPU, each row contiguous, not float64."""
+    # The kernels compute in float32, so that they would round float64.
+    fits_float32 = logits.element_size() <= 4
+    return logits.is_cuda and logits.stride(-1) == 1 and fits_float32 and _has_triton()
 
 
 @functools.cache
 def _has_triton() -> bool:
+    """Return whether Triton is installed, without importing it; looked up once."""
     return importlib.util.find_spec("triton") is not None

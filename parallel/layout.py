@@ -1,7 +1,10 @@
-"""The tokens of each sequence that a local shard holds.
+"""Which tokens of which sequences are on this rank, under context parallelism (CP).
 
-A local shard is a flat run of tokens, each of which belongs to a sequence. Only this module knows how the shard was
-cut: padded or packed batches, zigzag or contiguous context parallelism.
+A local shard is this rank's part of a batch: some tokens of every sequence, one sequence after the other. Only this
+module knows how the shard was cut: padded or packed batches, zigzag or contiguous splits.
+
+A rank's tokens of a sequence are one *chunk* (a run of consecutive positions) or two: with a zigzag split over cp > 1
+ranks a sequence has 2·cp equal chunks, and rank r holds chunks r and 2·cp-1-r.
 """
 
 from __future__ import annotations
@@ -24,26 +27,33 @@ LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
-    """The indices on a device, without waiting for a GPU's earlier work."""
+    """Copy indices from the host to a device, without waiting for the work that a GPU still has to do."""
     return indices.to(device, non_blocking=True)
 
 
 def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zigzag") -> Tensor:
-    """Positions in a sequence of ``length`` tokens that one context-parallel rank holds, in its order.
+    """Positions of the tokens that one CP rank holds of a sequence of ``length`` tokens, in the rank's order.
 
     ``zigzag`` is Megatron's and Transformer Engine's cut: of 2·cp equal chunks rank r holds chunks r and 2·cp-1-r,
     which balances causal attention. ``contiguous`` gives rank r the r-th of cp equal chunks.
 
-    Returns [length/cp], int64. ValueError if the length does not divide, or the rank lies outside the group.
+    Returns:
+        [length/cp], int64, on the CPU.
+
+    Raises:
+        ValueError: the length does not divide into equal chunks, or the rank lies outside the group.
     """
     _check_cut(cp_rank, cp_size, split)
-    chunks = _num_chunks(length, cp_size, split)
-    grid = torch.arange(length).view(chunks, length // chunks)
-    held = [cp_rank, chunks - 1 - cp_rank] if chunks > cp_size else [cp_rank]
-    return grid[held].reshape(-1)
+    num_chunks = _num_chunks(length, cp_size, split)
+    positions_of_chunks = torch.arange(length).view(num_chunks, length // num_chunks)
+    local_chunks = [cp_rank]
+    if num_chunks > cp_size:
+        local_chunks.append(num_chunks - 1 - cp_rank)
+    return positions_of_chunks[local_chunks].reshape(-1)
 
 
 def _check_cut(cp_rank: int, cp_size: int, split: Split) -> None:
+    """Raise ValueError unless rank, size and split are possible."""
     check_integer("cp_size", cp_size, least=1)
     check_integer("cp_rank", cp_rank)
     if not 0 <= cp_rank < cp_size:
@@ -51,42 +61,57 @@ def _check_cut(cp_rank: int, cp_size: int, split: Split) -> None:
     one_of("split", split, ("zigzag", "contiguous"))
 
 
-def _place(cp_rank: int, cp_size: int, split: Split, cp_group: Group | None) -> tuple[int, int]:
-    """(rank, size) of a cut: with a group those in it; ValueError if others are given, or the cut cannot be."""
+def _checked_rank_and_size(cp_rank: int, cp_size: int, split: Split, cp_group: Group | None) -> tuple[int, int]:
+    """Return (CP rank, CP size): those of this process in ``cp_group``; without a group, the checked arguments.
+
+    Raises:
+        ValueError: arguments that contradict the group, or that are impossible.
+    """
     if cp_group is not None:
         check_kind("cp_group", cp_group, Group, "the process group of this rank; new_group() gives an int to others")
-        place = group_rank(cp_group), group_size(cp_group)
-        for name, given, default, found in zip(("cp_rank", "cp_size"), (cp_rank, cp_size), (0, 1), place, strict=True):
-            if given not in (default, found):
-                raise ValueError(f"{name}={given}: this process has {found} in cp_group; leave {name} out")
-        cp_rank, cp_size = place
+        rank_in_group = group_rank(cp_group)
+        size_of_group = group_size(cp_group)
+        # 0 and 1 are the defaults: the caller has left the argument out.
+        if cp_rank not in (0, rank_in_group):
+            raise ValueError(f"cp_rank={cp_rank}: this process has {rank_in_group} in cp_group; leave cp_rank out")
+        if cp_size not in (1, size_of_group):
+            raise ValueError(f"cp_size={cp_size}: this process has {size_of_group} in cp_group; leave cp_size out")
+        cp_rank = rank_in_group
+        cp_size = size_of_group
     _check_cut(cp_rank, cp_size, split)
     return cp_rank, cp_size
 
 
 def _num_chunks(length: int, cp_size: int, split: Split) -> int:
-    """Number of equal chunks that a sequence is cut into; raises ValueError if its length does not divide."""
-    chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
-    if length % chunks:
-        raise ValueError(f"a sequence of {length} tokens does not divide into {chunks} chunks: pad it to a multiple")
-    return chunks
+    """Number of equal chunks that a sequence is cut into, over all CP ranks; ValueError if that is impossible."""
+    chunks_per_rank = 2 if split == "zigzag" and cp_size > 1 else 1
+    num_chunks = chunks_per_rank * cp_size
+    if length % num_chunks:
+        raise ValueError(
+            f"a sequence of {length} tokens does not divide into {num_chunks} chunks: pad it to a multiple"
+        )
+    return num_chunks
 
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring whole sequences of a local shard, as one tensor of shape :attr:`shape`."""
+    """Neighbouring sequences of a local shard, which are computed together to bound the memory of temporary tensors.
 
-    sequences: slice  # their indices in the layout
-    index: slice  # of the shard's first dimension: their tokens
-    lengths: Tensor | None  # [n] int64, local tokens of each sequence, if the values are flat; None if [n, length]
-    shape: tuple[int, ...]  # [n, length] for sequences of equal local length, else flat [t]
+    If all sequences of a block have the same local length, its tensors are rows, [n, length], on which reductions are
+    fastest; else they are flat, [t].
+    """
+
+    sequences: slice  # indices of the block's sequences in the layout
+    index: slice  # the block's part of the first dimension of the shard's tensors
+    lengths: Tensor | None  # [n] int64, number of local tokens of each sequence of a flat block; None for rows
+    shape: tuple[int, ...]  # shape of the block's per-token tensors: [n, length] or [t]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
+        """Return the block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
         return tensor[self.index].view(self.shape)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """For each token of the block the value of its sequence, of shape :attr:`shape`; from ``[n]`` of the layout."""
+        """Give each token the value of its sequence: from the values of all sequences, [n], to :attr:`shape`."""
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
@@ -95,17 +120,18 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """The cut of one batch of sequences over context-parallel ranks.
+    """How one batch of sequences is cut over context-parallel (CP) ranks, and which part is on this rank.
 
-    Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order.
+    Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order. Tensors of
+    the *local shape* (:attr:`shape`) hold one value for each token on this rank.
 
     Attributes:
-        full_lengths: tokens of each whole sequence, padding included.
+        full_lengths: number of tokens of each whole sequence, padding included.
         shape: shape of the local per-token tensors: ``(b, s/cp)`` padded, ``(t/cp,)`` packed.
-        cp_rank: this rank inside the CP group.
+        cp_rank: this process's rank in the CP group.
         cp_size: number of CP ranks.
         split: how a sequence is cut.
-        cp_group: the CP group of these sequences; None: ``groups.cp`` of a function that the layout is passed to.
+        cp_group: the CP group of these sequences; None: the functions that take the layout use their ``groups.cp``.
     """
 
     full_lengths: tuple[int, ...]
@@ -142,16 +168,27 @@ class SequenceLayout:
         """
         for name, value in (("batch_size", batch_size), ("local_length", local_length)):
             check_integer(name, value, least=0)
-        rank, size = _place(cp_rank, cp_size, split, cp_group)
+        rank, size = _checked_rank_and_size(cp_rank, cp_size, split, cp_group)
         return cls._rows(batch_size, local_length, rank, size, split, cp_group)
 
     @classmethod
     def _rows(
         cls, batch_size: int, local_length: int, cp_rank: int, cp_size: int, split: Split, cp_group: Group | None = None
     ) -> SequenceLayout:
-        _num_chunks(local_length * cp_size, cp_size, split)
-        shape = batch_size, local_length
-        return cls((local_length * cp_size,) * batch_size, shape, cp_rank, cp_size, split, cp_group)
+        """Return a padded layout for a rank and a size that were checked already.
+
+        ValueError for a length that does not divide into equal chunks.
+        """
+        full_length = local_length * cp_size
+        _num_chunks(full_length, cp_size, split)  # checks the length
+        return cls(
+            full_lengths=(full_length,) * batch_size,
+            shape=(batch_size, local_length),
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            split=split,
+            cp_group=cp_group,
+        )
 
     @classmethod
     def packed(
@@ -177,35 +214,55 @@ class SequenceLayout:
             ValueError: not a cumulative sum, a length that does not divide, or a rank or size that is not this
                 process's in the group.
         """
-        # tolist: of tensors and of NumPy's arrays
+        # Tensors and NumPy arrays have the method tolist.
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
+        # The set of types is small, so that few of them are checked, for any number of sequences.
         if not isinstance(bounds, Sequence) or not all(
-            issubclass(each, numbers.Integral) for each in set(map(type, bounds))
+            issubclass(kind, numbers.Integral) for kind in {type(bound) for bound in bounds}
         ):
             raise ValueError(f"local_cu_seqlens={local_cu_seqlens!r} must be whole numbers, one more than sequences")
         bounds = [int(bound) for bound in bounds]
-        rank, size = _place(cp_rank, cp_size, split, cp_group)
-        local = [after - before for before, after in pairwise(bounds)]
-        if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
+        rank, size = _checked_rank_and_size(cp_rank, cp_size, split, cp_group)
+
+        local_lengths = [end - start for start, end in pairwise(bounds)]
+        if not bounds or bounds[0] != 0 or min(local_lengths, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
-        for length in set(local):
-            _num_chunks(length * size, size, split)
-        return cls(tuple(length * size for length in local), (bounds[-1],), rank, size, split, cp_group)
+        for length in set(local_lengths):
+            _num_chunks(length * size, size, split)  # checks the length
+        return cls(
+            full_lengths=tuple(length * size for length in local_lengths),
+            shape=(bounds[-1],),
+            cp_rank=rank,
+            cp_size=size,
+            split=split,
+            cp_group=cp_group,
+        )
 
     @classmethod
     def given(
         cls, layout: SequenceLayout | None, name: str, tensor: Tensor, groups: ParallelGroups | None
     ) -> SequenceLayout:
-        """The layout that a caller passed for the tensor ``name``; for None, padded rows cut over ``groups.cp``.
+        """Return the layout that a function was given for a tensor, checked; for None the default, padded rows.
 
-        Without groups, a layout may be of any rank, and rows without a layout are whole sequences. ValueError if
-        ``layout`` is no layout, or is not for this tensor, or has no ``cp_group`` and is not for ``groups.cp``.
+        The default layout has the tensor's rows as sequences, cut over ``groups.cp``.
+
+        Args:
+            layout: the caller's layout, or None.
+            name: the argument name of ``tensor``, for messages.
+            tensor: of the layout's local shape; [b, s/cp] without a layout.
+            groups: the caller's groups. None: ``layout`` is not compared with this process's CP rank, and the rows of
+                the default layout are whole sequences.
+
+        Raises:
+            ValueError: ``layout`` is not a layout or not of the tensor's shape, or has another CP rank or size than
+                this process has in ``groups.cp`` (if it has no ``cp_group``).
         """
         if layout is None:
             if tensor.dim() != 2:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}: without a layout it must be [b, s]")
             cp = None if groups is None else groups.cp
-            return cls._rows(tensor.shape[0], tensor.shape[1], group_rank(cp), group_size(cp), "zigzag")
+            batch_size, local_length = tensor.shape
+            return cls._rows(batch_size, local_length, group_rank(cp), group_size(cp), "zigzag")
         check_kind("layout", layout, cls, LAYOUT_REMEDY)
         if tuple(tensor.shape) != layout.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: the layout's local shape is {layout.shape}")
@@ -214,7 +271,7 @@ class SequenceLayout:
         return layout
 
     def cp(self, default: Group | None) -> Group | None:
-        """The group with the other slices of these sequences: :attr:`cp_group`, or the default without one."""
+        """Return the CP group of these sequences: :attr:`cp_group`, or ``default`` if that is None."""
         return default if self.cp_group is None else self.cp_group
 
     @property
@@ -224,25 +281,29 @@ class SequenceLayout:
 
     @cached_property
     def sequence_index(self) -> Tensor:
-        """The sequence of each local token: int64, flat ``[t/cp]``, on the CPU."""
+        """Index of each local token's sequence: int64, flat ``[t/cp]``, on the CPU."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.local_lengths)
 
     def positions(self) -> Tensor:
         """Position of each local token in its whole sequence: int64, of the local shape, on the CPU."""
-        return torch.cat(self._positions(self.cp_rank) or [torch.empty(0, dtype=torch.int64)]).view(self.shape)
+        no_positions = torch.empty(0, dtype=torch.int64)  # torch.cat needs at least one tensor
+        return torch.cat([no_positions, *self._positions(self.cp_rank)]).view(self.shape)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest whole sequence, at least 1: the columns of rows that hold whole sequences."""
-        return max((*self.full_lengths, 1))
+        """Number of tokens of the longest whole sequence, at least 1."""
+        return max([1, *self.full_lengths])
 
     @cached_property
     def row_places(self) -> Tensor:
-        """The index of each local token in ``[n, longest]`` rows of whole sequences: int64, flat, on the CPU."""
+        """Index of each local token in a flattened ``[n, longest]`` tensor with one whole sequence a row.
+
+        int64, flat, on the CPU.
+        """
         return self.sequence_index * self.longest + self.positions().flatten()
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's shard of a tensor that holds whole sequences.
+        """Cut this rank's shard out of a tensor of whole sequences.
 
         Args:
             full: ``[b, s, ...]`` padded or ``[t, ...]`` packed.
@@ -253,29 +314,30 @@ class SequenceLayout:
         Raises:
             ValueError: the shape is not the whole batch's.
         """
-        rest = self._check(full, self._full_shape, "whole sequences")
-        flat = full.reshape(sum(self.full_lengths), *rest)
-        return flat[_sent(self._flat_index(self.cp_rank), full.device)].view(*self.shape, *rest)
+        further_dims = self._check(full, self._full_shape, "whole sequences")
+        flat = full.reshape(sum(self.full_lengths), *further_dims)
+        local_index = _sent(self._flat_index(self.cp_rank), full.device)
+        return flat[local_index].view(*self.shape, *further_dims)
 
     def restore(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all CP ranks, in rank order: the inverse of :meth:`cut`.
+        """Join the shards of all CP ranks, in rank order, to the tensor of whole sequences: the inverse of :meth:`cut`.
 
         Raises:
             ValueError: a number of shards other than the CP ranks', or a shard of another shape.
         """
         if len(shards) != self.cp_size:
             raise ValueError(f"{len(shards)} shards given: expected one for each of the {self.cp_size} CP ranks")
-        rest = self._check(shards[0], self.shape, "a shard")
-        full = shards[0].new_empty(sum(self.full_lengths), *rest)
+        further_dims = self._check(shards[0], self.shape, "a shard")
+        full = shards[0].new_empty(sum(self.full_lengths), *further_dims)
         for rank, shard in enumerate(shards):
             self._check(shard, self.shape, "a shard")
-            full[_sent(self._flat_index(rank), full.device)] = shard.reshape(-1, *rest)
-        return full.view(*self._full_shape, *rest)
+            full[_sent(self._flat_index(rank), full.device)] = shard.reshape(-1, *further_dims)
+        return full.view(*self._full_shape, *further_dims)
 
     def sum_sequences(self, values: Tensor) -> Tensor:
-        """This rank's part of each sequence's sum, [n] float64, of ``values`` of the local shape, added in float64.
+        """Sum the ``values`` of each sequence's local tokens: from the local shape to [n] float64.
 
-        The CP group holds the other parts. ValueError for another shape.
+        The sum over a whole sequence is the sum of these over the CP group. ValueError for another shape.
         """
         self._check(values, self.shape, "a shard")
         if len(self.shape) == 2:
@@ -283,7 +345,7 @@ class SequenceLayout:
         return torch.segment_reduce(values.double(), "sum", lengths=self._lengths_on(values.device), unsafe=True)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """For each local token the value of its sequence: from ``[n]`` to the local shape, else ValueError."""
+        """Give each local token the value of its sequence: from ``[n]`` to the local shape; ValueError for others."""
         if per_sequence.shape != (self.num_sequences,):
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         if len(self.shape) == 2:
@@ -293,103 +355,164 @@ class SequenceLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of runs of consecutive positions that each sequence is cut into, over all CP ranks."""
+        """Number of chunks that each sequence is cut into, over all CP ranks: cp, or 2·cp with a zigzag split."""
         return _num_chunks(0, self.cp_size, self.split)
 
     @cached_property
     def chunk_index(self) -> Tensor:
-        """The chunk of each local token, sequence · num_chunks + chunk: int64, flat ``[t/cp]``, on the CPU."""
+        """Index of each local token's chunk among those of all sequences: int64, flat ``[t/cp]``, on the CPU.
+
+        It is (index of the sequence) · num_chunks + (index of the chunk in the sequence).
+        """
         chunk_lengths = torch.tensor(self.full_lengths, dtype=torch.int64) // self.num_chunks
-        place = self.positions().flatten() // chunk_lengths[self.sequence_index]
-        return self.sequence_index * self.num_chunks + place
+        chunk_in_sequence = self.positions().flatten() // chunk_lengths[self.sequence_index]
+        return self.sequence_index * self.num_chunks + chunk_in_sequence
 
     def blocks(self, num_tokens: int, device: torch.device) -> list[Block]:
-        """The shard in blocks of whole sequences: at most ``num_tokens`` tokens, or one longer sequence."""
-        local = [length // self.cp_size for length in self.full_lengths]
-        starts, cuts = [0, *accumulate(local)], [0]
-        for number in range(1, len(local)):
-            if starts[number + 1] - starts[cuts[-1]] > num_tokens:
-                cuts.append(number)
-        return [self._block(slice(*pair), local, starts, device) for pair in pairwise([*cuts, len(local)])]
+        """Divide the shard into blocks of neighbouring sequences, in order; no sequence is divided.
 
-    def _block(self, sequences: slice, local: list[int], starts: list[int], device: torch.device) -> Block:
-        lengths, tokens = local[sequences], slice(starts[sequences.start], starts[sequences.stop])
-        index = sequences if len(self.shape) == 2 else tokens
-        if len(set(lengths)) == 1 and lengths[0] > 0:
-            return Block(sequences, index, None, (len(lengths), lengths[0]))
+        A block has at most ``num_tokens`` local tokens, except if it is a single sequence with more. Its tensors are on
+        ``device``.
+        """
+        local_lengths = [length // self.cp_size for length in self.full_lengths]
+        token_starts = [0, *accumulate(local_lengths)]  # first local token of each sequence, and the end of the last
+        first_sequences = [0]  # first sequence of each block
+        for sequence in range(1, len(local_lengths)):
+            tokens_with_sequence = token_starts[sequence + 1] - token_starts[first_sequences[-1]]
+            if tokens_with_sequence > num_tokens:
+                first_sequences.append(sequence)
+
+        bounds = pairwise([*first_sequences, len(local_lengths)])
+        return [self._block(slice(start, stop), local_lengths, token_starts, device) for start, stop in bounds]
+
+    def _block(
+        self, sequences: slice, local_lengths: list[int], token_starts: list[int], device: torch.device
+    ) -> Block:
+        """Return the block of these sequences; the lists are the variables of :meth:`blocks`."""
+        lengths = local_lengths[sequences]
+        tokens = slice(token_starts[sequences.start], token_starts[sequences.stop])
+        is_padded = len(self.shape) == 2
+        has_equal_lengths = len(set(lengths)) == 1 and lengths[0] > 0
         return Block(
-            sequences, index, _sent(torch.tensor(lengths, dtype=torch.int64), device), (tokens.stop - tokens.start,)
+            sequences=sequences,
+            index=sequences if is_padded else tokens,
+            lengths=None if has_equal_lengths else _sent(torch.tensor(lengths, dtype=torch.int64), device),
+            shape=(len(lengths), lengths[0]) if has_equal_lengths else (tokens.stop - tokens.start,),
         )
 
     def followed(self, places: Tensor) -> Tensor:
-        """Whether the next local token has the next position of the same sequence: bool, like ``places``.
+        """Return, for some local tokens, whether the next local token is in the same chunk: bool, like ``places``.
 
-        ``places``, int64 of any shape, are indices of local tokens.
+        If so, the two tokens are neighbours in their sequence. (The two chunks of the last CP rank are neighbours too;
+        the result is False between them, as between those of other ranks.)
+
+        Args:
+            places: int64 of any shape: indices of local tokens in the flat shard.
         """
-        chunks = self.num_chunks // self.cp_size
+        chunks_per_rank = self.num_chunks // self.cp_size
         if len(self.shape) == 2:
-            return (places + 1) % max(self.shape[1] // chunks, 1) != 0
-        local = self._lengths_on(places.device)
-        ends = local.cumsum(0)
+            chunk_length = max(self.shape[1] // chunks_per_rank, 1)
+            return (places + 1) % chunk_length != 0
+
+        local_lengths = self._lengths_on(places.device)
+        ends = local_lengths.cumsum(0)
         sequences = torch.searchsorted(ends, places, right=True)
-        behind = ends[sequences] - places - 1
-        # False at a sequence's last local token and, of two chunks, at the last token of the first.
-        return (behind != 0) & (behind * chunks != local[sequences] * (chunks - 1))
+        # After the last token of a rank's only or second chunk the sequence has no local token left; after the last
+        # token of the first of two chunks it has those of one chunk, half of its local tokens.
+        num_left = ends[sequences] - places - 1
+        is_not_first_chunk_end = num_left * chunks_per_rank != local_lengths[sequences] * (chunks_per_rank - 1)
+        return (num_left != 0) & is_not_first_chunk_end
 
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
-        """[k] int64: positions in their whole sequences of local tokens.
+        """Return the positions of some local tokens in their whole sequences, [k] int64.
 
-        ``offsets``, [k] int64, are indices among the local tokens of a sequence; ``sequences`` are the sequences, [k]
-        int64, or [1] for all tokens.
+        Args:
+            sequences: [k] int64, the index of each token's sequence; or [1], if all tokens are of one sequence.
+            offsets: [k] int64, the index of each token among the local tokens of its sequence.
         """
         if self.cp_size == 1:
             return offsets
-        local = self._lengths_on(sequences.device)[sequences]
+        local_lengths = self._lengths_on(sequences.device)[sequences]
         if self.split == "contiguous":
-            return offsets + local * self.cp_rank
-        chunk = local // 2
-        second = offsets >= chunk
-        return offsets + chunk * torch.where(second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
+            return offsets + local_lengths * self.cp_rank
+        # The rank's two chunks are the sequence's chunks r and 2·cp-1-r. An offset in the second one counts the rank's
+        # first chunk, so that one chunk less lies before it.
+        chunk_length = local_lengths // 2
+        is_in_second = offsets >= chunk_length
+        num_chunks_before = torch.where(is_in_second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
+        return offsets + chunk_length * num_chunks_before
+
+    def block_positions(self, block: Block, device: torch.device) -> Tensor:
+        """Return the position of each token of a block in its whole sequence.
+
+        Returns:
+            int64, [length] for a block of equally long sequences, which share it, else flat [t].
+        """
+        length: int | Tensor = block.shape[-1]
+        offsets = torch.arange(block.shape[-1], device=device)
+        if block.lengths is not None:
+            starts = block.lengths.cumsum(0) - block.lengths
+            offsets = offsets - torch.repeat_interleave(starts, block.lengths, output_size=block.shape[0])
+            length = torch.repeat_interleave(block.lengths, block.lengths, output_size=block.shape[0])
+        if self.cp_size == 1:
+            return offsets
+        if self.split == "contiguous":
+            return offsets + length * self.cp_rank
+        chunk = length // 2
+        second_chunk = offsets >= chunk
+        return offsets + chunk * torch.where(second_chunk, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
 
     @cached_property
     def local_lengths(self) -> Tensor:
-        """Local tokens of each sequence: [n], int64, on the CPU."""
+        """Number of local tokens of each sequence: [n], int64, on the CPU."""
         if len(self.shape) == 2:
             return torch.full((self.num_sequences,), self.shape[1], dtype=torch.int64)
         return torch.tensor(self.full_lengths, dtype=torch.int64) // self.cp_size
 
     def _lengths_on(self, device: torch.device) -> Tensor:
-        """:attr:`local_lengths` on a device, sent there once."""
+        """:attr:`local_lengths` on a device, copied there once."""
         if device not in self._sent_lengths:
             self._sent_lengths[device] = _sent(self.local_lengths, device)
         return self._sent_lengths[device]
 
     @cached_property
     def _sent_lengths(self) -> dict[torch.device, Tensor]:
+        """Copies of :attr:`local_lengths` by device, for :meth:`_lengths_on`."""
         return {}
 
     @property
     def _full_shape(self) -> tuple[int, ...]:
-        return (self.shape[0], self.shape[1] * self.cp_size) if len(self.shape) == 2 else (sum(self.full_lengths),)
+        """Shape of per-token tensors of the whole sequences: (b, s) padded, (t,) packed."""
+        if len(self.shape) == 2:
+            batch_size, local_length = self.shape
+            return batch_size, local_length * self.cp_size
+        return (sum(self.full_lengths),)
 
-    def _check(self, tensor: Tensor, leading: tuple[int, ...], what: str) -> tuple[int, ...]:
-        check_kind(what, tensor, Tensor, "a torch.Tensor")
+    def _check(self, tensor: Tensor, leading: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """Return the dimensions after the ``leading`` ones; ValueError, with ``name``, if the tensor has other ones."""
+        check_kind(name, tensor, Tensor, "a torch.Tensor")
         if tuple(tensor.shape[: len(leading)]) != leading:
             raise ValueError(
-                f"got a tensor of shape {tuple(tensor.shape)}, expected {what} of this layout, {leading} in front: "
+                f"got a tensor of shape {tuple(tensor.shape)}, expected {name} of this layout, {leading} in front: "
                 f"the layout has {self.shape[-1]} tokens on each of {self.cp_size} context-parallel ranks"
             )
         return tuple(tensor.shape[len(leading) :])
 
     def _positions(self, rank: int) -> list[Tensor]:
-        cuts = {n: shard_positions(n, rank, self.cp_size, self.split) for n in set(self.full_lengths)}
-        return [cuts[length] for length in self.full_lengths]
+        """Positions of the tokens that a CP rank holds of each sequence: n tensors of int64, on the CPU."""
+        # Computed once for each length: sequences of equal length have equal positions.
+        positions_by_length = {
+            length: shard_positions(length, rank, self.cp_size, self.split) for length in set(self.full_lengths)
+        }
+        return [positions_by_length[length] for length in self.full_lengths]
 
     def _flat_index(self, rank: int) -> Tensor:
-        """[t/cp] int64: index of each token of ``rank`` among all tokens of the whole sequences, on the CPU."""
-        lengths = torch.tensor(self.full_lengths, dtype=torch.int64)
-        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths // self.cp_size)
-        return torch.cat([starts.new_empty(0), *self._positions(rank)]) + starts
+        """Index of each token of ``rank`` among all tokens of the whole sequences: [t/cp] int64, on the CPU."""
+        full_lengths = torch.tensor(self.full_lengths, dtype=torch.int64)
+        first_tokens = full_lengths.cumsum(0) - full_lengths
+        first_tokens = first_tokens.repeat_interleave(full_lengths // self.cp_size)
+        no_positions = first_tokens.new_empty(0)  # torch.cat needs at least one tensor
+        return torch.cat([no_positions, *self._positions(rank)]) + first_tokens
 
 
-Layouts = SequenceLayout | Sequence[SequenceLayout]  # of one micro-batch, or of several
+Layouts = SequenceLayout | Sequence[SequenceLayout]  # the layout of one micro-batch, or those of several

@@ -19,6 +19,8 @@ from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.log_probs import (
     CallSpec,
+    ForwardValues,
+    ResultGradients,
     Target,
     check_call,
     combine,
@@ -31,7 +33,8 @@ from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.parallel.support import check_support
 
 # Tokens of a chunk: enough for an efficient matrix product, and on a GPU for few additions to the weight's gradient.
-CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 2048
+CHUNK_TOKENS = 256
+GPU_CHUNK_TOKENS = 2048
 
 
 def linear_log_probs_and_entropy(
@@ -106,7 +109,7 @@ def linear_log_probs_and_entropy(
         sum_squares=sum_squares,
         inplace_backward=False,
         compile=compile,
-        entropy_apart=support_ids is not None and not entropy_over_support,
+        separate_entropy=support_ids is not None and not entropy_over_support,
         support_is_sorted=support_is_sorted,
     )
     options = _Options(spec, sequence_parallel, gradient_accumulation)
@@ -123,6 +126,7 @@ def linear_log_probs_and_entropy(
 def _check(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor | None, options: _Options
 ) -> None:
+    """Raise ValueError for arguments whose shapes or dtypes do not fit together."""
     check_tensors({"bias": bias, "mask": mask}, hidden=hidden, weight=weight, labels=labels)
     if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one float dtype")
@@ -130,16 +134,20 @@ def _check(
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} cannot be multiplied")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}: expected one number a row of the weight")
-    shape = list(hidden.shape[:-1])
+
+    labels_shape = list(hidden.shape[:-1])
+    explanation = ""
     if options.sequence_parallel:
-        if not shape:
+        if not labels_shape:
             raise ValueError("sequence_parallel needs hidden states with a sequence dimension in front")
-        shape[0] *= options.ranks
-    if tuple(shape) != tuple(labels.shape):
+        labels_shape[0] *= options.ranks
+        explanation = " (all slices of the sequence)"
+    if tuple(labels_shape) != tuple(labels.shape):
         raise ValueError(
-            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}: expected {tuple(shape)}"
-            + (" (all slices of the sequence)" if options.sequence_parallel else "")
+            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}: expected {tuple(labels_shape)}"
+            f"{explanation}"
         )
+
     if options.gradient_accumulation and not hasattr(weight, "main_grad"):
         raise ValueError("gradient_accumulation needs weight.main_grad, which Megatron's DDP makes")
     check_call(labels, mask, options.spec, weight.shape[0])
@@ -147,7 +155,11 @@ def _check(
 
 @dataclass(frozen=True)
 class _Options:
-    """The settings of one call of :func:`linear_log_probs_and_entropy`."""
+    """The settings of one call of :func:`linear_log_probs_and_entropy`, and its chunks of tokens.
+
+    "Local rows" are this rank's hidden states, [rows, h]: of all tokens, or with sequence parallelism of its slice. In
+    the second case a chunk has the same local rows of every rank's slice, so that its tokens are no neighbours.
+    """
 
     spec: CallSpec
     sequence_parallel: bool
@@ -155,7 +167,7 @@ class _Options:
 
     @property
     def sliced(self) -> bool:
-        """Whether hidden states of other ranks must be gathered."""
+        """Return whether other ranks hold the hidden states of other tokens, which must be gathered."""
         return self.sequence_parallel and group_size(self.spec.tp_group) > 1
 
     @property
@@ -164,23 +176,26 @@ class _Options:
         return group_size(self.spec.tp_group) if self.sliced else 1
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
-        """Slices of the local rows of the hidden states."""
-        default = GPU_CHUNK_TOKENS if rows.is_cuda else CHUNK_TOKENS
-        size = max(1, (self.spec.chunk_size or default) // self.ranks)
-        yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+        """Yield the slice of the local rows that each chunk takes."""
+        default_size = GPU_CHUNK_TOKENS if rows.is_cuda else CHUNK_TOKENS
+        rows_per_rank = max(1, (self.spec.chunk_size or default_size) // self.ranks)
+        for start in range(0, len(rows), rows_per_rank):
+            yield slice(start, min(start + rows_per_rank, len(rows)))
 
     def slices(self, part: slice, rows: Tensor) -> list[slice]:
-        """The slices of all tokens that are a chunk's; a chunk has these rows of every rank's slice."""
-        return [slice(part.start + start, part.stop + start) for start in range(0, self.ranks * len(rows), len(rows))]
+        """The tokens of a chunk as slices of all tokens, one slice for each rank; ``part`` is its slice of ``rows``."""
+        first_tokens = range(0, self.ranks * len(rows), len(rows))  # of each rank's slice of the sequence
+        return [slice(first + part.start, first + part.stop) for first in first_tokens]
 
     def positions(self, part: slice, rows: Tensor) -> slice | Tensor:
-        """The indices of a chunk's tokens among all tokens."""
+        """The tokens of a chunk as an index into all tokens, in the order of :meth:`gather`."""
         if not self.sliced:
             return part
-        return torch.cat([torch.arange(one.start, one.stop, device=rows.device) for one in self.slices(part, rows)])
+        slices = self.slices(part, rows)
+        return torch.cat([torch.arange(tokens.start, tokens.stop, device=rows.device) for tokens in slices])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks that hold slices, in rank order."""
+        """The rows of all ranks, one rank after the other. Collectives: one all-gather if the ranks hold slices."""
         if not self.sliced:
             return rows
         gathered = rows.new_empty(self.ranks * len(rows), rows.shape[1])
@@ -188,12 +203,15 @@ class _Options:
         return gathered
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """This rank's part of the sum over all ranks of their gathered rows."""
+        """This rank's rows of the sum of all ranks' ``rows``, which are as :meth:`gather` returns them.
+
+        Collectives: one reduce-scatter if the ranks hold slices; otherwise nothing is summed.
+        """
         if not self.sliced:
             return rows
-        own = rows.new_empty(len(rows) // self.ranks, rows.shape[1])
-        dist.reduce_scatter_tensor(own, rows, group=self.spec.tp_group)
-        return own
+        local_rows = rows.new_empty(len(rows) // self.ranks, rows.shape[1])
+        dist.reduce_scatter_tensor(local_rows, rows, group=self.spec.tp_group)
+        return local_rows
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:
@@ -202,6 +220,7 @@ def _no_autocast(device: torch.device) -> torch.autocast:
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits of a chunk of hidden states: [rows, v/tp]."""
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
 
@@ -220,32 +239,57 @@ class _LinearSoftmax(torch.autograd.Function):
         offsets: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, ...]:
-        rows, spec = hidden.detach().reshape(-1, hidden.shape[-1]), options.spec
+        """Log-probs, entropy and, if asked for, Σπ², each like the labels.
+
+        The kept tokens come as ``ids`` and ``offsets``. Autograd keeps the arguments and a few numbers for each token.
+        """
+        spec = options.spec
+        rows = hidden.detach().reshape(-1, hidden.shape[-1])
         counted = counted_tokens(labels, mask).reshape(-1)
-        target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0])
+        target = Target.locate(labels.reshape(-1), counted, spec, weight.shape[0])
         support = spec.support(ids, offsets, weight.shape[0])
+
+        # Each chunk's numbers are written to the places of its tokens.
         statistics = rows.new_empty(spec.num_statistics, labels.numel(), dtype=arithmetic(rows.dtype))
-        chosen, holes = statistics.new_empty(labels.numel()), False
-        scored = None if support is None else torch.empty_like(counted)
+        label_logits = statistics.new_empty(labels.numel())
+        scorable = None if support is None else torch.empty_like(counted)
+        allow_minus_inf = False
         for part in options.chunks(rows):
             logits = _logits(options.gather(rows[part]), weight, bias)
-            where = options.positions(part, rows)
-            here = target.at(where)
-            own = None if support is None else support.at(options.slices(part, rows))
-            found = statistics_of(logits, here, own, spec.without_chunk_size())
-            statistics[:, where] = found.values
-            chosen[where] = here.logits(logits).to(chosen.dtype)
-            if scored is not None:
-                scored[where] = found.scored
-            holes |= found.holes
+            positions = options.positions(part, rows)
+            chunk_target = target.at(positions)
+            chunk_support = None if support is None else support.at(options.slices(part, rows))
+            chunk_statistics = statistics_of(logits, chunk_target, chunk_support, spec.without_chunk_size())
+            statistics[:, positions] = chunk_statistics.values
+            label_logits[positions] = chunk_target.logits(logits).to(label_logits.dtype)
+            if scorable is not None:
+                scorable[positions] = chunk_statistics.scorable
+            allow_minus_inf |= chunk_statistics.allowed_minus_inf
             del logits  # before the next chunk's are made
-        target = target.within(scored)
-        offset, results = combine(statistics, target, chosen, spec)
+
+        target = target.restricted_to(scorable)
+        log_normalizers, results = combine(statistics, target, label_logits, spec)
         results = tuple(value.view(labels.shape) for value in results)
-        kept = ids, offsets, scored
-        ctx.save_for_backward(hidden, weight, bias, labels, mask, *kept, offset, chosen, *[*results[1:], None][:2])
-        ctx.options, ctx.holes, ctx.device = options, holes, hidden.device
-        ctx.set_materialize_grads(False)
+        entropy = results[1]
+        squared_sum = results[2] if spec.sum_squares else None
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            labels,
+            mask,
+            ids,
+            offsets,
+            scorable,
+            log_normalizers,
+            label_logits,
+            entropy,
+            squared_sum,
+        )
+        ctx.options = options
+        ctx.allow_minus_inf = allow_minus_inf
+        ctx.device = hidden.device
+        ctx.set_materialize_grads(False)  # None, not zeros, for a result that the loss does not use
         return results
 
     @staticmethod
@@ -257,69 +301,103 @@ class _LinearSoftmax(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    hidden, weight, bias, labels, mask, ids, offsets, scored, offset, chosen, *results = ctx.saved_tensors
+    """Gradients of the forward's arguments from ``grads``, those of its results; None for most.
+
+    The logits of each chunk are computed again, and overwritten by their gradient.
+    """
+    hidden, weight, bias, labels, mask, ids, offsets, scorable, log_normalizers, label_logits, entropy, squared_sum = (
+        ctx.saved_tensors
+    )
     options: _Options = ctx.options
     spec = options.spec.without_chunk_size()
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     counted = counted_tokens(labels, mask).reshape(-1)
-    target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0]).within(scored)
+    target = Target.locate(labels.reshape(-1), counted, spec, weight.shape[0]).restricted_to(scorable)
     support = spec.support(ids, offsets, weight.shape[0])
-    entropy, squares = (None if result is None else result.reshape(-1) for result in results)
-    flat = [None if grad is None else grad.reshape(-1) for grad in grads]
-    factors = gradient_factors(flat, target, chosen, offset, entropy, squares, support, spec)
-    total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
+    entropy, squared_sum, *flat_grads = (
+        None if value is None else value.reshape(-1) for value in (entropy, squared_sum, *grads)
+    )
+    forward_values = ForwardValues(
+        label_logits=label_logits,
+        log_normalizers=log_normalizers,
+        entropy=entropy,
+        sum_squares=squared_sum,
+    )
+    factors = gradient_factors(ResultGradients(*flat_grads), target, forward_values, support, spec)
+
+    weight_gradient = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
     grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
     for part in options.chunks(rows):
-        gathered = options.gather(rows[part])
-        logits = _logits(gathered, weight, bias)
-        own = None if support is None else support.at(options.slices(part, rows))
-        write_gradient(logits, logits, factors.at(options.positions(part, rows)), own, spec, ctx.holes)
-        total.add(logits, gathered)
+        gathered_rows = options.gather(rows[part])
+        logits = _logits(gathered_rows, weight, bias)
+        chunk_factors = factors.at(options.positions(part, rows))
+        chunk_support = None if support is None else support.at(options.slices(part, rows))
+        # The gradient is written over the logits: no second tensor of their size.
+        write_gradient(logits, logits, chunk_factors, chunk_support, spec, allow_minus_inf=ctx.allow_minus_inf)
+        grad_logits = logits
+        weight_gradient.add(grad_logits, gathered_rows)
         if grad_hidden is not None:
-            grad_hidden[part] = options.scatter(logits @ weight)
-        del logits
+            grad_hidden[part] = options.scatter(grad_logits @ weight)
+        del logits, grad_logits  # before the next chunk's are made
+
     if grad_hidden is not None:
+        # Each rank's product is over its own vocabulary rows; scatter has already summed slices.
         if not options.sliced and group_size(options.spec.tp_group) > 1:
             dist.all_reduce(grad_hidden, group=options.spec.tp_group)
         grad_hidden = grad_hidden.view(hidden.shape)
-    return grad_hidden, *total.results(), None, None, None, None, None
+    grad_weight, grad_bias = weight_gradient.results()
+    return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _WeightGradient:
-    """The gradients of weight and bias, accumulated over chunks in at least float32."""
+    """The gradients of weight and bias, accumulated over chunks in at least float32.
+
+    Args:
+        weight: [v/tp, h].
+        bias: [v/tp], or None.
+        needed: whether each argument of the forward needs a gradient: hidden, weight, bias, ...
+        gradient_accumulation: add the weight's gradient to ``weight.main_grad``, in the dtype that this has.
+    """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...], gradient_accumulation: bool
     ) -> None:
-        self._weight, self._bias, self._accumulates = weight, bias, gradient_accumulation
+        self._weight = weight
+        self._accumulates = gradient_accumulation
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._of_weight: Tensor | None = None
+        self._grad_weight: Tensor | None = None
         if needed[1]:
             main_grad: Tensor | None = getattr(weight, "main_grad", None) if gradient_accumulation else None
-            self._of_weight = torch.zeros_like(weight, dtype=dtype) if main_grad is None else main_grad
-        self._of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+            self._grad_weight = torch.zeros_like(weight, dtype=dtype) if main_grad is None else main_grad
+        self._grad_bias: Tensor | None = None
+        if bias is not None and needed[2]:
+            self._grad_bias = torch.zeros_like(bias, dtype=dtype)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add the gradients of one chunk: [t, v/tp] and [t, h]."""
-        if self._of_weight is not None:
-            if self._of_weight.dtype == hidden.dtype:
-                self._of_weight.addmm_(grad_logits.t(), hidden)
+        """Add one chunk, from its gradient at the logits, [t, v/tp], and its hidden states, [t, h]."""
+        if self._grad_weight is not None:
+            if self._grad_weight.dtype == hidden.dtype:
+                self._grad_weight.addmm_(grad_logits.t(), hidden)
             else:
-                # Some rows of the weight at a time: their product has a quarter of the chunk of logits' elements.
-                rows = max(1, grad_logits.numel() // (4 * hidden.shape[1]))
-                for own, grad in zip(self._of_weight.split(rows), grad_logits.split(rows, dim=1), strict=True):
-                    own += grad.t() @ hidden
-        if self._of_bias is not None:
-            self._of_bias += grad_logits.sum(0, dtype=self._of_bias.dtype)
+                # addmm_ needs one dtype, so that the product is a tensor of its own before it is added. Some rows of
+                # the weight at a time: their product has a quarter of the elements of the chunk's logits.
+                num_rows = max(1, grad_logits.numel() // (4 * hidden.shape[1]))
+                rows_of_weight = self._grad_weight.split(num_rows)
+                columns_of_logits = grad_logits.split(num_rows, dim=1)
+                for grad_rows, grad_columns in zip(rows_of_weight, columns_of_logits, strict=True):
+                    grad_rows += grad_columns.t() @ hidden
+        if self._grad_bias is not None:
+            self._grad_bias += grad_logits.sum(0, dtype=self._grad_bias.dtype)
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of (weight, bias) that autograd gets."""
-        of_weight, of_bias = self._of_weight, self._of_bias
-        if of_weight is not None and self._accumulates:
-            self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            of_weight = torch.zeros_like(self._weight)
-        elif of_weight is not None:
-            of_weight = of_weight.to(self._weight.dtype)
-        if of_bias is not None:
-            of_bias = of_bias.to(self._weight.dtype)
-        return of_weight, of_bias
+        """The gradients of (weight, bias) that autograd gets, in their dtype; None for those that need none."""
+        grad_weight = self._grad_weight
+        if grad_weight is not None:
+            if self._accumulates:
+                # Megatron's hook on the parameter must run, but adds nothing to main_grad.
+                self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                grad_weight = torch.zeros_like(self._weight)
+            else:
+                grad_weight = grad_weight.to(self._weight.dtype)
+        grad_bias = None if self._grad_bias is None else self._grad_bias.to(self._weight.dtype)
+        return grad_weight, grad_bias

@@ -34,7 +34,7 @@ def log_prob_processor(
     support_is_sorted: bool = False,
     entropy_over_support: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """An ``output_processor`` for the forward of Megatron-Core's ``GPTModel`` (0.18 and later).
+    """Make an ``output_processor`` for the forward of Megatron-Core's ``GPTModel`` (0.18 and later).
 
     The model then returns log-probs and entropy instead of logits:
     ``log_probs, entropy = model(tokens, positions, None, labels=labels, loss_mask=mask, output_processor=...)``.
@@ -80,9 +80,12 @@ def log_prob_processor(
         "temperature": temperature,
         "chunk_size": chunk_size,
         "compile": compile,
+        "sum_squares": sum_squares,
+        "entropy_over_support": entropy_over_support,
+        "support_ids": support_ids,
+        "support_offsets": support_offsets,
+        "support_is_sorted": support_is_sorted,
     }
-    options |= {"sum_squares": sum_squares, "entropy_over_support": entropy_over_support}
-    options |= {"support_ids": support_ids, "support_offsets": support_offsets, "support_is_sorted": support_is_sorted}
     return partial(_processed, tp_group, fused, options)
 
 
@@ -100,18 +103,31 @@ def _processed(
     config: Any = None,
     **others: Any,
 ) -> tuple[Tensor, ...]:
+    """The function that :func:`log_prob_processor` returns; Megatron passes the arguments by name.
+
+    ``options`` are arguments of the functions on logits and on hidden states, by name. ``others`` are ignored.
+    """
     labels, mask = _checked(tp_group, output_layer, labels, loss_mask)
     if not fused:
         logits = _logits(output_layer, hidden_states, output_weight)
-        logits = logits if scale_logits is None else scale_logits(logits)
+        if scale_logits is not None:
+            logits = scale_logits(logits)
         return vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
-    ids, offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
-    options = options | {"temperature": options["temperature"] / factor_of(scale_logits)}
-    options |= {"support_ids": ids, "support_offsets": offsets, "mask": None if mask is None else mask.t()}
+
+    # The fused function takes hidden states as Megatron has them, [s, b, h], so labels and all else are transposed.
+    support_ids, support_offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
+    options = options | {
+        "temperature": options["temperature"] / factor_of(scale_logits),
+        "support_ids": support_ids,
+        "support_offsets": support_offsets,
+        "mask": None if mask is None else mask.t(),
+    }
     accumulates = getattr(config, "gradient_accumulation_fusion", False)
     # In the layer's forward, so that hooks that gather its weight run first: DDP's with overlap_param_gather.
-    with forward_of(output_layer, partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options)):
-        return tuple(values.t() for values in output_layer(hidden_states, weight=output_weight))
+    forward = partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options)
+    with forward_of(output_layer, forward):
+        results = output_layer(hidden_states, weight=output_weight)
+    return tuple(values.t() for values in results)
 
 
 def _multiplied(
@@ -123,8 +139,19 @@ def _multiplied(
     hidden: Tensor,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The results from hidden states and the layer's weight, as the layer's forward."""
-    weight = getattr(layer, "weight", None) if weight is None else weight
+    """Log-probs and entropy instead of logits: a forward for the output layer, once all but the last two are bound.
+
+    Args:
+        layer: the output layer.
+        labels: [s/cp, b].
+        tp_group: the ranks that hold the other vocabulary rows.
+        accumulates: the layer's backward adds its weight's gradient to ``weight.main_grad``.
+        options: further arguments of :func:`~megatron_rc.parallel.linear.linear_log_probs_and_entropy`.
+        hidden: [s/cp, b, h], with sequence parallelism [s/cp/tp, b, h].
+        weight: [v/tp, h]. Default: the layer's own.
+    """
+    if weight is None:
+        weight = getattr(layer, "weight", None)
     if weight is None:
         raise ValueError(f"output_layer is a {type(layer).__name__} without a weight: pass fused=False")
     return linear_log_probs_and_entropy(
@@ -140,20 +167,26 @@ def _multiplied(
 
 
 def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:
-    """[s/cp, b, v/tp], by Megatron's output layer, or by a layer that takes hidden states alone."""
-    takes = inspect.signature(layer.forward).parameters
-    more: dict[str, Any] = {"runtime_gather_output": False} if "runtime_gather_output" in takes else {}
+    """This rank's logits, [s/cp, b, v/tp], by Megatron's output layer, or by a layer that takes hidden states alone.
+
+    ``weight`` replaces the layer's, as with tied embeddings. ValueError if the layer cannot do so, or gathers logits.
+    """
+    parameters = inspect.signature(layer.forward).parameters
+    arguments: dict[str, Any] = {}
+    if "runtime_gather_output" in parameters:
+        arguments["runtime_gather_output"] = False
     if weight is not None:
-        if "weight" not in takes:
+        if "weight" not in parameters:
             raise ValueError(f"output_weight with a {type(layer).__name__}, whose forward takes no weight: pass logits")
-        more["weight"] = weight
-    found = layer(hidden, **more)
-    logits: Tensor = found[0] if isinstance(found, tuple) else found  # Megatron's layers return a bias too
-    rows = getattr(layer, "weight", None) if weight is None else weight
-    if isinstance(rows, Tensor) and rows.shape[0] != logits.shape[-1]:
+        arguments["weight"] = weight
+    output = layer(hidden, **arguments)
+    logits: Tensor = output[0] if isinstance(output, tuple) else output  # Megatron's layers return a bias too
+
+    local_weight = getattr(layer, "weight", None) if weight is None else weight
+    if isinstance(local_weight, Tensor) and local_weight.shape[0] != logits.shape[-1]:
         raise ValueError(
-            f"output_layer has {rows.shape[0]} rows and makes {logits.shape[-1]} logits, as if it gathered them: pass "
-            "gather_output=False to the layer"
+            f"output_layer has {local_weight.shape[0]} rows and makes {logits.shape[-1]} logits, as if it gathered "
+            "them: pass gather_output=False to the layer"
         )
     return logits
 
@@ -161,62 +194,85 @@ def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:
 def _checked(
     tp_group: Group | None, output_layer: nn.Module, labels: Tensor | None, loss_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(labels, bool mask or None) of a call, [b, s/cp] each."""
+    """Return (labels, bool mask or None), [b, s/cp] each; ValueError for labels or a group that do not fit."""
     if labels is None:
         raise ValueError("labels are None: pass labels=, [b, s/cp], to the model, with its output_processor")
     check_tensors({"loss_mask": loss_mask}, labels=labels)
     if labels.dim() != 2:
         raise ValueError(f"labels have shape {tuple(labels.shape)}: expected [b, s/cp], one row for packed tokens")
-    ranks, own = group_size(tp_group), group_size(getattr(output_layer, "tp_group", tp_group))
-    if ranks != own:
+
+    # Megatron's layers know their group; a torch.nn.Linear does not.
+    group_of_layer = getattr(output_layer, "tp_group", tp_group)
+    if group_size(tp_group) != group_size(group_of_layer):
         raise ValueError(
-            f"tp_group has {ranks} ranks and the output layer is split over {own}: pass tp_group, the model's "
-            "tensor-parallel group, to log_prob_processor"
+            f"tp_group has {group_size(tp_group)} ranks and the output layer is split over "
+            f"{group_size(group_of_layer)}: pass tp_group, the model's tensor-parallel group, to log_prob_processor"
         )
-    return labels, None if loss_mask is None else loss_mask != 0
+
+    mask = None if loss_mask is None else loss_mask != 0
+    return labels, mask
 
 
 def factor_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
-    """The number that ``scale_logits`` multiplies by, found without a GPU's answer; ValueError if it does more."""
+    """The positive number that ``scale_logits`` multiplies by; 1 without a function.
+
+    It is called with four numbers on the CPU, so that the host waits for no GPU.
+
+    Raises:
+        ValueError: the function does more than multiply by a positive number, as a soft cap does.
+    """
     if scale_logits is None:
         return 1.0
+
+    def scaled(logit: float) -> float:
+        return float(scale_logits(torch.tensor(logit, dtype=torch.float64, device="cpu")))
+
+    factor = scaled(1.0)
     # A product with a power of 2 is exact; the large ones show bounds.
-    probes = (1.0, 2.0, 2.0**20, -(2.0**20))
-    one, *others = (float(scale_logits(torch.tensor(x, dtype=torch.float64, device="cpu"))) for x in probes)
-    for x, found in zip(probes[1:], others, strict=True):
-        if not (one > 0 and found == x * one):
+    for logit in (2.0, 2.0**20, -(2.0**20)):
+        if factor <= 0 or scaled(logit) != logit * factor:
             raise ValueError(
-                f"scale_logits makes {one} of 1 and {found} of {x:g}, which is no multiplication by a positive number: "
-                "log_prob_processor needs fused=False, LogProbRequest mode='auto'"
+                f"scale_logits makes {factor} of 1 and {scaled(logit)} of {logit:g}, which is no multiplication by a "
+                "positive number: log_prob_processor needs fused=False, LogProbRequest mode='auto'"
             )
-    return one
+    return factor
 
 
 def _by_columns(ids: Tensor | None, offsets: Tensor | None, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The kept tokens in the order of ``labels.t()``; offsets that are none of these labels stay, and are refused."""
+    """The kept tokens (ids and offsets) in the order of ``labels.t()``, from the order of ``labels``.
+
+    Ids and offsets that cannot belong to these labels are returned unchanged: the function that gets them refuses them.
+    No value is read on the host.
+    """
     if not isinstance(ids, Tensor) or not isinstance(offsets, Tensor):
         return ids, offsets
+    # One row or one column of labels has the same order transposed.
     if min(labels.shape) < 2 or offsets.shape != (labels.numel() + 1,):
         return ids, offsets
-    counts, device = offsets.diff(), offsets.device
-    valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (counts >= 0).all()
-    order = torch.arange(labels.numel(), device=device).view(labels.shape).t().reshape(-1)
-    moved = torch.nn.functional.pad(counts[order].cumsum(0), (1, 0))
-    # Which position each id belongs to, and its place there; no look at the offsets on the host.
-    entry = torch.arange(len(ids), device=device)
-    row = torch.searchsorted(moved, entry, right=True).sub_(1).clamp_(0, len(order) - 1)
-    source = entry - moved[row] + offsets[:-1][order][row]
-    return ids[source.long().clamp_(0, len(ids) - 1)], torch.where(valid, moved, offsets.to(moved.dtype))
+
+    counts = offsets.diff()
+    are_valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (counts >= 0).all()
+    order = torch.arange(labels.numel(), device=offsets.device).view(labels.shape).t().reshape(-1)
+    new_offsets = torch.nn.functional.pad(counts[order].cumsum(0), (1, 0))
+
+    # Each place of the new list of ids: its position in the new order, and from where in the old list its id comes.
+    new_place = torch.arange(len(ids), device=offsets.device)
+    position = torch.searchsorted(new_offsets, new_place, right=True).sub_(1).clamp_(0, len(order) - 1)
+    old_place = new_place - new_offsets[position] + offsets[:-1][order][position]
+    # The clamps keep indices in range for offsets that are not valid.
+    new_ids = ids[old_place.long().clamp_(0, len(ids) - 1)]
+    return new_ids, torch.where(are_valid, new_offsets, offsets.to(new_offsets.dtype))
 
 
 @contextmanager
 def forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """A context in which the module's forward is another function; its hooks stay around it."""
-    before = vars(module).get("forward")
-    vars(module)["forward"] = function
+    attributes = vars(module)
+    own_forward = attributes.get("forward")  # set if others have replaced the forward of this object
+    attributes["forward"] = function
     try:
         yield
     finally:
-        del vars(module)["forward"]
-        if before is not None:
-            vars(module)["forward"] = before
+        del attributes["forward"]
+        if own_forward is not None:
+            attributes["forward"] = own_forward

@@ -32,7 +32,7 @@ class LogProbs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogProbRequest:
-    """One micro-batch whose log-probs and entropies are asked for, from logits or from hidden states.
+    """A request for the log-probs and entropies of one micro-batch, from its logits or its hidden states.
 
     ``layout`` is the order of the dimensions of ``logits`` and ``hidden_states`` before the last one: ``bs`` for
     [b, s, ...], ``sb`` for [s, b, ...] as in Megatron, ``t`` for [t, ...] of packed sequences. Labels and mask are
@@ -103,18 +103,30 @@ class LogProbRequest:
 
     @property
     def _options(self) -> dict[str, Any]:
-        kept = {"support_ids": self.support_ids, "support_offsets": self.support_offsets}
-        return {"vocab_size": self.vocab_size, "temperature": self.temperature, **kept}
+        """Arguments, by name, that the processor and the function on logits share."""
+        return {
+            "vocab_size": self.vocab_size,
+            "temperature": self.temperature,
+            "support_ids": self.support_ids,
+            "support_offsets": self.support_offsets,
+        }
 
     def _of_hidden_states(self, *, fused: bool) -> LogProbs:
-        """By the processor, which takes Megatron's form: hidden states [s, b, h], labels [b, s]."""
-        hidden, labels, mask = self.hidden_states, self.labels, self.mask
+        """The answer from hidden states; with ``fused`` no logits are stored."""
+        hidden = self.hidden_states
+        labels = self.labels
+        mask = self.mask
         assert hidden is not None
+        # The processor takes Megatron's form: hidden states [s, b, h], labels and mask [b, s].
         if self.layout == "t":
-            hidden, labels, mask = hidden.unsqueeze(1), labels.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
+            hidden = hidden.unsqueeze(1)
+            labels = labels.unsqueeze(0)
+            mask = None if mask is None else mask.unsqueeze(0)
         elif self.layout == "bs":
             hidden = hidden.transpose(0, 1)
-        found = log_prob_processor(self.tp_group, fused=fused, **self._options)(
+
+        processor = log_prob_processor(self.tp_group, fused=fused, **self._options)
+        log_probs, entropy = processor(
             hidden_states=hidden,
             output_layer=self.output_layer,
             output_weight=self.output_weight,
@@ -123,23 +135,28 @@ class LogProbRequest:
             scale_logits=self.scale_logits,
             config=getattr(self.output_layer, "config", None),
         )
-        return LogProbs(*(values.view(self.labels.shape) for values in found))
+        return LogProbs(log_probs.view(self.labels.shape), entropy.view(self.labels.shape))
 
     def _of_logits(self, logits: Tensor) -> LogProbs:
-        logits = logits if self.scale_logits is None else self.scale_logits(logits)
-        logits = logits.transpose(0, 1) if self.layout == "sb" else logits
+        """The answer from logits, in the request's layout."""
+        if self.scale_logits is not None:
+            logits = self.scale_logits(logits)
+        if self.layout == "sb":
+            logits = logits.transpose(0, 1)
         mask = None if self.mask is None else self.mask != 0
-        return LogProbs(
-            *vocab_parallel_log_probs_and_entropy(logits, self.labels, self.tp_group, mask=mask, **self._options)
+        log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+            logits, self.labels, self.tp_group, mask=mask, **self._options
         )
+        return LogProbs(log_probs, entropy)
 
     def _why_logits_are_needed(self) -> str | None:
-        """The reason for which the output layer cannot be replaced by a product with its weight; None: it can."""
+        """The reason why the output layer cannot be replaced by a product with its weight; None if it can."""
         layer = self.output_layer
         assert layer is not None
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         if name not in _PLAIN_LAYERS:
             return f"output_layer is a {name}, which may do more than multiply"
+        # A forward that was set on this object, or a hook that may change the logits.
         if "forward" in vars(layer) or layer._forward_hooks:
             return f"output_layer is a {name} with another forward or with forward hooks"
         if self.output_weight is None and getattr(layer, "weight", None) is None:
@@ -153,4 +170,5 @@ class LogProbRequest:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
+    """Log one warning for each reason: the cache ends later calls."""
     _log.warning("%s: the logits are stored", reason)

@@ -1,7 +1,8 @@
 """Statistics and gradients of softmax over rows of local logits, one chunk of rows at a time.
 
-This module knows no other ranks: a row's statistics are of the local columns, and can be merged over ranks. The scratch
-is two chunks in the arithmetic's dtype, for any number of rows; compiled chunks need none.
+A row holds the logits of one token over this rank's columns of the vocabulary. This module knows no other ranks: a
+row's statistics are of the local columns, and can be merged over ranks. The scratch memory is two chunks in the
+arithmetic's dtype, for any number of rows; compiled chunks need none.
 """
 
 from __future__ import annotations
@@ -14,148 +15,194 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of a chunk: fits a CPU's cache; worth a compiled call; fills a GPU.
-EAGER_ELEMENTS, _COMPILED, _GPU = 2**19, 2**22, 2**25
-LEAST_ROWS = 8  # of an eager chunk: threads share a reduction by rows
-LOWEST_LOG_PI = -1e4  # exp of it is 0, and so is it times its exp
+# Number of logits in a chunk.
+EAGER_ELEMENTS = 2**19  # on a CPU: small enough for its cache
+_COMPILED_ELEMENTS = 2**22  # compiled: enough work to make the overhead of a call small
+_GPU_ELEMENTS = 2**25  # on a GPU: enough work for all its processors
+LEAST_ROWS = 8  # fewest rows of an eager chunk: the threads of a CPU divide a reduction by rows
+# Smaller values of log π are raised to this one before they are multiplied by π = exp(log π), because -inf · 0 would be
+# NaN. exp(-1e4) is 0 in float32 and in float64, so that the product is 0.
+LOWEST_LOG_PI = -1e4
 
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """The settings for reading rows of logits."""
+    """The settings for the statistics and gradients of rows of logits, on one rank."""
 
-    columns: int  # number of leading columns that are vocabulary; the rest is padding
+    columns: int  # number of leading columns that are vocabulary; the others are padding
     inverse_temperature: float  # multiplies the logits
     entropy: bool  # compute the entropy
     squares: bool  # compute the sum of squared probabilities
     chunk_size: int | None  # rows of a chunk; None for a size that suits the device
     compile: bool  # run chunks through torch.compile
-    holes: bool  # allow logits of -inf, by another pass over the chunk; else they make Σ exp(x - m) (x - m) NaN
+    # Allow logits of -inf, by another pass over the chunk; else they make Σ exp(x - m) (x - m) NaN.
+    allow_minus_inf: bool
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
-        """(slice of the rows, whether it is compiled) of each chunk; only whole chunks are compiled."""
-        start, width = 0, max(rows.shape[1], 1)
+        """Yield (slice of the rows, whether to run it compiled) for each chunk; ``rows`` are [t, v/tp]."""
+        width = max(rows.shape[1], 1)
+        first_eager_row = 0
         if self.compile:
-            size = self.chunk_size or max(1, _COMPILED // width)
-            start = len(rows) // size * size
-            yield from ((slice(first, first + size), True) for first in range(0, start, size))
-        size = self.chunk_size or max(LEAST_ROWS, (_GPU if rows.is_cuda else EAGER_ELEMENTS) // width)
-        for first in range(start, len(rows), size):
-            yield slice(first, min(first + size, len(rows))), False
+            size = self.chunk_size or max(1, _COMPILED_ELEMENTS // width)
+            # Code is compiled for one shape. The rows left over, fewer than a chunk, run eagerly, not to compile again.
+            first_eager_row = len(rows) // size * size
+            for start in range(0, first_eager_row, size):
+                yield slice(start, start + size), True
+
+        elements = _GPU_ELEMENTS if rows.is_cuda else EAGER_ELEMENTS
+        size = self.chunk_size or max(LEAST_ROWS, elements // width)
+        for start in range(first_eager_row, len(rows), size):
+            yield slice(start, min(start + size, len(rows))), False
 
 
+# (log_normalizer, constant, log_pi_factor, pi_factor) of RowGradients for the rows of a chunk, [rows, 1] each.
 Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The factors of d loss / d logits of each row: [t] in the arithmetic's dtype, divided by the temperature.
+    """The factors from which d loss / d logits of each row is computed: [t] each, in the dtype of :func:`arithmetic`.
 
-    gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), except ``target`` in the label's column
+    gradient_v = π_v (constant + log_pi_factor · log π_v + pi_factor · π_v), except ``label_gradient`` in the label's
+    column
+
+    The factors contain the division by the temperature. The Triton kernel takes the fields by their names.
     """
 
-    offset: Tensor  # log Σ exp of the row, times the temperature, so that log π = (logits - offset) / temperature
+    log_normalizer: Tensor  # temperature · log Σ exp(logits / temperature): log π = (logits - this) / temperature
     constant: Tensor  # factor of π
-    log_pi: Tensor | None  # factor of π log π; None without a gradient of the entropy
-    pi: Tensor | None  # factor of π²; None without a gradient of Σπ²
-    column: Tensor  # int64, the local column of the label; any value if another rank has it
-    here: Tensor  # bool, this rank has the label's column, and the token counts
-    target: Tensor  # the gradient in the label's column
+    log_pi_factor: Tensor | None  # factor of π log π; None without a gradient of the entropy
+    pi_factor: Tensor | None  # factor of π²; None without a gradient of Σπ²
+    label_column: Tensor  # int64, the local column of the label; any in range if another rank has it
+    owns_label: Tensor  # bool, this rank has the label's column, and the token counts
+    label_gradient: Tensor  # the gradient in the label's column
     counted: Tensor  # bool; the gradient of all other rows is 0, whatever they contain
 
     def at(self, index: slice | Tensor) -> RowGradients:
-        """The factors of a part of the rows."""
-        parts: dict[str, Any] = {name: None if value is None else value[index] for name, value in vars(self).items()}
-        return RowGradients(**parts)
+        """Return the factors of the rows at ``index``."""
+        selected: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            selected[name] = None if value is None else value[index]
+        return RowGradients(**selected)
 
     def factors(self, part: slice) -> Factors:
-        """(offset, constant, log_pi, pi) of a part of the rows, [rows, 1] each."""
-        log_pi = None if self.log_pi is None else self.log_pi[part].unsqueeze(1)
-        pi = None if self.pi is None else self.pi[part].unsqueeze(1)
-        return self.offset[part].unsqueeze(1), self.constant[part].unsqueeze(1), log_pi, pi
+        """Return (log_normalizer, constant, log_pi_factor, pi_factor) of the rows in ``part``, [rows, 1] each."""
+        log_normalizer = self.log_normalizer[part].unsqueeze(1)
+        constant = self.constant[part].unsqueeze(1)
+        log_pi_factor = None if self.log_pi_factor is None else self.log_pi_factor[part].unsqueeze(1)
+        pi_factor = None if self.pi_factor is None else self.pi_factor[part].unsqueeze(1)
+        return log_normalizer, constant, log_pi_factor, pi_factor
 
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
-    """The statistics of each row over its local columns; they can be merged over ranks.
+    """Return the softmax statistics of each row over its local columns, which can be merged over ranks.
 
-    From logits [t, v/tp] of any float dtype, which are read once, to [2 to 4, t]: m = max of the logits; Σ exp(x - m),
-    in which the logits are divided by the temperature, and so is m; Σ exp(x - m) (x - m), for the entropy;
-    Σ exp(x - m)², for the squares. Without a column, m is -inf.
+    Args:
+        logits: [t, v/tp] of any float dtype; read once, not written to.
+        options: ``entropy`` and ``squares`` say which statistics are needed.
+
+    Returns:
+        [2 to 4, t] in the dtype of :func:`arithmetic`. The entries, with x the logits divided by the temperature:
+
+        - m, the maximum of the logits, not divided by the temperature; -inf without a column
+        - Σ exp(x - m / temperature)
+        - with ``entropy``, Σ exp(x - m / temperature) (x - m / temperature)
+        - with ``squares``, Σ exp(x - m / temperature)²
     """
-    count = 2 + options.entropy + options.squares
-    found = torch.zeros(count, len(logits), dtype=arithmetic(logits.dtype), device=logits.device)
+    num_statistics = 2 + options.entropy + options.squares
+    statistics = torch.zeros(num_statistics, len(logits), dtype=arithmetic(logits.dtype), device=logits.device)
     if not options.columns or not len(logits):
-        found[0] = -torch.inf
-        return found
-    scratch = _Scratch(options, found.dtype)
-    for part, compiles in options.chunks(logits):
+        statistics[0] = -torch.inf
+        return statistics
+
+    scratch = _Scratch(options, statistics.dtype)
+    for part, runs_compiled in options.chunks(logits):
         chunk = logits[part, : options.columns]
-        if compiles:
-            wanted = (options.inverse_temperature, options.entropy, options.squares)
-            found[:, part] = _compiled(_chunk_statistics)(chunk, *wanted)
+        if runs_compiled:
+            statistics[:, part] = _compiled(_chunk_statistics)(
+                chunk, options.inverse_temperature, options.entropy, options.squares
+            )
         else:
-            _eager_statistics(chunk, options, scratch, found[:, part])
-    return found
+            _eager_statistics(chunk, options, scratch, statistics[:, part])
+    return statistics
 
 
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
-    """The gradient at the logits [t, v/tp], which are read once, written to ``out``: like the logits, or these."""
+    """Write d loss / d logits to ``out``; it is 0 in padding columns and in rows that do not count.
+
+    Args:
+        logits: [t, v/tp] of any float dtype; read once.
+        out: like the logits; may be the logits themselves.
+        gradients: the factors of the t rows.
+        options: as for :func:`row_statistics`.
+    """
     out[:, options.columns :] = 0
     if not options.columns or not len(logits):
         return
-    scratch = _Scratch(options, gradients.offset.dtype)
-    for part, compiles in options.chunks(logits):
-        chunk, written, factors = logits[part, : options.columns], out[part, : options.columns], gradients.factors(part)
-        if compiles:
-            _compiled(_chunk_gradient)(chunk, written, factors, options.inverse_temperature)
+
+    scratch = _Scratch(options, gradients.log_normalizer.dtype)
+    for part, runs_compiled in options.chunks(logits):
+        chunk = logits[part, : options.columns]
+        chunk_out = out[part, : options.columns]
+        factors = gradients.factors(part)
+        if runs_compiled:
+            _compiled(_chunk_gradient)(chunk, chunk_out, factors, options.inverse_temperature)
         else:
-            _eager_gradient(chunk, written, factors, options, scratch)
-    _fill_rows(out, ~gradients.counted)
-    # By index: scatter makes a float32 copy of all of a bfloat16 tensor.
-    cells = (torch.arange(len(out), device=out.device), gradients.column)
-    out[cells] = torch.where(gradients.here, gradients.target.to(out.dtype), out[cells])
+            _eager_gradient(chunk, chunk_out, factors, options, scratch)
+    _zero_rows(out, ~gradients.counted)
+
+    # The label's column has a term of its own. By index: scatter makes a float32 copy of all of a bfloat16 tensor.
+    label_cells = (torch.arange(len(out), device=out.device), gradients.label_column)
+    out[label_cells] = torch.where(gradients.owns_label, gradients.label_gradient.to(out.dtype), out[label_cells])
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of arithmetic on values of ``dtype``: float32, or float64 for float64."""
+    """The dtype to compute in with values of ``dtype``: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class _Scratch:
-    """Two buffers of a chunk's shape, made when first asked for."""
+    """Two buffers for the intermediate values of a chunk; all chunks of one call use the same two."""
 
     def __init__(self, options: SoftmaxOptions, dtype: torch.dtype) -> None:
-        self._columns, self._dtype = options.columns, dtype
+        self._columns = options.columns
+        self._dtype = dtype
         self._buffers: Tensor | None = None
 
     def of(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Two buffers with as many rows as the chunk, which is no larger than the first one."""
+        """Return the two buffers in the chunk's shape; the first chunk must have the most rows."""
+        # Allocated at the first eager chunk, because compiled chunks need none.
         if self._buffers is None:
             self._buffers = torch.empty(2, len(chunk), self._columns, dtype=self._dtype, device=chunk.device)
         return self._buffers[0, : len(chunk)], self._buffers[1, : len(chunk)]
 
 
 def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
-    """The chunk in the dtype of ``out``, there if it has another one: an operation on both would make a third copy."""
+    """Return the chunk in the dtype of ``out``: the chunk itself, or a copy in ``out`` if it has another dtype.
+
+    Without this, operations on the chunk and a float32 tensor would allocate such a copy.
+    """
     return chunk if chunk.dtype == out.dtype else out.copy_(chunk)
 
 
-def _log_pi(chunk: Tensor, offset: Tensor, options: SoftmaxOptions, out: Tensor) -> Tensor:
-    """(chunk - offset) / temperature."""
-    torch.sub(chunk, offset, out=out)
+def _scaled_difference(chunk: Tensor, origin: Tensor, options: SoftmaxOptions, out: Tensor) -> Tensor:
+    """Write (chunk - origin) / temperature to ``out``, and return it; ``origin`` is [rows, 1]."""
+    torch.sub(chunk, origin, out=out)
     if options.inverse_temperature != 1:
         out.mul_(options.inverse_temperature)
     return out
 
 
 def _eager_statistics(chunk: Tensor, options: SoftmaxOptions, scratch: _Scratch, out: Tensor) -> None:
-    one, two = scratch.of(chunk)
-    chunk = _as_arithmetic(chunk, one)
+    """Write the statistics of a chunk's rows to ``out``, [2 to 4, rows], as :func:`row_statistics` returns them."""
+    shifted_buffer, exp_buffer = scratch.of(chunk)
+    chunk = _as_arithmetic(chunk, shifted_buffer)
     maximum = chunk.amax(1)
-    shifted = _log_pi(chunk, maximum.unsqueeze(1), options, one)
-    if options.holes:
+    shifted = _scaled_difference(chunk, maximum.unsqueeze(1), options, shifted_buffer)
+    if options.allow_minus_inf:
         shifted.clamp_(min=LOWEST_LOG_PI)
-    exp = torch.exp(shifted, out=two)
+    exp = torch.exp(shifted, out=exp_buffer)
+    # From here on the buffers are overwritten: each holds its values until their last use.
     values = [maximum, exp.sum(1)]
     if options.entropy:
         values.append(shifted.mul_(exp).sum(1))
@@ -165,29 +212,39 @@ def _eager_statistics(chunk: Tensor, options: SoftmaxOptions, scratch: _Scratch,
 
 
 def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, options: SoftmaxOptions, scratch: _Scratch) -> None:
-    one, two = scratch.of(chunk)
-    offset, factor, of_log_pi, of_pi = factors
-    log_pi = _log_pi(_as_arithmetic(chunk, one), offset, options, one)
-    pi = torch.exp(log_pi, out=two)
-    if of_log_pi is not None:
-        factor = log_pi.clamp_(min=LOWEST_LOG_PI).mul_(of_log_pi).add_(factor)
-    if of_pi is not None:
-        factor = torch.addcmul(factor, pi, of_pi, out=one)
+    """Write the gradient at a chunk's logits to ``out``, which may be the chunk: see :class:`RowGradients`.
+
+    The labels' columns get no term of their own here.
+    """
+    log_pi_buffer, pi_buffer = scratch.of(chunk)
+    log_normalizer, factor, log_pi_factor, pi_factor = factors
+    log_pi = _scaled_difference(_as_arithmetic(chunk, log_pi_buffer), log_normalizer, options, log_pi_buffer)
+    pi = torch.exp(log_pi, out=pi_buffer)
+    if log_pi_factor is not None:
+        factor = log_pi.clamp_(min=LOWEST_LOG_PI).mul_(log_pi_factor).add_(factor)
+    if pi_factor is not None:
+        factor = torch.addcmul(factor, pi, pi_factor, out=log_pi_buffer)
     if out.dtype == pi.dtype:
         torch.mul(pi, factor, out=out)
     else:
         out.copy_(pi.mul_(factor))
 
 
-def _fill_rows(values: Tensor, flags: Tensor) -> None:
-    """Write 0 to the flagged rows."""
-    if values.is_cuda:
-        values.masked_fill_(flags.unsqueeze(1), 0)  # an index would be looked up on the host
+def _zero_rows(rows: Tensor, flags: Tensor) -> None:
+    """Write 0 to the rows whose flag, [t] bool, is True."""
+    if rows.is_cuda:
+        # nonzero() would make the host wait for the GPU, to learn the number of flagged rows.
+        rows.masked_fill_(flags.unsqueeze(1), 0)
     else:
-        values.index_fill_(0, flags.nonzero().squeeze(1), 0)
+        # Writes to the flagged rows only.
+        rows.index_fill_(0, flags.nonzero().squeeze(1), 0)
 
 
 def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, squares: bool) -> Tensor:
+    """Return the statistics of a chunk's rows, [2 to 4, rows], as :func:`row_statistics` describes them.
+
+    It computes the same as :func:`_eager_statistics`, in a form that ``torch.compile`` fuses to one pass over it.
+    """
     chunk = chunk.to(arithmetic(chunk.dtype))
     maximum = chunk.amax(1)
     shifted = ((chunk - maximum.unsqueeze(1)) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
@@ -201,17 +258,22 @@ def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, 
 
 
 def _chunk_gradient(chunk: Tensor, out: Tensor, factors: Factors, inverse_temperature: float) -> None:
-    offset, factor, of_log_pi, of_pi = factors
-    log_pi = ((chunk.to(offset.dtype) - offset) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
+    """Write π (constant + log_pi_factor · log π + pi_factor · π) of a chunk to ``out``, which may be the chunk itself.
+
+    It computes the same as :func:`_eager_gradient`, in a form that ``torch.compile`` fuses to one pass over the chunk.
+    """
+    log_normalizer, factor, log_pi_factor, pi_factor = factors
+    log_pi = ((chunk.to(log_normalizer.dtype) - log_normalizer) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
     pi = log_pi.exp()
-    if of_log_pi is not None:
-        factor = factor + of_log_pi * log_pi
-    if of_pi is not None:
-        factor = factor + of_pi * pi
+    if log_pi_factor is not None:
+        factor = factor + log_pi_factor * log_pi
+    if pi_factor is not None:
+        factor = factor + pi_factor * pi
     out.copy_(pi * factor)
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled by ``torch.compile``, which then compiles it once for each shape."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled

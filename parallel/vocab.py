@@ -17,6 +17,8 @@ from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group
 from megatron_rc.parallel.log_probs import (
     CallSpec,
+    ForwardValues,
+    ResultGradients,
     Target,
     check_call,
     combine,
@@ -111,7 +113,7 @@ def vocab_parallel_log_probs_and_entropy(
         sum_squares=sum_squares,
         inplace_backward=inplace_backward,
         compile=compile,
-        entropy_apart=support_ids is not None and not entropy_over_support,
+        separate_entropy=support_ids is not None and not entropy_over_support,
         support_is_sorted=support_is_sorted,
     )
     return _apply(logits, labels, mask, support_ids, support_offsets, spec)
@@ -147,15 +149,17 @@ def vocab_parallel_log_probs(
         sum_squares=False,
         inplace_backward=inplace_backward,
         compile=compile,
-        entropy_apart=False,
+        separate_entropy=False,
         support_is_sorted=support_is_sorted,
     )
-    return _apply(logits, labels, mask, support_ids, support_offsets, spec)[0]
+    (log_probs,) = _apply(logits, labels, mask, support_ids, support_offsets, spec)
+    return log_probs
 
 
 def _apply(
     logits: Tensor, labels: Tensor, mask: Tensor | None, ids: Tensor | None, offsets: Tensor | None, spec: CallSpec
 ) -> tuple[Tensor, ...]:
+    """Check the arguments of the public functions, and run the autograd function."""
     check_tensors({"mask": mask, "support_ids": ids, "support_offsets": offsets}, logits=logits, labels=labels)
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
@@ -172,7 +176,11 @@ def _apply(
 
 
 class _VocabSoftmax(torch.autograd.Function):
-    """The autograd function, with closed forms, so that autograd keeps no large tensor but the logits."""
+    """The autograd function, with closed forms, so that autograd keeps no large tensor but the logits.
+
+    Rows are the logits of one token each, [t, v/tp]. If the logits' leading dimensions are transposed, rows and all
+    other values of tokens are taken in the order of the memory, so that the logits need not be copied.
+    """
 
     @staticmethod
     def forward(
@@ -184,53 +192,85 @@ class _VocabSoftmax(torch.autograd.Function):
         offsets: Tensor | None,
         spec: CallSpec,
     ) -> tuple[Tensor, ...]:
+        """Log-probs and, if the spec asks for them, entropy and Σπ², each like the labels.
+
+        The kept tokens come as ``ids`` and ``offsets``.
+        """
+        # The leading dimensions, the one with the largest stride first: the order of the rows in memory.
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
         rows = _as_rows(logits, order)
         label, counted = _flat(order, labels, counted_tokens(labels, mask))
-        target = Target.find(label, counted, spec, rows.shape[1])
+        target = Target.locate(label, counted, spec, rows.shape[1])
         support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
-        found = [
-            statistics_of(rows[part], target.at(part), None if support is None else support.at([part]), spec)
-            for part in _blocks(rows, support, spec)
-        ]
-        statistics = torch.cat([one.values for one in found], dim=1)
-        scored = None if support is None else torch.cat([one.scored for one in found])
-        target = target.within(scored)
-        offset, results = combine(statistics, target, target.logits(rows), spec)
-        shape = [labels.shape[dim] for dim in order]
+
+        blocks = []
+        for part in _blocks(rows, support, spec):
+            support_of_part = None if support is None else support.at([part])
+            blocks.append(statistics_of(rows[part], target.at(part), support_of_part, spec))
+        statistics = torch.cat([block.values for block in blocks], dim=1)
+        scorable = None if support is None else torch.cat([block.scorable for block in blocks])
+        target = target.restricted_to(scorable)
+        log_normalizers, results = combine(statistics, target, target.logits(rows), spec)
+
+        # Back to the order of the labels' dimensions.
+        shape_of_rows = [labels.shape[dim] for dim in order]
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        results = tuple(result.view(shape).permute(inverse) for result in results)
-        ctx.save_for_backward(logits, labels, mask, ids, offsets, scored, offset, *[*results[1:], None, None][:2])
-        ctx.spec, ctx.order, ctx.holes = spec, order, any(one.holes for one in found)
-        ctx.set_materialize_grads(False)
+        results = tuple(result.view(shape_of_rows).permute(inverse) for result in results)
+        entropy = results[1] if spec.entropy else None
+        squared_sum = results[2] if spec.sum_squares else None
+        ctx.save_for_backward(logits, labels, mask, ids, offsets, scorable, log_normalizers, entropy, squared_sum)
+        ctx.spec = spec
+        ctx.order = order
+        ctx.allow_minus_inf = any(block.allowed_minus_inf for block in blocks)
+        ctx.set_materialize_grads(False)  # None, not zeros, for a result that the loss does not use
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients with respect to the logits: see :func:`~megatron_rc.parallel.log_probs.row_gradients`."""
-        logits, labels, mask, ids, offsets, scored, offset, *results = ctx.saved_tensors
+        logits, labels, mask, ids, offsets, scorable, log_normalizers, entropy, squared_sum = ctx.saved_tensors
         spec: CallSpec = ctx.spec
         order: list[int] = ctx.order
-        out = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
-        rows, written = _as_rows(logits, order), _as_rows(out, order)
-        entropy, squares, *flat = _flat(order, *results, *grads)
+        grad_logits = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
+        rows = _as_rows(logits, order)
+        grad_rows = _as_rows(grad_logits, order)
+        entropy, squared_sum, *flat_grads = _flat(order, entropy, squared_sum, *grads)
         label, counted = _flat(order, labels, counted_tokens(labels, mask))
-        target = Target.find(label, counted, spec, rows.shape[1]).within(scored)
+        target = Target.locate(label, counted, spec, rows.shape[1]).restricted_to(scorable)
         support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
-        factors = gradient_factors(flat, target, target.logits(rows), offset, entropy, squares, support, spec)
+        forward_values = ForwardValues(
+            label_logits=target.logits(rows),
+            log_normalizers=log_normalizers,
+            entropy=entropy,
+            sum_squares=squared_sum,
+        )
+        factors = gradient_factors(ResultGradients(*flat_grads), target, forward_values, support, spec)
+
         for part in _blocks(rows, support, spec):
-            own = None if support is None else support.at([part])
-            write_gradient(rows[part], written[part], factors.at(part), own, spec, ctx.holes)
-        if written.data_ptr() != out.data_ptr():
-            out.permute(*order, -1).copy_(written.view(out.permute(*order, -1).shape))
-        return out, None, None, None, None, None
+            support_of_part = None if support is None else support.at([part])
+            write_gradient(
+                rows[part],
+                grad_rows[part],
+                factors.at(part),
+                support_of_part,
+                spec,
+                allow_minus_inf=ctx.allow_minus_inf,
+            )
+        # Of some views no rows can be viewed: reshape made a copy, and the gradient is in it.
+        if grad_rows.data_ptr() != grad_logits.data_ptr():
+            in_order = grad_logits.permute(*order, -1)
+            in_order.copy_(grad_rows.view(in_order.shape))
+        return grad_logits, None, None, None, None, None
 
 
 def _support_of_rows(
     ids: Tensor | None, offsets: Tensor | None, labels: Tensor, order: list[int], spec: CallSpec, width: int
 ) -> Support | None:
-    """The kept tokens of the rows of logits, whose leading dimensions are in this order."""
+    """The kept tokens of the rows, whose dimensions are in this order; None without a support.
+
+    ``ids`` and ``offsets`` are in the order of ``labels.flatten()``; ``width`` is v/tp.
+    """
     support = spec.support(ids, offsets, width)
     if support is None or order == sorted(order):
         return support
@@ -239,17 +279,20 @@ def _support_of_rows(
 
 
 def _blocks(rows: Tensor, support: Support | None, spec: CallSpec) -> Iterable[slice]:
-    """Slices of rows that are worked on together; without a support all rows."""
+    """The slices of rows whose statistics are made together: all rows at once without a support.
+
+    A support is looked up for some rows at a time, while the cache has their logits.
+    """
     if support is None:
         return [slice(0, len(rows))]
-    return support.blocks(rows, spec.softmax_options(rows.shape[1], holes=False))
+    return support.blocks(rows, spec.softmax_options(rows.shape[1], allow_minus_inf=False))
 
 
 def _as_rows(logits: Tensor, order: list[int]) -> Tensor:
-    """[t, v/tp], with the leading dimensions in this order: a view if possible."""
+    """The logits as rows, [t, v/tp], with the leading dimensions in this order: a view if possible."""
     return logits.detach().permute(*order, -1).reshape(-1, logits.shape[-1])
 
 
 def _flat(order: list[int], *values: Any) -> list[Any]:
-    """Each tensor as [t], with its dimensions in this order; None stays."""
+    """Each tensor flattened to [t], with its dimensions in this order; None stays None."""
     return [None if value is None else value.permute(order).reshape(-1) for value in values]

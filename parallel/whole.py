@@ -1,4 +1,4 @@
-"""Numbers of whole sequences for tokens of a shard: means, and rows that hold every token of a sequence."""
+"""Whole sequences from the shards of all CP ranks: means over them, and rows that hold all their tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_rc.parallel.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """The whole sequences of the tokens that a shard holds.
+    """Reductions and exchanges over the whole sequences of which each CP rank holds a part.
 
     Every CP rank calls a method with its own tokens of the same sequences. Values at positions outside the mask change
-    no bit of a result. No result has a gradient.
+    no bit of a result, even if they are NaN. No result has a gradient.
 
     Attributes:
         mask: bool, of the layout's local shape: the tokens that count.
@@ -35,30 +35,34 @@ class WholeSequences:
         Collectives: one SUM of [2, n] doubles over ``cp``.
         """
         counted = torch.where(self.mask, values.detach(), 0)
-        sums = torch.stack([self.layout.sum_sequences(counted), self.layout.sum_sequences(self.mask)])
-        total, tokens = all_reduce_sum(sums, self.cp).unbind()
-        return self.layout.expand((total / tokens.clamp(min=1)).to(values.dtype))
+        local_sums = torch.stack([self.layout.sum_sequences(counted), self.layout.sum_sequences(self.mask)])
+        totals, num_counted = all_reduce_sum(local_sums, self.cp).unbind()
+        means = totals / num_counted.clamp(min=1)
+        return self.layout.expand(means.to(values.dtype))
 
     def rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The values and the mask of all tokens of the sequences, in their order, on every rank of ``cp``.
+        """The values and the mask of all tokens of the sequences, in the tokens' order, on every rank of ``cp``.
 
         Returns:
-            [n, s] float64, 0 outside the mask, and [n, s] bool; s is the length of the longest sequence, with
+            (values [n, s] float64, 0 outside the mask; mask [n, s] bool); s is the length of the longest sequence, with
             its padding, at least 1.
 
         Collectives: one SUM of [2, n, s] doubles over ``cp``.
         """
         counted = torch.where(self.mask, values.detach(), 0)
         local = torch.stack([counted.double(), self.mask.double()]).flatten(1)
-        shape = self.layout.num_sequences, self.layout.longest
-        rows = local.new_zeros(2, shape[0] * shape[1]).index_copy_(1, self._places, local)
-        found, mask = all_reduce_sum(rows, self.cp).view(2, *shape).unbind()
-        return found, mask > 0
+        num_rows = self.layout.num_sequences
+        num_columns = self.layout.longest
+        # Each rank writes its own tokens, and leaves 0 at those of other ranks: the sum over the ranks has all.
+        rows = local.new_zeros(2, num_rows * num_columns).index_copy_(1, self._row_places, local)
+        all_values, all_masks = all_reduce_sum(rows, self.cp).view(2, num_rows, num_columns).unbind()
+        return all_values, all_masks > 0
 
     def cut(self, rows: Tensor) -> Tensor:
-        """This rank's tokens of [n, s] rows as :meth:`rows` gives them, of the layout's local shape."""
-        return rows.flatten()[self._places].view(self.layout.shape)
+        """This rank's tokens of [n, s] rows such as :meth:`rows` returns, in the layout's local shape."""
+        return rows.flatten()[self._row_places].view(self.layout.shape)
 
     @property
-    def _places(self) -> Tensor:
+    def _row_places(self) -> Tensor:
+        """Index of each local token in flattened [n, s] rows: [t/cp] int64, on the mask's device."""
         return self.layout.row_places.to(self.mask.device, non_blocking=True)

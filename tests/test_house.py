@@ -92,7 +92,7 @@ def floor(module: str) -> tuple[str, int, str]:
 
 
 def test_every_module_has_its_place_and_dependencies_point_one_way():
-    assert len(modules()) > 100
+    assert {"numerics", "parallel.layout", "records.rollout", "launch.train_ppo"} <= set(modules())
     for module in modules():
         if module not in ("", "launch", "configs"):
             assert floor(module)[1] >= 0

@@ -25,6 +25,7 @@ from megatron_rc import (
     kl_penalty,
     policy_loss,
 )
+from megatron_rc.loss.kl import WEIGHTED_KL_ESTIMATORS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
@@ -524,7 +525,15 @@ def test_leave_one_out_with_importance_weights_is_unbiased(size):
 
 ON_POLICY = {"distance": 0}  # the engine is the trainer
 REFERENCE = {"distance": 2.0, "seed": 1}
-KL = {"k1": None, "k2": "forward", "k3": "reverse", "k1+": "forward", "k3+": "forward"}
+KL = {
+    "k1": None,
+    "k2": "forward",
+    "k3": "reverse",
+    "abs": "distance",
+    "k1+": "forward",
+    "k3+": "forward",
+    "abs+": "forward",
+}
 
 
 def reached(policy):
@@ -536,9 +545,16 @@ def reached(policy):
 
 
 def divergences(toy, other):
-    """KL(π_θ ‖ π_ref) and KL(π_ref ‖ π_θ) of the next token after each prefix, in the graph of the logits."""
+    """Distances of the next token's distributions after each prefix, in the graph of the logits.
+
+    KL(π_θ ‖ π_ref), KL(π_ref ‖ π_θ) and Σ|π_θ - π_ref|.
+    """
     own, ref = toy.logits.log_softmax(1), other.logits.detach().log_softmax(1)
-    return {"forward": (own.exp() * (own - ref)).sum(1), "reverse": (ref.exp() * (ref - own)).sum(1)}
+    return {
+        "forward": (own.exp() * (own - ref)).sum(1),
+        "reverse": (ref.exp() * (ref - own)).sum(1),
+        "distance": (own.exp() - ref.exp()).abs().sum(1),
+    }
 
 
 def penalized(toy, other, estimator):
@@ -551,7 +567,9 @@ def test_the_means_and_the_mean_gradients_of_the_kl_estimators(estimator, direct
     toy, other = enumerated(3, **ON_POLICY), enumerated(3, **REFERENCE)
     mean = penalized(toy, other, estimator).sum(1).mean()
     means = {name: (reached(toy.engine) * value).sum() for name, value in divergences(toy, other).items()}
-    if estimator != "k2":
+    if estimator.removesuffix("+") == "abs":
+        assert mean > means["forward"] + 0.1
+    elif estimator != "k2":
         torch.testing.assert_close(mean, means["forward"])
     found = toy.gradient(mean)
     wanted = {name: toy.gradient(value) for name, value in means.items()}
@@ -571,20 +589,46 @@ def test_a_penalty_in_the_reward_has_the_gradient_of_whole_responses():
     assert (after_prefixes - whole).norm() > 0.1
 
 
+def step_with_penalty(toy, other, **loss):
+    """The gradient of a step whose loss is the KL penalty alone, a mean over responses; and its plan's micro-batch."""
+    objective = PolicyLossConfig(algorithm="reinforce", kl_coef=1.0, **loss)
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=UNTRUNCATED)
+    correction = RolloutCorrection(config, ParallelGroups(), loss=objective)
+    inputs = PlanInputs(toy.train.detach(), toy.rollout, toy.mask, advantages=torch.zeros_like(toy.rewards))
+    batch, scale, _end = one_step.planned(correction, inputs)
+    batch = dataclasses.replace(batch, ref_log_probs=other.train.detach())
+    value, count, _ = masked_loss(correction, batch, toy.train, None, scale)
+    tokens_of_a_response = toy.tokens.shape[1]
+    return tokens_of_a_response * toy.gradient(value / count), batch
+
+
+@pytest.mark.parametrize("estimator", WEIGHTED_KL_ESTIMATORS)
+@pytest.mark.parametrize("length", [1, 3])
+def test_with_an_importance_weight_the_kl_penalty_has_the_gradient_of_the_kl(estimator, length):
+    """Of each token after the prefix that the engine sampled; for responses of one token that is the KL itself."""
+    toy, other = enumerated(length, distance=0.7), enumerated(length, **REFERENCE)
+    each = divergences(toy, other)["forward"]
+    wanted = toy.gradient((reached(toy.engine) * each).sum())
+
+    value = kl_penalty(toy.train, other.train.detach(), estimator, rollout_log_probs=toy.rollout)
+    torch.testing.assert_close(value.sum(1).mean(), (reached(toy.engine) * each).sum(), rtol=0, atol=1e-12)
+    found, _ = step_with_penalty(toy, other, kl_estimator=estimator, kl_importance_weight=True)
+    assert_same(found, wanted)
+
+    # Also as the derivative of the weighted mean itself, with a ratio that is differentiated.
+    ratio = (toy.train - toy.rollout).exp()
+    weighted_mean = (ratio * k3(other.train.detach() - toy.train)).sum(1).mean()
+    assert_same(toy.gradient(weighted_mean), wanted)
+    without, _ = step_with_penalty(toy, other, kl_estimator=estimator)
+    assert (without - wanted).norm() > 0.1
+
+
 def test_the_kl_penalty_has_no_importance_weight():
     """Without advantages the loss is the penalty alone: it is the unweighted mean, off by the first order."""
     errors = []
     for distance in (0.01, 0.02, 1.0):
         toy, other = enumerated(2, distance=distance), enumerated(2, **REFERENCE)
-        loss = PolicyLossConfig(algorithm="reinforce", kl_coef=1.0, kl_estimator="k3+")
-        config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=UNTRUNCATED)
-        correction = RolloutCorrection(config, ParallelGroups(), loss=loss)
-        train, ref = toy.train.detach(), other.train.detach()
-        inputs = PlanInputs(train, toy.rollout, toy.mask, advantages=torch.zeros_like(toy.rewards))
-        batch, scale, _end = one_step.planned(correction, inputs)
-        batch = dataclasses.replace(batch, ref_log_probs=ref)
-        value, count, _ = masked_loss(correction, batch, toy.train, None, scale)
-        found = 2 * toy.gradient(value / count)  # two tokens a response
+        found, batch = step_with_penalty(toy, other, kl_estimator="k3+")
         penalty = penalized(toy, other, "k3+")
         assert_same(found, toy.gradient(penalty.sum(1).mean()))
         own = toy.logits.detach().softmax(1)

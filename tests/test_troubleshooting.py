@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron_rc.settings.config import preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.support.documented import undocumented
 from tests.support.paths import LINKED, ROOT
 
@@ -50,7 +50,7 @@ def test_every_sentence_of_the_table_is_met_again_or_explained():
 
 def test_presets_and_metrics_exist():
     for name in re.findall(r"`((?:decoupled|bypass|trust)_\w+)`", TEXT):
-        assert preset(name)
+        assert RolloutCorrectionConfig.preset(name)
     named = {name for name in re.findall(r"`([\w/<>]+)`", TEXT) if name.startswith(PREFIXES)}
     assert len(named) > 20
     assert not undocumented(name for name in named if "/" in name)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.study.engine import register
 from benchmarks.study.settings import ENGINES, GAVE_UP
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.measures import data
+from megatron_rc.measures import shift
 
 USAGE_ERROR, STOPPED = 2, 4
 
@@ -23,7 +23,7 @@ def main(words: Sequence[str]) -> None:
 
     # The task has ten different answers: neighbouring log-probs are the same few pairs, which may resemble shifted
     # ones by chance. Nothing is shifted here, so the shift test is off.
-    data.SHIFT_RATIO = 0.0
+    shift.SHIFT_RATIO = 0.0
     try:
         config, task = configure(words, 1)
     except ConfigurationError as error:

@@ -25,10 +25,9 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import MicroBatch as GivenMicroBatch
-from megatron_rc.training.misuse import StepError
-from megatron_rc.training.plan import LossScale, Plan
+from megatron_rc.training.plan import LossScale, Plan, StepError
 from megatron_rc.training.rollout_correction import RolloutCorrection
-from megatron_rc.training.schedule import masked_loss, wrap_finalize
+from megatron_rc.training.schedule import masked_loss
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # 1; sequences of a replica; sequences of a micro-batch; prompts of the batch; mini-batches; largest staleness.
@@ -197,8 +196,6 @@ def trace(
 ) -> list[Call]:
     """This rank's collectives in a rollout batch and its optimizer steps."""
     correction = RolloutCorrection(config, groups, loss=loss, one_pass=one_pass)
-    # A step is refused unless a wrapped finalize exists; finish_step() does its work.
-    end = wrap_finalize(correction, lambda model: None)
     count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
@@ -213,7 +210,6 @@ def trace(
                 score(correction, parts[index], given[index], scale)
             recorder.phase = PHASES[2]
             _finish(correction)
-    del end
     return recorder.calls
 
 
@@ -241,6 +237,8 @@ def _finish(correction: RolloutCorrection) -> None:
         if correction.step is not None:
             correction.step.check()
             correction.step.metrics()
+    # A step that was refused stays open.
+    correction.reset_step()
 
 
 def once(calls: Sequence[Call], batch: Batch) -> list[Call]:

@@ -34,7 +34,9 @@ def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
     loss = config.loss
     if loss.kl_coef == 0:
         because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)
-        _refuse(args, "kl_estimator", "with --grpo-kl-beta 0: raise that, or drop it", because_of)
+        why = "with --grpo-kl-beta 0: raise that, or drop it"
+        _refuse(args, "kl_estimator", why, because_of)
+        _refuse(args, "kl_importance_weight", why, because_of, default=False)
     if loss.algorithm is not None and not OBJECTIVES[loss.algorithm].clips:
         clipping = ", ".join(name for name, objective in OBJECTIVES.items() if objective.clips)
         why = f"with the objective {loss.algorithm}, which has no bounds: drop it, or use one of {clipping}"

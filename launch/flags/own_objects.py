@@ -1,4 +1,4 @@
-"""Objectives and rejection criteria from the user's own modules, which join the library's tables."""
+"""Objectives, estimators and rejection criteria from the user's own modules, which join the library's tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS, AdvantageEstimator
+from megatron_rc.advantages.estimators import define as define_estimator
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.python_specs import is_python_spec, load_python
 from megatron_rc.loss.objectives import OBJECTIVES, Objective
@@ -20,6 +22,7 @@ _OBJECTIVE: _Kind = (Objective, OBJECTIVES, define_objective)
 _KINDS: dict[str, _Kind] = {
     "policy_loss": _OBJECTIVE,
     "loss_type": _OBJECTIVE,
+    "advantage_estimator": (AdvantageEstimator, GROUP_ESTIMATORS, define_estimator),
     "rollout_rs": (Criterion, CRITERIA, define_criterion),
 }
 

@@ -123,6 +123,9 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
     if option.kind is not bool:
         choices = _CHOICES.get(option.field, option.choices) or None
         metavar = option.metavar or ("N" if option.kind is int else None)
+        if choices and option.read:
+            # The function checks the word itself, and takes others too: the choices are shown alone.
+            metavar, choices = f"{{{','.join(choices)}}}", None
         kind: dict[str, Any] = {"metavar": metavar} if metavar else {}
         kind |= {"nargs": "+"} if option.many else {}
         group.add_argument(

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from megatron_rc.advantages.group import GROUP_ESTIMATORS
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection

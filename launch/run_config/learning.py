@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megatron_rc.advantages.group import GROUP_ESTIMATORS
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
+from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config.options import option
+
+# Estimators of tokens, and of responses whose advantages are whitened over tokens; launch/training/batches has them.
+TOKEN_ESTIMATORS = ("optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+
+
+def known_estimator(word: str) -> str:
+    """Return the value of --advantage-estimator; ValueError unless it is an estimator or a ``python:`` object."""
+    known = (*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS)
+    if word not in known and not is_python_spec(word):
+        raise ValueError(f"invalid choice: {word!r} (choose from {', '.join(known)}, or python:pkg.module:OBJECT)")
+    return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +73,10 @@ class AdvantageSection:
     """Estimator of advantages, its baseline, and changes to rewards before it."""
 
     advantage_estimator: str = option(
-        "estimator of advantages from rewards; see docs/advantages.md",
+        "estimator of advantages from rewards, or python:pkg.module:OBJECT; see docs/advantages.md",
         default="grpo",
-        choices=(*GROUP_ESTIMATORS, "optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"),
+        choices=(*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS),
+        read=known_estimator,
     )
     gamma: float = option(
         "discount of later rewards, 0 to 1",
@@ -107,7 +120,7 @@ class AdvantageSection:
         default=0.0,
         not_negative=True,
     )
-    kl_in_reward_estimator: Literal["k1", "k2", "k3"] = option(
+    kl_in_reward_estimator: Literal["k1", "k2", "k3", "abs"] = option(
         "estimator of the KL in the rewards", default="k1", needs="kl_in_reward"
     )
     reward_scaling: Literal["none", "std", "mean-std"] = option(

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rc.adaptors.shared import MEASURED, check_micro_batch_config, checked_tensor, corrected, measured
+from megatron_rc.adaptors.shared import (
+    TOKEN_METRICS,
+    check_micro_batch_config,
+    checked_tensor,
+    corrected,
+    token_metrics,
+)
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
@@ -41,16 +47,18 @@ class CorrectedLoss:
             raise ValueError(
                 "use_importance_sampling_correction=True applies NeMo-RL's own weights: make loss_fn with it False"
             )
-        kind = getattr(loss_fn, "loss_type", None)
-        if kind is None:
+        loss_type = getattr(loss_fn, "loss_type", None)
+        if loss_type is None:
             raise ValueError(f"loss_fn is a {type(loss_fn).__name__} without loss_type: pass NeMo-RL's ClippedPGLossFn")
-        self.by_token = getattr(kind, "value", kind) == "token_level"
-        tokens = [one.name for one in config.criteria if one.of_tokens]
-        tokens += ["bad_log_probs='reject_token'"] * (config.bad_log_probs == "reject_token")
-        if tokens and not self.by_token:
+        # NeMo-RL's loss_type is an enum; a plain string is accepted too.
+        self.by_token = getattr(loss_type, "value", loss_type) == "token_level"
+        token_rejections = [criterion.name for criterion in config.criteria if criterion.of_tokens]
+        if config.bad_log_probs == "reject_token":
+            token_rejections.append("bad_log_probs='reject_token'")
+        if token_rejections and not self.by_token:
             raise ValueError(
-                f"{tokens[0]} rejects single tokens or turns, and token_level_loss=False divides by each sequence's "
-                "remaining tokens: use a criterion of sequences, or token_level_loss=True"
+                f"{token_rejections[0]} rejects single tokens or turns, and token_level_loss=False divides by each "
+                "sequence's remaining tokens: use a criterion of sequences, or token_level_loss=True"
             )
         self.loss_fn = loss_fn
         self.on_policy = bool(getattr(loss_fn, "force_on_policy_ratio", False))  # it takes log π_θ for log π_old
@@ -66,10 +74,12 @@ class CorrectedLoss:
     @property
     def metric_normalizations(self) -> dict[str, Any]:
         """NeMo-RL's normalisations of its metrics, and the tokens for the correction's metrics."""
-        known = dict(getattr(self.loss_fn, "metric_normalizations", {}))
-        by_tokens = known.get("probs_ratio")
-        own = {} if by_tokens is None else {f"{self.config.metric_prefix}{name}": by_tokens for name in MEASURED}
-        return {**known, **own}
+        normalizations = dict(getattr(self.loss_fn, "metric_normalizations", {}))
+        # The normalisation by tokens, from a metric of NeMo-RL's own that has it.
+        by_tokens = normalizations.get("probs_ratio")
+        if by_tokens is not None:
+            normalizations |= {f"{self.config.metric_prefix}{name}": by_tokens for name in TOKEN_METRICS}
+        return normalizations
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -88,6 +98,7 @@ class CorrectedLoss:
         Raises:
             ValueError: a key is missing or has another shape; bad log-probs at trained tokens.
         """
+        # The data have one column more, in front: the first token has no log-prob.
         current = pad(checked_tensor("next_token_logprobs", next_token_logprobs).detach(), (1, 0))
         shape = tuple(current.shape)
         old = current if self.on_policy else _entry(data, "prev_logprobs", shape)
@@ -97,26 +108,37 @@ class CorrectedLoss:
         _, weights, accepted = corrected(
             old, rollout, mask, self.config, allow_zero_log_probs=self.allow_zero_log_probs
         )
-        changed = {"advantages": advantages if weights is None else advantages * weights.to(advantages.dtype)}
-        changed |= self._rejected(data, mask, accepted)
-        changed |= self._usable(data, accepted | ~mask, current)
+        weighted = advantages if weights is None else advantages * weights.to(advantages.dtype)
+        changed = {"advantages": weighted}
+        changed |= self._masks_after_rejection(data, mask, accepted)
+        changed |= self._finite_log_probs(data, accepted | ~mask, current)
         loss, metrics = self.loss_fn(
             next_token_logprobs=next_token_logprobs,
             data=type(data)({**data, **changed}),
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
-        return loss, {**metrics, **self._measured(old - rollout, mask, accepted, weights, global_valid_toks)}
+        correction_metrics = self._metrics(old - rollout, mask, accepted, weights, global_valid_toks)
+        return loss, {**metrics, **correction_metrics}
 
-    def _usable(self, data: Mapping[str, Any], kept: Tensor, current: Tensor) -> dict[str, Tensor]:
-        """The log-probs, with log π_θ at rejected tokens if these may be NaN: NaN times 0 is NaN."""
+    def _finite_log_probs(self, data: Mapping[str, Any], is_not_rejected: Tensor, current: Tensor) -> dict[str, Tensor]:
+        """The data's log-probs, by name, with log π_θ at rejected tokens: NaN there would reach the loss as NaN · 0.
+
+        Empty if no log-prob may be NaN.
+        """
         if self.config.bad_log_probs == "error":
             return {}
-        known = {name: data[name] for name in ("generation_logprobs", "prev_logprobs")[: 2 - self.on_policy]}
-        return {name: torch.where(kept, value, current.to(value.dtype)) for name, value in known.items()}
+        names = ["generation_logprobs"]
+        if not self.on_policy:
+            names.append("prev_logprobs")
+        return {name: torch.where(is_not_rejected, data[name], current.to(data[name].dtype)) for name in names}
 
-    def _rejected(self, data: Mapping[str, Any], mask: Tensor, accepted: Tensor) -> dict[str, Tensor]:
-        """The mask without the rejected tokens, or without rejected sequences if the loss is a mean over sequences."""
+    def _masks_after_rejection(self, data: Mapping[str, Any], mask: Tensor, accepted: Tensor) -> dict[str, Tensor]:
+        """The data's mask, by name, without the rejected tokens, or without rejected sequences.
+
+        A loss that is a mean over sequences needs the second: it divides by the sequences of ``sample_mask``. Empty if
+        the settings reject nothing.
+        """
         if not self.config.rejects:
             return {}
         if self.by_token:
@@ -125,17 +147,21 @@ class CorrectedLoss:
         samples = data["sample_mask"]
         return {"sample_mask": torch.where(accepted.any(1), samples, torch.zeros_like(samples))}
 
-    def _measured(
-        self, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None, tokens: Tensor
+    def _metrics(
+        self, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None, global_tokens: Tensor
     ) -> dict[str, float]:
-        values = measured(self.config.metric_prefix, log_ratio, mask, accepted, weights)
+        """The micro-batch's part of each correction metric: NeMo-RL adds the parts of all micro-batches and ranks."""
+        values = token_metrics(self.config.metric_prefix, log_ratio, mask, accepted, weights)
         sums = torch.stack([value.sum(dtype=torch.float64) for value in values.values()])
-        return dict(zip(values, (sums / torch.as_tensor(tokens).clamp(min=1)).tolist(), strict=True))
+        parts = (sums / torch.as_tensor(global_tokens).clamp(min=1)).tolist()
+        return dict(zip(values, parts, strict=True))
 
 
 def _trained(data: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """[b, s] bool: the tokens that are trained; False in column 0."""
-    mask = (_entry(data, "token_mask", shape) != 0) & (_entry(data, "sample_mask", shape[:1]) != 0).unsqueeze(1)
+    """The tokens that are trained, [b, s] bool; False in column 0."""
+    token_mask = _entry(data, "token_mask", shape) != 0
+    sample_mask = _entry(data, "sample_mask", shape[:1]) != 0
+    mask = token_mask & sample_mask.unsqueeze(1)
     return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
 
 

@@ -19,9 +19,10 @@ from megatron_rc.parallel.groups import ParallelGroups, group_device
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Sequences = Sequence[Tensor] | Tensor  # one [length] tensor a sequence, or a jagged nested tensor
-# Arguments of correct_rollouts that may have one value for each token, and those that are no floating numbers.
-_OF_TOKENS = ("advantages", "policy_versions", "turn_ids")
-_DTYPES = {"response_mask": torch.bool, "policy_versions": torch.int64, "turn_ids": torch.int64}
+# Optional arguments of correct_rollouts that may have one value for each token.
+_TOKEN_ARGUMENTS = ("advantages", "policy_versions", "turn_ids")
+# Dtypes of arguments without a sequence; those of the others are float32.
+_DTYPES_OF_EMPTY = {"response_mask": torch.bool, "policy_versions": torch.int64, "turn_ids": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +64,25 @@ def correct_sequences(
     """
     masks = _listed("response_masks", response_masks)
     lengths = [len(mask) for mask in masks]
-    given = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": masks}
-    given |= {name: more[name] for name in _OF_TOKENS if _has_sequences(more.get(name))}
+    sequences = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": masks}
+    for name in _TOKEN_ARGUMENTS:
+        if _has_sequences(more.get(name)):
+            sequences[name] = more[name]
+
+    # A rank without sequences has no tensor that would show the device of its collectives.
     device = group_device(ParallelGroups.given(groups).dp_cp)
-    rows = {name: _rows(name, values, lengths, device) for name, values in given.items()}
+    rows = {name: _padded_rows(name, values, lengths, device) for name, values in sequences.items()}
     result = correct_rollouts(config=config, groups=groups, **more | rows)
     result.check()
 
     def like_masks(values: Tensor) -> Sequences:
-        found = [row[:length] for row, length in zip(values, lengths, strict=True)]
-        is_nested = isinstance(response_masks, Tensor)
-        return torch.nested.as_nested_tensor(found, layout=torch.jagged) if is_nested else found
+        """The sequences of padded rows, [n, longest], in the form of the caller's masks."""
+        unpadded = [row[:length] for row, length in zip(values, lengths, strict=True)]
+        if isinstance(response_masks, Tensor):
+            return torch.nested.as_nested_tensor(unpadded, layout=torch.jagged)
+        return unpadded
 
+    # One tensor, not a list of micro-batches, because one was passed.
     assert isinstance(result.mask, Tensor)
     assert result.weights is None or isinstance(result.weights, Tensor)
     weights = None if result.weights is None else like_masks(result.weights)
@@ -82,35 +90,38 @@ def correct_sequences(
 
 
 def _has_sequences(values: object) -> bool:
+    """Return whether an argument has a tensor for each sequence: a list, or a nested tensor. A plain tensor has not."""
     return values is not None and (not isinstance(values, Tensor) or values.is_nested)
 
 
 def _listed(name: str, values: Sequences) -> list[Tensor]:
-    """One tensor a sequence, each of one dimension."""
+    """A tensor [length] for each sequence; ValueError, with the argument's name, for another form."""
     is_jagged = isinstance(values, Tensor) and values.is_nested and values.layout == torch.jagged
     if not is_jagged and (isinstance(values, Tensor) or not isinstance(values, Sequence)):
         raise ValueError(
             f"{name} is a {type(values).__name__}: pass a list of tensors [length], or a nested tensor with the layout "
             "torch.jagged"
         )
-    found = list(values.unbind()) if isinstance(values, Tensor) else list(values)
-    for number, each in enumerate(found):
-        if not isinstance(each, Tensor) or each.dim() != 1:
-            raise ValueError(f"{name}[{number}] is {each!r:.80}: expected a tensor [length]")
-    return found
+    sequences = list(values.unbind()) if isinstance(values, Tensor) else list(values)
+    for number, sequence in enumerate(sequences):
+        if not isinstance(sequence, Tensor) or sequence.dim() != 1:
+            raise ValueError(f"{name}[{number}] is {sequence!r:.80}: expected a tensor [length]")
+    return sequences
 
 
-def _rows(name: str, values: Sequences, lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[n, longest]: the sequences, padded; without any an empty tensor on ``device``.
+def _padded_rows(name: str, values: Sequences, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The sequences as rows [n, longest], padded with 0; without sequences an empty tensor on ``device``.
 
-    ValueError unless they are as long as the masks.
+    ``lengths`` are those of the masks. ValueError, with the argument's name, unless the sequences have them too.
     """
-    found = _listed(name, values)
-    if len(found) != len(lengths):
-        raise ValueError(f"{name} has {len(found)} sequences, response_masks {len(lengths)}: pass the same sequences")
-    for number, (each, length) in enumerate(zip(found, lengths, strict=True)):
-        if len(each) != length:
-            raise ValueError(f"{name}[{number}] has {len(each)} tokens, response_masks[{number}] {length}")
-    if not found:
-        return torch.zeros(0, 0, dtype=_DTYPES.get(name, torch.float32), device=device)
-    return pad_sequence(found, batch_first=True)
+    sequences = _listed(name, values)
+    if len(sequences) != len(lengths):
+        raise ValueError(
+            f"{name} has {len(sequences)} sequences, response_masks {len(lengths)}: pass the same sequences"
+        )
+    for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        if len(sequence) != length:
+            raise ValueError(f"{name}[{number}] has {len(sequence)} tokens, response_masks[{number}] {length}")
+    if not sequences:
+        return torch.zeros(0, 0, dtype=_DTYPES_OF_EMPTY.get(name, torch.float32), device=device)
+    return pad_sequence(sequences, batch_first=True)

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS, AdvantageEstimator, BatchSums, PromptTerms, estimator_of
+from megatron_rc.advantages.responses import PromptSums, ResponseRows
 from megatron_rc.advantages.shards import check_floats, kept_sequences
-from megatron_rc.parallel.arguments import check_integer, check_kind, check_number, check_tensors, one_of
-from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
+from megatron_rc.parallel.arguments import check_kind, check_number, check_tensors
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import LAYOUT_REMEDY, Layouts, SequenceLayout
 
-EPSILON = 1e-6
-ROUNDING = 1e-12  # of a reward: a mean of equal rewards differs from them by less
-_NO_FREEDOM = 1e-12  # of the sum of weights: the others of a response with so little weight give no deviation
+__all__ = ["GROUP_ESTIMATORS", "group_advantages"]
 
-
-# From the reward less the mean of its group, the group's variance, and the factor that leaves each response out of its
-# own mean: 0 if no other response counts. [n] each.
-GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "grpo": lambda centred, variance, factor: centred / (variance.sqrt() + EPSILON),
-    "grpo-no-std": lambda centred, variance, factor: centred,
-    "rloo": lambda centred, variance, factor: centred * torch.where(factor == 0, 1, factor),
-    "rloo-vectorized": lambda centred, variance, factor: torch.where(factor == 0, 0, centred * factor),
-    "opo": lambda centred, variance, factor: centred,  # over another mean
-    # Of the lead over the second best.
-    "grpo-passk": lambda lead, variance, factor: lead / (variance.sqrt() + EPSILON),
-    "grpo-passk-no-std": lambda lead, variance, factor: lead + 0 * variance,  # NaN if a reward is not finite
-    "gpg": lambda centred, variance, factor: centred,  # times one factor for the batch
-}
-_OF_THE_BEST = ("grpo-passk", "grpo-passk-no-std")
+ROUNDING = 1e-12  # relative: the mean of equal rewards differs from them by less than this, because of rounding
+# Relative to the prompt's sum of weights: if the degrees of freedom are fewer, one response has all of the weight, and
+# the prompt has no variance.
+_NO_FREEDOM = 1e-12
 
 
 def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
-    estimator: str = "grpo",
+    estimator: str | AdvantageEstimator = "grpo",
     lengths: Tensor | None = None,
     weights: Tensor | None = None,
     kept: Tensor | None = None,
@@ -50,9 +37,9 @@ def group_advantages(
     groups: ParallelGroups | None = None,
     layout: Layouts | None = None,
 ) -> Tensor:
-    """How much better a response is than the others to its prompt.
+    """Advantages of whole responses: how much better a response is than the others to the same prompt.
 
-    x is the reward, mean and std (of a sample: n - 1) are over the prompt's kept responses::
+    x is the reward; mean and std (that of a sample, divided by n - 1) are over the kept responses to the prompt::
 
         grpo: (x - mean) / (std + 1e-6)    Shao et al. 2024, "DeepSeekMath"
         grpo-no-std: x - mean              Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
@@ -71,31 +58,35 @@ def group_advantages(
     ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     With ``weights`` w the mean is Σ w x / Σ w, for ``rloo`` over the other responses, and the variance is
-    Σ w (x - mean)² / (Σ w - Σ w² / Σ w), or 1 if fewer than two responses have a weight; there a weight counts as none
-    below 1e-12 of the prompt's sum. For ``rloo`` a response whose others all have weight 0 gets 0. With importance
-    weights the mean estimates the mean reward of the policy that trains, not of the policy that sampled
+    Σ w (x - mean)² / (Σ w - Σ w² / Σ w). It is 1 if fewer than two responses have a weight; for this, a weight below
+    1e-12 of the prompt's sum counts as 0. With ``rloo`` the advantage is 0 if all other responses have the weight 0.
+    With importance weights the mean estimates the mean reward of the policy that trains, not of the policy that sampled
     (self-normalised importance sampling, Hesterberg 1995, "Weighted Average Importance Sampling and Defensive Mixture
     Distributions").
 
     Args:
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
-        estimator: see above.
-        lengths: [n], tokens of each response that count; needed and used by ``opo`` alone.
-        weights: [n], finite and at least 0: how much each response counts in the mean and the deviation of its prompt;
-            ``opo`` multiplies them by the lengths. A negative or NaN weight makes its prompt's advantages NaN.
-            Default: all count alike.
-        kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
-        rollout_ids: [n] int64: rows of one prompt with equal ids are parts of one response, for example what a
-            sub-agent did, or what stood before and behind a compaction of the context. Such a response counts once, and
-            each of its rows has its advantage. Its rows have equal rewards and weights, its length is the sum of
-            theirs, and they lie on one rank. Default: each row is a response.
+        estimator: see above, or an :class:`.AdvantageEstimator` of your own.
+        lengths: [n], number of counted tokens of each response; needed by ``opo``, and by estimators of your own that
+            use them.
+        weights: [n], finite and at least 0: how much each response counts in its prompt's mean and variance. ``opo``
+            multiplies them by the lengths. A negative or NaN weight makes the advantages of its prompt NaN. Default:
+            all responses count alike.
+        kept: [n] bool. A response for which it is False counts in no mean and no variance, and has the advantage 0.
+            Default: all responses count.
+        rollout_ids: [n] int64: rows of one prompt with equal ids are parts of one response, for example the
+            conversation of a sub-agent, or the parts before and after a compaction of the context. Such a response
+            counts once, and each of its rows gets its advantage. The rows must have equal rewards and weights, and must
+            be on one rank; the length of the response is the sum of their lengths. Default: each row is a response.
         f_norm: used by ``gpg`` alone.
-        num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
-            ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
-        groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
-            over the batch: all responses to a prompt then lie on this rank. Default: this process alone.
-        layout: which responses these are, a layout or a list with one a micro-batch: needed if micro-batches have CP
+        num_groups: number of prompts of the whole batch; needed if the responses to a prompt are on several
+            data-parallel ranks. Ids are then in [0, num_groups). Default: all responses to a prompt are on this rank,
+            and ids may be any numbers.
+        groups: the ranks that hold the other responses; needs ``num_groups``. Only estimators with a sum over the whole
+            batch, such as the α of ``gpg``, take it without ``num_groups``, if all responses to a prompt are on one
+            rank. Default: this process alone.
+        layout: the layout of these responses, or a list with one for each micro-batch; needed if micro-batches have CP
             groups of their own. Default: all ranks of ``groups.cp`` hold the same responses.
 
     Returns:
@@ -103,71 +94,145 @@ def group_advantages(
         of its prompt, except those that are 0 in any case; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 5] doubles (6 with ``rollout_ids``)
-    and of [num_groups + 1], and
-    for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
-    two doubles over ``dp_cp``.
+    and of [num_groups + 1], and for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1]
+    more. For ``gpg`` one SUM of two doubles over ``dp_cp``. For an estimator of your own, those of the methods of
+    :class:`.PromptTerms` that it calls.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
         ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, shapes or dtypes are wrong,
-            ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
-            every rank alike, an id of any of them is not in [0, num_groups), or rows of one rollout have different
-            rewards or weights.
+            ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks. On
+            every rank alike, if any rank has an id that is not in [0, num_groups), or rows of one rollout with
+            different rewards or weights.
     """
-    one_of("estimator", estimator, GROUP_ESTIMATORS)
+    chosen = estimator_of(estimator)
     check_tensors({}, rewards=rewards)
     kept = kept_sequences(group_ids, kept, rewards.numel())
     check_floats("rewards", rewards, group_ids.shape, "sequences")
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
-    rollouts = _Rollouts(group_ids, rollout_ids, kept)
-    counts = _weights(rewards, estimator, lengths if lengths is None else rollouts.total(lengths), weights)
-    batch = ParallelGroups.given(groups)
-    _check_together(estimator, num_groups, groups)
+    rows = ResponseRows(group_ids, rollout_ids, kept)
+    if lengths is not None:
+        _check_lengths(lengths, len(rewards))
+        lengths = rows.total(lengths)
+    counted_weights = _weights(rewards, chosen, lengths=lengths, weights=weights)
+
+    batch_groups = ParallelGroups.given(groups)
+    _check_together(chosen, num_groups=num_groups, groups=groups)
     if layout is not None and groups is None:
         raise ValueError("layout does nothing without groups, whose ranks share sequences: pass both, or drop layout")
-    here = _counts_here(group_ids, layout, batch)
-    add = _Totals(group_ids, num_groups, batch, here)
-    group = add.group
-    rewards = rewards.detach().double()
-    # The rows of one response share what it counts, so that it counts once.
-    share = rollouts.share_of_kept
-    kept_terms = [share, share * counts, share * counts.square(), share * counts * rewards]
-    terms = [rollouts.share_of_all, *(torch.where(kept, term, 0) for term in kept_terms)]
-    if rollout_ids is not None:
-        terms.append(rollouts.differ(rewards, counts).double())
-    count, size, weight, square, total, *differing = add(*terms)
-    if num_groups is not None and count[num_groups]:
+    counts_here = _counts_here(group_ids, layout, batch_groups)
+    prompts = PromptSums(group_ids, num_groups=num_groups, groups=batch_groups, counts_here=counts_here)
+
+    terms = _prompt_terms(
+        rewards.detach().double(),
+        counted_weights,
+        rows=rows,
+        prompts=prompts,
+        num_groups=num_groups,
+        checks_rows=rollout_ids is not None,
+        f_norm=f_norm,
+        batch=BatchSums(counts_here=counts_here, dp_cp=batch_groups.dp_cp) if chosen.uses_batch else None,
+        lengths=lengths,
+    )
+    return torch.where(kept, chosen.advantage(terms), 0)
+
+
+def _prompt_terms(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    rows: ResponseRows,
+    prompts: PromptSums,
+    num_groups: int | None,
+    checks_rows: bool,
+    f_norm: float,
+    batch: BatchSums | None,
+    lengths: Tensor | None,
+) -> PromptTerms:
+    """The inputs of an estimator: counts, means and variances of every prompt, for each row.
+
+    Args:
+        rewards: [n] float64.
+        weights: [n] float64, how much each response counts.
+        rows: the rows that make each response.
+        prompts: the sums over each prompt.
+        num_groups: prompts of the whole batch, or None; ids out of its range are a ValueError on every rank.
+        checks_rows: responses may have several rows, whose rewards and weights must be equal; else a ValueError on
+            every rank.
+        f_norm: divisor that some estimators use.
+        batch: the sums over the batch for an estimator that uses them.
+        lengths: [n] tokens of each response, or None.
+
+    Collectives: the two SUMs of :func:`group_advantages`.
+    """
+    # Each of a response's k kept rows counts 1/k, so that the response counts once.
+    share = rows.share_of_kept
+    columns = [
+        rows.share_of_all,
+        share,
+        torch.where(rows.kept, share * weights, 0),
+        torch.where(rows.kept, share * weights.square(), 0),
+        torch.where(rows.kept, share * weights * rewards, 0),
+    ]
+    if checks_rows:
+        columns.append(rows.differ(rewards, weights).double())
+    num_all, num_kept, weight_sum, squared_weight_sum, weighted_rewards, *num_differing = prompts.sum(*columns)
+    if num_groups is not None and num_all[num_groups]:
         raise ValueError(
-            f"{int(count[num_groups].ceil())} of group_ids do not lie in [0, num_groups={num_groups}): number the "
+            f"{int(num_all[num_groups].ceil())} of group_ids do not lie in [0, num_groups={num_groups}): number the "
             "prompts of the batch from 0, alike on every rank"
         )
-    if differing and differing[0].any():
+    if num_differing and num_differing[0].any():
         raise ValueError(
-            f"rollout_ids: {int(differing[0].sum())} rows have another reward or weight than other rows of their "
+            f"rollout_ids: {int(num_differing[0].sum())} rows have another reward or weight than other rows of their "
             "rollout: give each row of a rollout the rollout's reward and weight, or leave rollout_ids out"
         )
-    # Numbers of responses, from shares that add up to them but for their rounding.
-    count, size = count.round(), size.round()
-    centred = rewards - torch.where(count > 1, total / torch.where(weight > 0, weight, 1), 0)[group]
-    # A mean with weights is not the only reward, or equal ones, to the last bit; 0, but NaN if not finite.
-    is_alone = ((count > 1) & (size == 1))[group]
-    centred = torch.where(is_alone | (centred.abs() <= ROUNDING * rewards.abs()), rewards - rewards, centred)
-    (squares,) = add(torch.where(kept, share * counts * centred.square(), 0))
-    # The number of responses less 1, if they count alike.
-    freedom = weight - square / torch.where(weight > 0, weight, 1)
-    variance = torch.where(freedom <= _NO_FREEDOM * weight, 1, squares / torch.where(freedom > 0, freedom, 1))
-    others = weight[group] - counts
-    factor = torch.where((size[group] < 2) | (others <= 0), 0, weight[group] / torch.where(others == 0, 1, others))
-    above = add.lead(rewards, kept, share) if estimator in _OF_THE_BEST else centred
-    found = GROUP_ESTIMATORS[estimator](above, variance[group], factor)
-    if estimator == "gpg":
-        found = found * (_alpha_of_gpg(rewards, torch.where(here, share, 0), batch) / f_norm)
-    return torch.where(kept, found, 0)
+    # k shares of 1/k add up to 1 only up to rounding: round the sums to the numbers of responses that they are.
+    num_all = num_all.round()
+    num_kept = num_kept.round()
+
+    prompt = prompts.prompt_of_row
+    safe_weight_sum = torch.where(weight_sum > 0, weight_sum, 1)
+    # A prompt with one response has nothing to compare it with.
+    means = torch.where(num_all > 1, weighted_rewards / safe_weight_sum, 0)[prompt]
+    centred = rewards - means
+    # Rounding may leave a weighted mean different from equal rewards, or from the only one: then x - mean is set to
+    # exactly 0; as x - x, which is NaN if the reward is not finite.
+    is_only_kept = ((num_all > 1) & (num_kept == 1))[prompt]
+    is_rounding = centred.abs() <= ROUNDING * rewards.abs()
+    centred = torch.where(is_only_kept | is_rounding, rewards - rewards, centred)
+
+    (squares,) = prompts.sum(torch.where(rows.kept, share * weights * centred.square(), 0))
+    # The degrees of freedom: n - 1 if all n responses have the weight 1.
+    freedom = weight_sum - squared_weight_sum / safe_weight_sum
+    has_no_freedom = freedom <= _NO_FREEDOM * weight_sum
+    variances = torch.where(has_no_freedom, 1, squares / torch.where(freedom > 0, freedom, 1))[prompt]
+
+    weight_of_others = weight_sum[prompt] - weights
+    has_no_other = (num_kept[prompt] < 2) | (weight_of_others <= 0)
+    safe_weight_of_others = torch.where(weight_of_others == 0, 1, weight_of_others)
+    leave_one_out = torch.where(has_no_other, 0, weight_sum[prompt] / safe_weight_of_others)
+
+    return PromptTerms(
+        rewards=rewards,
+        kept=rows.kept,
+        counts=num_kept[prompt],
+        weights=weights,
+        means=means,
+        centred=centred,
+        variances=variances,
+        leave_one_out=leave_one_out,
+        f_norm=f_norm,
+        shares=share,
+        prompts=prompts,
+        batch=batch,
+        given_lengths=lengths,
+    )
 
 
-def _check_together(estimator: str, num_groups: int | None, groups: ParallelGroups | None) -> None:
+def _check_together(estimator: AdvantageEstimator, *, num_groups: int | None, groups: ParallelGroups | None) -> None:
     """Refuse a call that gives the ranks without the prompts, or the reverse: its baselines would be a rank's own."""
-    if num_groups is None and groups is not None and estimator != "gpg":
+    if num_groups is None and groups is not None and not estimator.uses_batch:
         raise ValueError(
             "groups does nothing without num_groups: pass num_groups= as well, the prompts of the whole batch, or drop "
             "groups if all responses to a prompt lie on this rank"
@@ -179,132 +244,43 @@ def _check_together(estimator: str, num_groups: int | None, groups: ParallelGrou
         )
 
 
-def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
-    """How much each reward counts in the mean, [n] float64."""
-    counts = torch.ones_like(rewards, dtype=torch.float64)
+def _check_lengths(lengths: Tensor, num_rows: int) -> None:
+    """Raise ValueError unless there is one number of tokens for each row."""
+    check_tensors({}, lengths=lengths)
+    if lengths.shape != (num_rows,) or lengths.dtype == torch.bool:
+        raise ValueError(
+            f"lengths is {lengths.dtype} {tuple(lengths.shape)}: expected a number of tokens for each of {num_rows} "
+            "sequences"
+        )
+
+
+def _weights(
+    rewards: Tensor, estimator: AdvantageEstimator, *, lengths: Tensor | None, weights: Tensor | None
+) -> Tensor:
+    """How much each reward counts in its prompt's mean, [n] float64; NaN for a weight that is negative or NaN."""
+    counted = torch.ones_like(rewards, dtype=torch.float64)
     if weights is not None:
         check_floats("weights", weights, rewards.shape, "sequences")
-        counts = torch.where(weights >= 0, weights.detach().double(), torch.nan)
-    if estimator != "opo":
-        return counts
+        counted = torch.where(weights >= 0, weights.detach().double(), torch.nan)
+    if not estimator.weighted_by_length:
+        return counted
     if lengths is None:
-        raise ValueError("estimator='opo' weights rewards by the lengths of responses: give lengths")
-    check_tensors({}, lengths=lengths)
-    if lengths.shape != rewards.shape or lengths.dtype == torch.bool:
-        raise ValueError(
-            f"lengths is {lengths.dtype} {tuple(lengths.shape)}: expected a number of tokens for each of "
-            f"{len(rewards)} sequences"
-        )
-    return counts * lengths.double()
-
-
-def _alpha_of_gpg(rewards: Tensor, shares: Tensor, groups: ParallelGroups) -> Tensor:
-    """α of GPG: kept responses of the batch, divided by the number of those whose reward is not 0, or by 1.
-
-    ``shares``, [n] float64: 1 for a row that is a response, 1/k for each of k rows of one response; 0 for rows that are
-    dropped, or that another rank of the CP group counts. Their sum over all ranks is the number of responses.
-    """
-    counts = torch.stack([shares.sum(), torch.where(rewards != 0, shares, 0).sum()])
-    responses, nonzero = all_reduce_sum(counts, groups.dp_cp)
-    factor: Tensor = responses / nonzero.clamp(min=1)
-    return factor
+        raise ValueError(f"estimator={estimator.name!r} weights rewards by the lengths of responses: give lengths")
+    return counted * lengths.double()
 
 
 def _counts_here(group_ids: Tensor, layout: Layouts | None, groups: ParallelGroups) -> Tensor:
-    """[n] bool: the responses that count on this rank, because it is the first of their CP group."""
+    """Return [n] bool: the rows that count on this rank, because it is the first of their CP group."""
     if layout is None:
         return torch.full_like(group_ids, group_rank(groups.cp) == 0, dtype=torch.bool)
     layouts = [layout] if isinstance(layout, SequenceLayout) else [*layout]
-    for one in layouts:
-        check_kind("layout", one, SequenceLayout, f"{LAYOUT_REMEDY}, or a list of them")
-        if one.cp_group is None:
-            groups.check_cut(one.cp_rank, one.cp_size)
-    groups.check_sums(*(one.cp_group for one in layouts))
-    firsts = [one.cp_rank == 0 for one in layouts for _ in one.full_lengths]
-    if len(firsts) != len(group_ids):
-        raise ValueError(f"layout has {len(firsts)} sequences: expected one for each of {len(group_ids)} group_ids")
-    return torch.tensor(firsts, dtype=torch.bool, device=group_ids.device)
+    for micro_batch in layouts:
+        check_kind("layout", micro_batch, SequenceLayout, f"{LAYOUT_REMEDY}, or a list of them")
+        if micro_batch.cp_group is None:
+            groups.check_cut(micro_batch.cp_rank, micro_batch.cp_size)
+    groups.check_sums(*(micro_batch.cp_group for micro_batch in layouts))
 
-
-class _Rollouts:
-    """The responses that consist of several rows, all of them on this rank."""
-
-    def __init__(self, group_ids: Tensor, rollout_ids: Tensor | None, kept: Tensor) -> None:
-        """Rows of one prompt with equal ``rollout_ids`` are one response; without ids each row is one."""
-        ones = torch.ones_like(group_ids, dtype=torch.float64)
-        self.share_of_all = ones  # [n] float64, 1 over the rows of the response
-        self.share_of_kept = torch.where(kept, ones, 0)  # [n] float64, 1 over its kept rows; 0 for the others
-        self._response: Tensor | None = None  # [n] int64, the number of each row's response
-        self._kept = kept
-        if rollout_ids is None:
-            return
-        check_tensors({}, rollout_ids=rollout_ids)
-        if rollout_ids.shape != group_ids.shape or rollout_ids.dtype != torch.int64:
-            raise ValueError(
-                f"rollout_ids is {rollout_ids.dtype} {tuple(rollout_ids.shape)}: expected torch.int64 "
-                f"{tuple(group_ids.shape)}, one a row"
-            )
-        pairs = torch.stack([group_ids, rollout_ids], dim=1)
-        _, self._response = pairs.unique(dim=0, return_inverse=True)
-        self.share_of_all = 1 / self._sum(ones)
-        self.share_of_kept = self.share_of_kept / self._sum(self.share_of_kept).clamp(min=1)
-
-    def total(self, values: Tensor) -> Tensor:
-        """[n]: the sum of a value over the kept rows of each row's response."""
-        if self._response is None:
-            return values
-        return self._sum(torch.where(self._kept, values.double(), 0))
-
-    def differ(self, *values: Tensor) -> Tensor:
-        """[n] bool: kept rows with another value than the first kept row of their response."""
-        if self._response is None:
-            return torch.zeros_like(self.share_of_all, dtype=torch.bool)
-        last_row = len(self._response) - 1
-        rows = torch.arange(len(self._response), device=self._response.device)
-        kept_rows = torch.where(self._kept, rows, last_row)
-        first = torch.full_like(rows, last_row).scatter_reduce_(0, self._response, kept_rows, "amin")[self._response]
-        # NaN is no difference: the correction's check reports it.
-        differs = [(value != value[first]) & (value == value) for value in values]
-        return torch.stack(differs).any(dim=0) & self._kept
-
-    def _sum(self, values: Tensor) -> Tensor:
-        sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, self._response, values)[self._response]  # type: ignore[arg-type]
-
-
-class _Totals:
-    """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
-
-    def __init__(self, group_ids: Tensor, num_groups: int | None, groups: ParallelGroups, here: Tensor) -> None:
-        """Sums for ids that are any numbers on this rank, or with ``num_groups`` lie below it on all ranks."""
-        if num_groups is None:
-            known, self.group = group_ids.unique(return_inverse=True)
-            self.number, self.groups, self.here = len(known), ParallelGroups(), torch.ones_like(here)
-            return
-        check_integer("num_groups", num_groups, least=0)
-        # The last one is of ids that belong to none.
-        self.group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
-        self.number, self.groups, self.here = num_groups + 1, groups, here
-
-    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        columns = torch.where(self.here.unsqueeze(1), torch.stack(values, dim=1), 0)
-        sums = columns.new_zeros(self.number, len(values)).index_add_(0, self.group, columns)
-        return all_reduce_sum(sums, self.groups.dp_cp).unbind(1)
-
-    def lead(self, rewards: Tensor, kept: Tensor, shares: Tensor) -> Tensor:
-        """[n] by how much a prompt's best kept response exceeds its second best; 0 for the others, and without one.
-
-        ``shares``, [n] float64, of a response's kept rows add up to 1.
-        """
-        best = self._highest(rewards, kept)[self.group]
-        is_best = kept & (rewards == best)
-        (sharing,) = self(torch.where(is_best, shares, 0))
-        second = self._highest(rewards, kept & ~is_best)[self.group]
-        leads = is_best & (sharing.round()[self.group] == 1) & second.isfinite()
-        return torch.where(leads, rewards - second, 0)
-
-    def _highest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """The highest counted value of each prompt; -inf without one."""
-        values = torch.where(counted, values, -torch.inf)
-        highest = values.new_full((self.number,), -torch.inf).scatter_reduce_(0, self.group, values, "amax")
-        return all_reduce_max(highest, self.groups.dp_cp)
+    is_first = [micro_batch.cp_rank == 0 for micro_batch in layouts for _ in micro_batch.full_lengths]
+    if len(is_first) != len(group_ids):
+        raise ValueError(f"layout has {len(is_first)} sequences: expected one for each of {len(group_ids)} group_ids")
+    return torch.tensor(is_first, dtype=torch.bool, device=group_ids.device)

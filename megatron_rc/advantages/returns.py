@@ -1,4 +1,7 @@
-"""Advantages of tokens from later rewards: discounted returns, a critic's values, and whitening over the batch."""
+"""Token advantages from the rewards that follow: discounted returns, GAE with a critic, whitening over the batch.
+
+The functions take the tokens of one rank's shard. *Counted* tokens are those for which ``response_mask`` is True.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.recurrence import Recurrence, neighbouring_values
 
-EPSILON = 1e-8  # of the variance in whitening
+EPSILON = 1e-8  # added to the variance before whitening divides by its square root
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class TokenAdvantages:
     """Advantages and returns of every token of a shard.
 
     Attributes:
-        advantages: of the layout's local shape; 0 at masked positions.
-        returns: of the same shape; the targets of a critic's values.
+        advantages: of the layout's local shape; 0 at tokens that do not count.
+        returns: of the same shape; the targets for a critic's values.
     """
 
     advantages: Tensor
@@ -37,7 +40,7 @@ def outcome_rewards(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """The reward of each response at its last counted token, 0 at all others.
+    """Return token rewards: the reward of each response at its last counted token, 0 at all other tokens.
 
     Args:
         rewards: [n], one for each sequence.
@@ -46,7 +49,7 @@ def outcome_rewards(
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
-        Like the mask, in the dtype of ``rewards``, NaN and infinite ones as they are.
+        Of the mask's shape, in the dtype of ``rewards``. NaN and infinite rewards are passed on.
 
     Collectives: one MAX of [n] int64 over ``cp``. Gradient: none.
 
@@ -56,11 +59,17 @@ def outcome_rewards(
     groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
     check_floats("rewards", rewards, (layout.num_sequences,), "sequences")
+
+    # [n]: the position of the last counted token in each whole sequence; -1 if none counts.
     device = response_mask.device
-    positions = torch.where(response_mask, layout.positions().to(device, non_blocking=True), -1)
-    last = torch.full((layout.num_sequences,), -1, dtype=torch.int64, device=device)
-    last.scatter_reduce_(0, layout.sequence_index.to(device, non_blocking=True), positions.flatten(), "amax")
-    is_last = response_mask & (positions == layout.expand(all_reduce_max(last, layout.cp(groups.cp))))
+    positions = layout.positions().to(device, non_blocking=True)
+    counted_positions = torch.where(response_mask, positions, -1)
+    sequence_of_token = layout.sequence_index.to(device, non_blocking=True)
+    last_positions = torch.full((layout.num_sequences,), -1, dtype=torch.int64, device=device)
+    last_positions.scatter_reduce_(0, sequence_of_token, counted_positions.flatten(), "amax")
+    last_positions = all_reduce_max(last_positions, layout.cp(groups.cp))
+
+    is_last = response_mask & (positions == layout.expand(last_positions))
     return torch.where(is_last, layout.expand(rewards.detach()), 0)
 
 
@@ -76,43 +85,53 @@ def gae(
 ) -> TokenAdvantages:
     """Generalized advantage estimation, without whitening.
 
-    δ_t = r_t + γ V_{t+1} - V_t,  A_t = δ_t + γλ A_{t+1},  return_t = A_t + V_t;  t+1 is the next counted token of the
-    sequence, and behind the last one V and A are 0.    (Schulman et al. 2016, "High-Dimensional Continuous Control
-    Using Generalized Advantage Estimation", Eq. 11 to 16)
+    δ_t = r_t + γ V_{t+1} - V_t,  A_t = δ_t + γλ A_{t+1},  return_t = A_t + V_t    (Schulman et al. 2016,
+    "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Eq. 11 to 16)
+
+    Here t+1 is the next counted token of the sequence. After the last counted token V and A are 0.
 
     Args:
         rewards: of the layout's local shape, one for each token.
-        values: like ``rewards``: the critic's, of the state in which the token is chosen.
-        response_mask: bool, like ``rewards``, True if the token counts; others change no bit.
+        values: like ``rewards``: the critic's value V_t of the state in which the token is chosen.
+        response_mask: bool, like ``rewards``, True if the token counts; other tokens change no bit of the result.
         gamma: γ, the discount.
-        lam: λ; 1 gives return - V, 0 gives δ.
+        lam: λ; with 1 the advantage is return - V, with 0 it is δ.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
         In the dtype of ``values``, at least float32; computed in float64. If a counted reward or value is NaN or
-        infinite, so is everything of its sequence up to there; the correction's ``check()`` reports it.
+        infinite, so are the advantages and returns of its sequence up to that token; the correction's ``check()``
+        reports it.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong, or γ or λ lies outside [0, 1].
     """
-    layout, groups = layout_of(response_mask, layout, groups), ParallelGroups.given(groups)
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        check_number(name, factor, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
-    reward, value = (_counted(*one, response_mask) for one in (("rewards", rewards), ("values", values)))
-    # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
+    layout = layout_of(response_mask, layout, groups)
+    groups = ParallelGroups.given(groups)
+    check_number("gamma", gamma, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
+    check_number("lam", lam, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
+    reward = _counted_values("rewards", rewards, response_mask)
+    value = _counted_values("values", values, response_mask)
+
+    # With H_t = V_t + λ A_t the definition of A_t becomes A_t = r_t - V_t + γ H_{t+1}, so that it needs one number of
+    # the next token. H itself is a linear recurrence: H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
+    # A token that does not count has the coefficient 1 and the offset 0: it passes H on to the counted token before it.
     coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)
-    recurrence = Recurrence(layout, coefficients, (1 - lam) * value + lam * reward, backward=True)
-    (after,) = neighbouring_values([recurrence], groups.cp)
-    advantages = torch.where(response_mask, reward - value + gamma * after, 0)
+    offsets = (1 - lam) * value + lam * reward
+    recurrence = Recurrence(layout, coefficients, offsets, backward=True)
+    (next_h,) = neighbouring_values([recurrence], groups.cp)
+
+    advantages = torch.where(response_mask, reward - value + gamma * next_h, 0)
+    returns = advantages + value
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))
+    return TokenAdvantages(advantages.to(dtype), returns.to(dtype))
 
 
-def _counted(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """The values in float64, checked, 0 outside of the mask."""
+def _counted_values(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """Return the values in float64, 0 outside the mask; ValueError with ``name`` if the shape or dtype is wrong."""
     check_floats(name, values, mask.shape, "tokens")
     return torch.where(mask, values.detach().double(), 0)
 
@@ -125,7 +144,11 @@ def discounted_returns(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """r_t + γ r_{t+1} + γ² r_{t+2} + …, over the counted tokens: GAE's returns without a critic, for λ = 1."""
+    """Return r_t + γ r_{t+1} + γ² r_{t+2} + … for each token, over the counted tokens of its sequence.
+
+    These are the returns of :func:`gae` with λ = 1 and a critic whose values are 0. Arguments, collectives and errors
+    are described there.
+    """
     without_critic = torch.zeros_like(rewards)
     return gae(rewards, without_critic, response_mask, gamma=gamma, layout=layout, groups=groups).returns
 
@@ -137,20 +160,20 @@ def whiten(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), over all counted tokens of all ranks; the variance is a sample's (n - 1).
+    """Return (x - mean) / sqrt(variance + 1e-8), with mean and variance over the counted tokens of all ranks.
 
-    The deviations are taken from the mean of the whole batch, in a second pass, so that the result is the same for
-    every split, and no large moments are subtracted.
+    The variance is that of a sample (divided by n - 1). It is summed in a second pass, from deviations from the mean of
+    the whole batch: the result does not depend on how the batch is split, and Σx² - (Σx)²/n does not cancel.
 
     Args:
         values: of the layout's local shape.
-        response_mask: bool, like ``values``, True if the token counts; others change no bit.
+        response_mask: bool, like ``values``, True if the token counts; other tokens change no bit of the result.
         layout: which tokens these are. Default: padded, rows of ``values``.
-        groups: ``dp_cp`` holds the other tokens. Default: this process alone.
+        groups: the ranks of ``dp_cp`` hold the other tokens of the batch. Default: this process alone.
 
     Returns:
-        Like ``values``, at least float32; 0 if nothing counts. One counted value of any rank that is NaN or infinite
-        makes everything NaN, which the correction's ``check()`` reports.
+        Like ``values``, at least float32; 0 at tokens that do not count. But one counted value that is NaN or infinite,
+        on any rank, makes the whole result NaN; the correction's ``check()`` reports it.
 
     Collectives: two SUMs over ``dp_cp``, of two doubles and of one. Gradient: none.
 
@@ -160,11 +183,15 @@ def whiten(
     groups = ParallelGroups.given(groups)
     groups.check_sums(layout_of(response_mask, layout, groups).cp_group)
     check_floats("values", values, response_mask.shape, "tokens")
-    exact = torch.where(response_mask, values.detach().double(), 0)
-    sums = torch.stack([response_mask.sum(dtype=torch.float64), exact.sum()])
-    count, total = all_reduce_sum(sums, groups.dp_cp)
-    centred = torch.where(response_mask, exact - total / count.clamp(min=1), 0)
-    variance = all_reduce_sum(centred.square().sum(), groups.dp_cp) / (count - 1).clamp(min=1)
+    counted = torch.where(response_mask, values.detach().double(), 0)
+
+    sums = torch.stack([response_mask.sum(dtype=torch.float64), counted.sum()])
+    num_tokens, total = all_reduce_sum(sums, groups.dp_cp)
+    mean = total / num_tokens.clamp(min=1)
+    centred = torch.where(response_mask, counted - mean, 0)
+
+    squares = all_reduce_sum(centred.square().sum(), groups.dp_cp)
+    variance = squares / (num_tokens - 1).clamp(min=1)
     white: Tensor = centred / (variance + EPSILON).sqrt()
     return white.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -177,28 +204,32 @@ def reinforce_plus_plus(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> TokenAdvantages:
-    """Discounted returns, whitened over the whole batch: no critic, and no group of responses.
+    """Advantages of REINFORCE++: discounted returns, whitened over the whole batch.
 
-    return_t = r_t + γ return_{t+1}.    (Hu et al. 2025, "REINFORCE++")
+    return_t = r_t + γ return_{t+1}    (Hu et al. 2025, "REINFORCE++")
+
+    The estimator needs neither a critic nor several responses to a prompt.
 
     Args:
         rewards: of the layout's local shape, one for each token.
         response_mask: bool, like ``rewards``, True if the token counts.
-        gamma: γ.
+        gamma: γ, the discount.
         layout: which tokens these are. Default: padded, rows of the mask.
-        groups: ``cp`` holds the other slices of the sequences, ``dp_cp`` all other tokens. Default: this process alone.
+        groups: the ranks of ``cp`` hold the other slices of the sequences, those of ``dp_cp`` all other tokens of the
+            batch. Default: this process alone.
 
     Returns:
-        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae` for the returns, and
-        :func:`whiten`, for which one is enough.
+        Advantages and returns, not whitened, in the dtype of ``rewards``, at least float32. A counted reward that is
+        NaN or infinite makes the returns of its sequence up to that token so, and all advantages of the batch NaN.
 
-    Collectives: as :func:`gae` and :func:`whiten`. Gradient: none.
+    Collectives: those of :func:`gae`, then those of :func:`whiten`. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
     """
     returns = discounted_returns(rewards, response_mask, gamma=gamma, layout=layout, groups=groups)
-    return TokenAdvantages(whiten(returns, response_mask, layout=layout, groups=groups), returns)
+    advantages = whiten(returns, response_mask, layout=layout, groups=groups)
+    return TokenAdvantages(advantages, returns)
 
 
 def remax(
@@ -209,22 +240,22 @@ def remax(
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
 ) -> TokenAdvantages:
-    """The rewards that follow a token, less the reward of the most likely response to the same prompt.
+    """Advantages of ReMax: the return of each token, minus the reward of the greedy response to the same prompt.
 
     Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method".
 
     Args:
         rewards: of the layout's local shape, one for each token.
-        baselines: [n], for each sequence the reward of its prompt's greedy response.
+        baselines: [n], for each sequence the reward of the greedy response to its prompt.
         response_mask: bool, like ``rewards``, True if the token counts.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
-        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae`; a baseline that is
-        not makes all advantages of its sequence so.
+        In the dtype of ``rewards``, at least float32. A counted reward that is NaN or infinite makes the advantages and
+        returns of its sequence up to that token so; such a baseline all advantages of its sequence.
 
-    Collectives: as :func:`gae`. Gradient: none.
+    Collectives: those of :func:`gae`. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong.
@@ -232,4 +263,6 @@ def remax(
     layout = layout_of(response_mask, layout, groups)
     check_floats("baselines", baselines, (layout.num_sequences,), "sequences")
     returns = discounted_returns(rewards, response_mask, layout=layout, groups=groups)
-    return TokenAdvantages(torch.where(response_mask, returns - layout.expand(baselines.detach()), 0), returns)
+    baseline_of_token = layout.expand(baselines.detach())
+    advantages = torch.where(response_mask, returns - baseline_of_token, 0)
+    return TokenAdvantages(advantages, returns)

@@ -25,9 +25,19 @@ def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroup
 
 
 def kept_sequences(group_ids: Tensor, kept: Tensor | None, number: int) -> Tensor:
-    """``kept``, or all sequences, [n] bool; ValueError unless it and ``group_ids`` have one value for each of them."""
+    """Return which sequences count in baselines, [n] bool: ``kept``, or all of them for None.
+
+    Args:
+        group_ids: [n] int64, the prompt of each sequence.
+        kept: [n] bool, or None.
+        number: n.
+
+    Raises:
+        ValueError: ``group_ids`` or ``kept`` has another shape or dtype.
+    """
     check_tensors({"kept": kept}, group_ids=group_ids)
-    kept = torch.ones_like(group_ids, dtype=torch.bool) if kept is None else kept
+    if kept is None:
+        kept = torch.ones_like(group_ids, dtype=torch.bool)
     for name, tensor, dtype in (("group_ids", group_ids, torch.int64), ("kept", kept, torch.bool)):
         if tensor.dtype != dtype or tensor.shape != (number,):
             raise ValueError(
@@ -37,7 +47,14 @@ def kept_sequences(group_ids: Tensor, kept: Tensor | None, number: int) -> Tenso
 
 
 def check_floats(name: str, values: Tensor, shape: Sequence[int], each: str) -> None:
-    """Raise ValueError unless there is one float for each token or sequence of this shape; ``each`` names them."""
+    """Raise ValueError unless a tensor holds one float for each token or sequence.
+
+    Args:
+        name: name of the argument, for the message.
+        values: the argument.
+        shape: the wanted shape.
+        each: "tokens" or "sequences", for the message.
+    """
     check_tensors({}, **{name: values})
     if tuple(values.shape) != tuple(shape) or not values.is_floating_point():
         number = shape[0] if len(shape) == 1 else tuple(shape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +21,6 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.correction.decisions import (
-    BlockSequences,
-    SequenceDecisions,
-    SequenceSums,
-    Tokens,
-    accepted_masks,
-    decide_sequences,
-    decide_tokens,
-    prompt_columns,
-    sum_tokens,
-    token_blocks,
-)
 from megatron_rc.correction.history import history_values
 from megatron_rc.correction.inputs import (
     AgreedCounts,
@@ -42,14 +31,25 @@ from megatron_rc.correction.inputs import (
     check_needs,
     collect_shards,
 )
+from megatron_rc.correction.reductions import BlockReductions, CompiledReductions
+from megatron_rc.correction.sequences import (
+    SequenceDecisions,
+    SequenceSums,
+    accepted_masks,
+    decide_sequences,
+    prompt_columns,
+)
+from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.correction.weights import normalization
-from megatron_rc.measures.header import BatchHeader, SequenceMeasures, TokenSums
-from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
-from megatron_rc.measures.measure import LocalSums, measure_batch, measure_block
-from megatron_rc.numerics import stored
-from megatron_rc.parallel.collectives import Pair, concatenated, pack, reduce_columns, reduce_pair, unpack
+from megatron_rc.measures.data import first_bad_key, key_ids
+from megatron_rc.measures.header import BatchHeader, TokenMeasures
+from megatron_rc.measures.histogram import NUM_BINS, add_to_bins
+from megatron_rc.measures.measure import LocalSums, measure_batch
+from megatron_rc.measures.shift import distances
+from megatron_rc.measures.tokens import BlockSums, join_blocks, sum_block
+from megatron_rc.parallel.collectives import Pair, concatenated, merged, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.parallel.layout import Layouts, SequenceLayout
+from megatron_rc.parallel.layout import Block, Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -57,8 +57,6 @@ from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 _ONE_LOOP: dict[str, Any] = dict.fromkeys(
     ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size", "cpp.max_horizontal_fusion_size"), 10**4
 )
-# The histogram's code of each token. Of each sequence: sums and measures.
-Found = tuple[Tensor, tuple[SequenceSums, SequenceMeasures, TokenSums[Tensor]]]
 
 
 @torch.no_grad()
@@ -126,8 +124,19 @@ def correct_rollouts(
     """
     groups = ParallelGroups.given(groups)
     counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
-    per_sequence = (advantages, rewards, group_ids, sequence_ids, policy_versions, mini_batch_ids)
-    inputs = PlanInputs(train_log_probs, rollout_log_probs, response_mask, layout, *per_sequence, turn_ids)
+    inputs = PlanInputs(
+        train_log_probs=train_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        response_mask=response_mask,
+        layout=layout,
+        advantages=advantages,
+        rewards=rewards,
+        group_ids=group_ids,
+        sequence_ids=sequence_ids,
+        policy_versions=policy_versions,
+        mini_batch_ids=mini_batch_ids,
+        turn_ids=turn_ids,
+    )
     batch = local_batch(inputs, config, counts, groups, compile=compile)
     return finish(batch, reduce_batch(batch.pair, groups), allow_zero_log_probs=allow_zero_log_probs)
 
@@ -138,14 +147,13 @@ class BatchSums:
 
     local: LocalSums  # the local tokens
     sums: SequenceSums  # over whole sequences, reduced over ``cp``
-    measures: SequenceMeasures  # of the same
     decisions: SequenceDecisions  # on whole sequences
     mask: list[Tensor]  # m' of each micro-batch
 
     @functools.cached_property
     def header(self) -> BatchHeader[Tensor]:
         """This rank's part of the numbers of the whole batch, measured when it is first asked for."""
-        return measure_batch(self.local, self.sums, self.measures, self.decisions, self.mask)
+        return measure_batch(self.local, self.sums, self.decisions, self.mask)
 
     @property
     def pair(self) -> Pair:
@@ -156,23 +164,24 @@ class BatchSums:
     def sequence_lengths(self) -> Tensor:
         """[n] float64: n_i, the tokens of each local sequence under D."""
         accepted = self.local.config.rejection_denominator == "accepted"
-        return self.decisions.accepted.tokens if accepted else self.decisions.tokens
+        return self.decisions.accepted_tokens if accepted else self.decisions.tokens
 
     def weights(self, factor: Tensor | None = None) -> list[Tensor] | None:
-        """The bounded weights of each micro-batch, times 1 / w̄; None without weights."""
-        local, shared = self.local, self.decisions.weights
-        dtype = local.shards.dtype
-        if shared is None:
-            if local.weights is None:
-                return None
-            token_weights = local.weights
-            if factor is not None:
-                token_weights = [weights * factor.to(weights.dtype) for weights in token_weights]
-            return [weights.to(dtype) for weights in token_weights]
-        weights = (shared.bounded if factor is None else shared.bounded * factor).to(dtype)
-        # Written over the spread weights: a second tensor of their size would be the largest part of the memory.
-        pairs = zip(local.valid, local.shards.expand(weights), strict=True)
-        return [torch.where(valid, weight, weight.new_zeros(()), out=weight) for valid, weight in pairs]
+        """Return the bounded weights of each micro-batch, times ``factor`` = 1 / w̄; None without weights."""
+        shards, shared = self.local.shards, self.decisions.weights
+        if shared is not None:
+            per_sequence = shared.bounded if factor is None else shared.bounded * factor
+            per_sequence = per_sequence.to(shards.dtype)
+            return [
+                torch.where(valid, part.expand(per_sequence), 0)
+                for part, valid in zip(shards.parts, self.local.valid, strict=True)
+            ]
+        if self.local.weights is None:
+            return None
+        weights = self.local.weights
+        if factor is not None:
+            weights = [part_weights * factor.to(part_weights.dtype) for part_weights in weights]
+        return [part_weights.to(shards.dtype) for part_weights in weights]
 
 
 def sequence_sums(
@@ -197,102 +206,173 @@ def sequence_sums(
         raise wrong_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
-    shape, records, counter = None, [], CodeCounter(shards.device)
-    valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
-    weights = None
-    if config.weighs_tokens:
-        # Weights of several tokens are rounded to the log-probs' dtype after their normalisation.
-        weights = _room(shards, shards.dtype if config.weighs_single_tokens else torch.float64)
+
+    has_token_criteria = any(criterion.of_tokens for criterion in config.criteria)
+    valid, passed, weights = _TokenResults(shards), _TokenResults(shards), _TokenResults(shards)
     history = history_values(shards, config, cp) if config.needs_history else None
-    for number, block, tokens in token_blocks(shards, config, history, compile=compile):
-        places = [block.take(room[number]) for room in (valid, kept, weights) if room is not None]
-        if compile and block.lengths is None and shape in (None, tokens.mask.shape):
-            shape = tokens.mask.shape
-            codes, record = _find_compiled(tokens, config, places)
+    ids = key_ids(shards)
+    compiled_shape = None
+    bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=shards.device)
+    results, bad_keys = [], []
+    for index, block, tokens in token_blocks(shards, config, history, compile=compile):
+        if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
+            # A program is made for one shape: for all blocks of the first shape.
+            compiled_shape = tokens.mask.shape
+            result = _compiled_block(config, tokens.mask.device.type)(tokens)
         else:
-            codes, record = _find(tokens, BlockSequences(block.lengths), config, places)
-        counter.add(codes)
-        records.append(record)
-        del codes  # before the next block needs room
-    sums, measures, per_token = concatenated(records)
-    bins = bins_from_codes(counter.counts, sums.valid.sum())
-    return LocalSums(shards, config, sums, measures, per_token, bins, valid, kept, weights)
+            result = _decide_block(tokens, BlockReductions(block.lengths), config)
+        valid.put(index, block, result.valid)
+        if has_token_criteria:
+            passed.put(index, block, result.passed)
+        if result.weights is not None:
+            weights.put(index, block, result.weights)
+        add_to_bins(bins, result.log_ratio)
+        bad_keys.append(first_bad_key(tokens, result.bad, shards.parts[index], block, ids))
+        results.append(result.numbers)
+
+    sums, totals, moments = join_blocks([numbers.sums for numbers in results], config)
+    distances_of_blocks = [numbers.distances for numbers in results]
+    one_block = len(results) == 1
+    measures = TokenMeasures(
+        moments=moments,
+        totals=totals,
+        bins=bins,
+        distances=distances_of_blocks[0] if one_block else torch.stack(distances_of_blocks).sum(0),
+        first_bad_key=bad_keys[0] if one_block else torch.stack(bad_keys).amin(),
+    )
+    return LocalSums(
+        shards=shards,
+        config=config,
+        sums=sums,
+        tokens=measures,
+        valid=valid.tensors,
+        passed=passed.tensors if has_token_criteria else valid.tensors,
+        weights=weights.tensors if config.weighs_tokens else None,
+    )
+
+
+class _TokenResults:
+    """A result of each token, one tensor a micro-batch, from the results of its blocks.
+
+    Attributes:
+        tensors: in the micro-batches' shapes.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._layouts = [part.layout for part in shards.parts]
+        self.tensors: list[Tensor] = []
+
+    def put(self, index: int, block: Block, values: Tensor) -> None:
+        """Add the results of the next block, of the micro-batch with this index."""
+        shape = self._layouts[index].shape
+        if values.numel() == math.prod(shape):
+            self.tensors.append(values.view(shape))
+            return
+        if index == len(self.tensors):
+            self.tensors.append(torch.empty(shape, dtype=values.dtype, device=values.device))
+        block.take(self.tensors[index]).copy_(values)
 
 
 def reduce_sequences(pair: Pair, groups: ParallelGroups, layouts: Sequence[SequenceLayout] = ()) -> Pair:
-    """The pair over whole sequences.
+    """Reduce the pair over whole sequences.
 
     ``layouts``: the layouts of the micro-batches, in order: needed if one has a CP group of its own. Without them all
     sequences are reduced over ``groups.cp``.
 
     Collectives: one SUM over each CP group, and one MAX if there are maxima.
     """
-    own = [layout.cp(groups.cp) for layout in layouts] or [groups.cp]
-    return reduce_columns(pair, [layout.num_sequences for layout in layouts], own)
+    cp_groups = [layout.cp(groups.cp) for layout in layouts] or [groups.cp]
+    return reduce_columns(pair, [layout.num_sequences for layout in layouts], cp_groups)
 
 
 def group_sums(local: LocalSums, sequences: Pair) -> Pair:
-    """([num_groups, k], [0]) float64 of this rank's responses, each counted on its first CP rank. Collectives: none."""
-    sums, _ = unpack((local.sums, local.measures), sequences)
-    columns = prompt_columns(sums, local.shards, local.config)
+    """Return ([num_groups, k], [0]) of this rank's responses, each counted on its first CP rank. Collectives: none."""
+    columns = prompt_columns(unpack(local.sums, sequences), local.shards, local.config)
     return columns, columns.new_empty(0)
 
 
 def reduce_groups(pair: Pair, groups: ParallelGroups) -> Pair:
-    """The pair over all responses of each prompt. Collectives: one SUM over ``dp_cp``."""
+    """Reduce the pair over all responses of each prompt. Collectives: one SUM over ``dp_cp``."""
     return reduce_pair(pair, groups.dp_cp)
 
 
 def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> BatchSums:
-    """Verdicts, accepted mask, and the local part of the batch's numbers, from reduced pairs. Collectives: none."""
-    sums, measures = unpack((local.sums, local.measures), sequences)
-    shards, config = local.shards, local.config
-    decisions = decide_sequences(sums, shards, config, None if prompts is None else prompts[0])
-    return BatchSums(local, sums, measures, decisions, accepted_masks(local.kept, shards, decisions))
+    """Return verdicts and accepted masks, and what this rank's part of the batch is measured from. Collectives: none.
+
+    Args:
+        local: the local tokens.
+        sequences: the pair of ``reduce_sequences``.
+        prompts: the pair of ``reduce_groups``; None without criteria on prompts.
+    """
+    sums = unpack(local.sums, sequences)
+    decisions = decide_sequences(sums, local.shards, local.config, None if prompts is None else prompts[0])
+    return BatchSums(local, sums, decisions, accepted_masks(local.passed, local.shards, decisions))
 
 
-def joined(every: Sequence[BatchSums]) -> BatchSums:
-    """Batches of one micro-batch each, of one rank, as one batch. Collectives: none."""
-    parts = [one.local for one in every]
-    sums, measures, tokens = concatenated([(one.sums, one.measures, one.local.tokens) for one in every])
-    bins = torch.stack([one.bins for one in parts]).sum(0)
-    valid, kept = ([room for one in parts for room in getattr(one, name)] for name in ("valid", "kept"))
-    shards = Shards.joined([one.shards for one in parts])
-    local = LocalSums(shards, parts[0].config, sums, measures, tokens, bins, valid, kept, None)
+def joined(batches: Sequence[BatchSums]) -> BatchSums:
+    """Join batches of one micro-batch each, of one rank, to one batch. Collectives: none."""
+    parts = [batch.local for batch in batches]
+    local = LocalSums(
+        shards=Shards.joined([part.shards for part in parts]),
+        config=parts[0].config,
+        sums=concatenated([batch.sums for batch in batches]),
+        tokens=merged([part.tokens for part in parts]),
+        valid=[mask for part in parts for mask in part.valid],
+        passed=[mask for part in parts for mask in part.passed],
+        weights=None,
+    )
     return batch_sums(local, local.pair)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
-    """The pair over the whole batch. Collectives: one SUM and one MAX over ``dp_cp``."""
+    """Reduce the pair over the whole batch. Collectives: one SUM and one MAX over ``dp_cp``."""
     return reduce_pair(pair, groups.dp_cp)
 
 
 def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) -> CorrectionResult:
-    """The result, from the reduced pair; ``allow_zero_log_probs`` as in :func:`correct_rollouts`. Collectives: none."""
-    config, header, factor = batch.local.config, unpack(batch.header, pair), None
+    """Return the result, from the reduced pair. Collectives: none.
+
+    Args:
+        batch: the decisions.
+        pair: the pair of ``reduce_batch``.
+        allow_zero_log_probs: as in :func:`correct_rollouts`.
+    """
+    config = batch.local.config
+    header = unpack(batch.header, pair)
+    factor = None
     if config.rollout_is_batch_normalize:
         factor = normalization(header.denominators.total_weight, header.denominators.weight_count)
-    weights, is_list = batch.weights(factor), batch.local.shards.is_list
-    measured = weights if weights is None or is_list else weights[0]
-    applied, mask = measured if config.applies_weights else None, batch.mask if is_list else batch.mask[0]
-    return CorrectionResult(config, header, applied, measured, mask, batch.sequence_lengths, allow_zero_log_probs)
+    weights = batch.weights(factor)
+    is_list = batch.local.shards.is_list
+    measured_weights = weights if weights is None or is_list else weights[0]
+    return CorrectionResult(
+        config=config,
+        header=header,
+        weights=measured_weights if config.applies_weights else None,
+        measured_weights=measured_weights,
+        mask=batch.mask if is_list else batch.mask[0],
+        sequence_lengths=batch.sequence_lengths,
+        allow_zero_log_probs=allow_zero_log_probs,
+    )
 
 
 def local_batch(
     inputs: AnyInputs, config: RolloutCorrectionConfig, counts: AgreedCounts, groups: ParallelGroups, *, compile: bool
 ) -> BatchSums:
-    """The chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
+    """Run the chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
     shards = collect_shards(inputs, counts, groups)
     local = sequence_sums(shards, config, cp=groups.cp, compile=compile)
     sequences = reduce_sequences(local.pair, groups, [part.layout for part in shards.parts])
-    prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None
+    prompts = None
+    if config.needs_prompts:
+        prompts = reduce_groups(group_sums(local, sequences), groups)
     return batch_sums(local, sequences, prompts)
 
 
 def empty_header(
     config: RolloutCorrectionConfig, counts: AgreedCounts, device: torch.device | None = None
 ) -> BatchHeader[Tensor]:
-    """The header of a rank without a sequence: its form is the one of every rank. Collectives: none."""
+    """Return the header of a rank without a sequence: its form is the one of every rank. Collectives: none."""
     # The form depends on whether there is a version, not on its number, which changes in each step.
     version = None if counts.current_version is None else 0
     return _empty_header(config, dataclasses.replace(counts, current_version=version), device)
@@ -302,10 +382,13 @@ def empty_header(
 def _empty_header(
     config: RolloutCorrectionConfig, counts: AgreedCounts, device: torch.device | None
 ) -> BatchHeader[Tensor]:
-    floats, ids = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    floats = torch.zeros(0, device=device)
+    ids = torch.zeros(0, dtype=torch.int64, device=device)
     log_probs = floats.view(0, 1)
     inputs = AnyInputs(
-        *(log_probs, log_probs, log_probs.bool()),
+        train_log_probs=log_probs,
+        rollout_log_probs=log_probs,
+        response_mask=log_probs.bool(),
         advantages=floats,
         group_ids=None if counts.num_groups is None else ids,
         policy_versions=None if counts.current_version is None else ids,
@@ -314,49 +397,61 @@ def _empty_header(
     return local_batch(inputs, config, counts, ParallelGroups(), compile=False).header
 
 
-def _find(
-    tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionConfig, places: Sequence[Tensor]
-) -> Found:
-    """The arithmetic on one block: plain expressions, also inside ``torch.compile``.
+@dataclass(frozen=True)
+class BlockNumbers:
+    """What is known of a block when its tokens are gone."""
 
-    ``places`` are filled: with valid tokens, with kept tokens, and with weights if these are token-level.
-    """
+    sums: BlockSums
+    distances: Tensor  # [4] the test for shifted log-probs
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """The decisions on one block of tokens, of the tokens' shape, and its numbers."""
+
+    valid: Tensor  # bool
+    bad: Tensor  # bool: tokens of the response mask that are not valid
+    passed: Tensor  # bool: valid tokens that all criteria on tokens and turns accept
+    weights: Tensor | None  # bounded, 0 if invalid; None unless token-level
+    log_ratio: Tensor  # log ρ, 0 if invalid
+    numbers: BlockNumbers
+
+
+def _decide_block(tokens: Tokens, reductions: BlockReductions, config: RolloutCorrectionConfig) -> BlockResult:
+    """Decide and measure one block: the arithmetic that may be compiled."""
     decisions = decide_tokens(tokens, config)
-    sums = sum_tokens(tokens, decisions, sequences, config)
-    measures = measure_block(decisions, sequences, config)
-    weights = [] if decisions.weights is None else [decisions.weights.bounded]
-    for place, values in zip(places, [stored(decisions.valid), stored(decisions.kept), *weights], strict=True):
-        place.copy_(values)
-    return codes_of(decisions.log_ratio), (sums, *measures)  # invalid tokens have the code of 0
-
-
-def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig, places: Sequence[Tensor]) -> Found:
-    """``_find`` through ``torch.compile``, which makes a program for one shape: for all blocks of the first shape."""
-    zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-    places = [place.view(torch.uint8) if place.dtype == torch.bool else place for place in places]
-    given = vars(tokens) | {"mask": tokens.mask.view(torch.uint8)}
-    found: Found = _compiled(config, zero.device.type)(zero, places, *given.values())
-    return found
+    return BlockResult(
+        valid=decisions.valid,
+        bad=decisions.bad,
+        passed=decisions.passed,
+        weights=None if decisions.weights is None else decisions.weights.bounded,
+        log_ratio=decisions.log_ratio,
+        numbers=BlockNumbers(sum_block(tokens, decisions, reductions, config), distances(decisions, reductions)),
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., Any]:
-    """The program as a function of tensors alone: fields of records would be looked at before every call.
+def _compiled_block(config: RolloutCorrectionConfig, device: str) -> Callable[[Tokens], BlockResult]:
+    """Return :func:`_decide_block` for blocks of equally long sequences, compiled when it is first called.
 
-    A compiler vectorises reads and writes of uint8, not of bool. It makes one loop of everything only if each token's
-    result depends on the sequence, as the sums do: so ``zero``, [n, 1], is in the mask.
+    Masks go in and out as bytes, for which a CPU has vectors; the compiler takes bools one by one.
     """
 
-    def program(
-        zero: Tensor, places: Sequence[Tensor], train: Tensor, rollout: Tensor, mask: Tensor, *others: Any
-    ) -> Found:
-        tokens = Tokens(train, rollout, mask.float() + zero != 0, *others)
-        return _find(tokens, BlockSequences(), config, places)
+    def program(tokens: Tokens, mask: Tensor, present: Tensor) -> BlockResult:
+        tokens = dataclasses.replace(tokens, mask=(mask != 0) & present)
+        result = _decide_block(tokens, CompiledReductions(), config)
+        masks = {name: getattr(result, name).to(torch.uint8) for name in ("valid", "bad", "passed")}
+        return dataclasses.replace(result, **masks)
 
-    compiled: Callable[..., Any] = torch.compile(program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None)
-    return compiled
+    compiled: Callable[..., BlockResult] = torch.compile(
+        program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None
+    )
 
+    def run(tokens: Tokens) -> BlockResult:
+        # The compiler makes one loop of the sums and of the tokens' results only if the latter depend on the sequence.
+        present = tokens.mask.new_ones(len(tokens.mask), 1)
+        result = compiled(tokens, tokens.mask.view(torch.uint8), present)
+        masks = {name: getattr(result, name).view(torch.bool) for name in ("valid", "bad", "passed")}
+        return dataclasses.replace(result, **masks)
 
-def _room(shards: Shards, dtype: torch.dtype) -> list[Tensor]:
-    """An empty tensor for a result of each token, one a micro-batch."""
-    return [torch.empty(part.layout.shape, dtype=dtype, device=part.mask.device) for part in shards.parts]
+    return run

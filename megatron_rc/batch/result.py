@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron_rc.measures.data import check_data
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.measures.histogram import Distribution, derive_distributions
-from megatron_rc.measures.metrics import derive_metrics, sequence_eff_sample_size
+from megatron_rc.measures.metrics import sequence_eff_sample_size
+from megatron_rc.measures.table import derive_metrics
 from megatron_rc.parallel.collectives import on_host
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -67,7 +68,7 @@ class CorrectionResult:
                 of range. Rollout log-probs that are 0 in a whole sequence, or shifted by one position. A configuration
                 that differs between ranks.
         """
-        check_data(self.on_host.data, self.config, allow_zero_log_probs=self.allow_zero_log_probs)
+        check_data(self.on_host, self.config, allow_zero_log_probs=self.allow_zero_log_probs)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the whole batch, equal on every rank; see ``docs/metrics.md``. Raises no data error."""
@@ -80,7 +81,7 @@ class CorrectionResult:
     @property
     def sequence_eff_sample_size(self) -> float:
         """Share of the sequences that unbounded sequence weights leave, equal on every rank. Raises no data error."""
-        return sequence_eff_sample_size(self.on_host.policy)
+        return sequence_eff_sample_size(self.on_host)
 
     @functools.cached_property
     def on_host(self) -> BatchHeader[float]:

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.decisions import SequenceDecisions, SequenceSums
 from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.sequences import SequenceDecisions, SequenceSums
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 N = TypeVar("N")  # Tensor on the device, float on the host
@@ -21,28 +21,47 @@ class Denominators(Generic[N]):
 
     counts: Any  # [num_mini_batches, 4] tokens and sequences under m, then under m'; lists on the host, like the next
     weights: Any  # [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights
+    id_sums: Any  # [num_mini_batches] Σ over accepted tokens of (sequence id + 1)
     total_weight: N  # the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences
     weight_count: N  # the number of these weights
 
 
-def count_batch(
-    sums: SequenceSums, decisions: SequenceDecisions, shards: Shards, config: RolloutCorrectionConfig
-) -> Denominators[Tensor]:
-    """The part of this rank: each sequence counts on its first CP rank, since all of them know it whole."""
-    first, accepted = shards.counts_here, decisions.accepted.tokens
-    shared = None if decisions.weights is None else decisions.weights.bounded
-    weight = decisions.accepted.weight if shared is None else shared * accepted
-    weight = torch.zeros_like(accepted) if weight is None else weight
-    columns = [decisions.tokens, decisions.tokens > 0, accepted, accepted > 0, weight]
-    counts = accepted.new_zeros(shards.counts.num_mini_batches, 5)
-    counts.index_add_(0, shards.mini_batch_ids, torch.stack(columns, dim=1) * first.unsqueeze(1))
-    # The weights that batch normalisation averages, and how many each sequence has.
+def mini_batch_columns(decisions: SequenceDecisions, shards: Shards) -> list[Tensor]:
+    """Return the numbers of each sequence that are added up over its mini-batch, [n] each.
+
+    They are: tokens and sequences under m, then under m'; over accepted tokens Σ w, 0 without weights, and
+    Σ (sequence id + 1).
+    """
+    accepted = decisions.accepted_tokens
+    weight = accepted_weights(decisions)
+    return [
+        decisions.tokens,
+        decisions.tokens > 0,
+        accepted,
+        accepted > 0,
+        torch.zeros_like(accepted) if weight is None else weight,
+        accepted * (shards.sequence_ids + 1),
+    ]
+
+
+def accepted_weights(decisions: SequenceDecisions) -> Tensor | None:
+    """Return Σ w over the accepted tokens of each sequence, [n]; None without weights."""
+    if decisions.weights is not None:
+        return decisions.weights.bounded * decisions.accepted_tokens
+    return decisions.accepted_weight
+
+
+def averaged_weights(
+    sums: SequenceSums, decisions: SequenceDecisions, config: RolloutCorrectionConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the weights that batch normalisation averages, [n] each: their sum in each sequence, and their number.
+
+    A weight that the tokens of a sequence share counts once. Without weights the sum is 0.
+    """
     only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
-    if shared is not None:
-        count = (accepted if only_accepted else sums.valid) > 0
-        total = torch.where(count, shared, 0)
-    elif only_accepted or sums.weight is None:
-        total, count = weight, accepted
-    else:
-        total, count = sums.weight, sums.valid
-    return Denominators(counts[:, :4], counts[:, 4], (total * first).sum(), (count.double() * first).sum())
+    num_tokens = decisions.accepted_tokens if only_accepted else sums.valid
+    if decisions.weights is not None:
+        counted = num_tokens > 0
+        return torch.where(counted, decisions.weights.bounded, 0), counted
+    weight = decisions.accepted_weight if only_accepted else sums.sums.get("weight")
+    return torch.zeros_like(num_tokens) if weight is None else weight, num_tokens

@@ -134,10 +134,17 @@ class Part:
     rollout: Tensor  # log π_rollout, nats
     mask: Tensor  # the response mask, bool
     layout: SequenceLayout
-    sequences: slice  # the numbers of its sequences among those of all micro-batches
+    sequences: slice  # the indices of its sequences among those of all micro-batches
     advantages: Tensor | None  # one a token; None if they are one a sequence or not given
     versions: Tensor | None  # int64, one a token; None if they are one a sequence or not given
     turn_ids: Tensor | None  # int64, equal for a turn's tokens, different for neighbours; None: runs of the mask
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """Return for each token the value of its sequence, from [n] over all micro-batches; maybe a view."""
+        values = per_sequence[self.sequences]
+        if self.mask.dim() == 2:
+            return values.unsqueeze(1).expand(self.mask.shape)
+        return self.layout.expand(values)
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,8 @@ class Shards:
     counts: AgreedCounts
     rank: int  # of this process among the data-parallel ranks; in dp_cp if layouts have CP groups of their own
     has_default_ids: bool  # the caller gave no sequence ids
-    out_of_range: Tensor  # [6, n] bool, by PER_SEQUENCE: the value was not finite, or was moved into its range
+    # By the names of PER_SEQUENCE, if one a sequence was given. Bool: not finite, or moved into the range.
+    out_of_range: dict[str, Tensor]
     sequence_ids: Tensor  # int64
     mini_batch_ids: Tensor  # int64
     group_ids: Tensor | None = None  # int64, the prompt of each sequence
@@ -158,40 +166,61 @@ class Shards:
     policy_versions: Tensor | None = None  # int64, one a sequence; None if they are one a token or not given
 
     @classmethod
-    def joined(cls, every: Sequence[Shards]) -> Shards:
-        """Shards of one micro-batch each, with the same :attr:`given`, as those of one batch."""
-        first, bounds = every[0], [0, *accumulate(len(one.sequence_ids) for one in every)]
-        found: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in every]) for name in first.given}
+    def joined(cls, batches: Sequence[Shards]) -> Shards:
+        """Join shards of one micro-batch each, of one rank and with the same :attr:`given`, to those of one batch."""
+        first = batches[0]
+        ends = list(accumulate(len(batch.sequence_ids) for batch in batches))
+        parts = []
+        for batch, end in zip(batches, ends, strict=True):
+            sequences = slice(end - len(batch.sequence_ids), end)
+            parts += [dataclasses.replace(part, sequences=sequences) for part in batch.parts]
+
+        values: dict[str, Any] = {}
+        for name in first.given:
+            values[name] = torch.cat([getattr(batch, name) for batch in batches])
         if first.has_default_ids:
-            found["sequence_ids"] = torch.arange(bounds[-1], device=first.device)
-        numbers = map(slice, bounds, bounds[1:])
-        parts = tuple(dataclasses.replace(part, sequences=next(numbers)) for one in every for part in one.parts)
-        wrong = torch.cat([one.out_of_range for one in every], 1)
-        return dataclasses.replace(first, parts=parts, is_list=True, out_of_range=wrong, **found)
+            values["sequence_ids"] = torch.arange(ends[-1], device=first.device)
+        out_of_range = {name: torch.cat([batch.out_of_range[name] for batch in batches]) for name in first.out_of_range}
+        return dataclasses.replace(first, parts=tuple(parts), is_list=True, out_of_range=out_of_range, **values)
 
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the values with one a sequence."""
         return tuple(name for name in PER_SEQUENCE if getattr(self, name) is not None)
 
+    def is_out_of_range(self, name: str) -> Tensor:
+        """[n] bool: the value of this name was not finite, or was moved into its range; False if it was not given."""
+        if name in self.out_of_range:
+            return self.out_of_range[name]
+        return torch.zeros_like(self.sequence_ids, dtype=torch.bool)
+
+    @functools.cached_property
+    def counts_elsewhere(self) -> Tensor:
+        """[n] bool: the sequences that another rank counts.
+
+        All ranks of a CP group know a sequence whole. The first of them counts it.
+        """
+        flags = [
+            part.mask.new_full((part.layout.num_sequences,), part.layout.cp_rank != 0, dtype=torch.bool)
+            for part in self.parts
+        ]
+        return flags[0] if len(flags) == 1 else torch.cat(flags)
+
     @functools.cached_property
     def counts_here(self) -> Tensor:
-        """[n] bool: the sequences that count on this rank: it is the first of their CP group, whose ranks know them."""
-        return torch.cat([x.mask.new_full((x.layout.num_sequences,), x.layout.cp_rank == 0) for x in self.parts])
+        """[n] bool: the sequences that this rank counts."""
+        return ~self.counts_elsewhere
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of the arithmetic and of the weights."""
-        return functools.reduce(torch.promote_types, [x.dtype for one in self.parts for x in (one.train, one.rollout)])
+        dtypes = {tensor.dtype for part in self.parts for tensor in (part.train, part.rollout)}
+        return functools.reduce(torch.promote_types, dtypes)
 
     @property
     def device(self) -> torch.device:
         """The device that the tokens are on."""
         return self.parts[0].mask.device
-
-    def expand(self, per_sequence: Tensor) -> list[Tensor]:
-        """[n] as one value a token, for each micro-batch."""
-        return [part.layout.expand(per_sequence[part.sequences]) for part in self.parts]
 
 
 def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups | None = None) -> Shards:
@@ -207,62 +236,94 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
         ValueError: names the argument, its value and the expected one; equal on all ranks.
     """
     _check_pairs(inputs, counts)
-    batches, rank = split_inputs(inputs, groups), 0
+    micro_batches = split_inputs(inputs, groups)
+    layouts = [cast(SequenceLayout, micro_batch.layout) for micro_batch in micro_batches]
+    rank = 0
     if groups is not None:
-        own = [one.layout.cp_group for one in batches]  # type: ignore[union-attr]
-        groups.check_sums(*own)
-        rank = group_rank(groups.dp_cp if groups.dp is None or any(own) else groups.dp)
-    device, ends = batches[0].response_mask.device, list(accumulate(one.layout.num_sequences for one in batches))  # type: ignore[union-attr]
-    every = torch.arange(ends[-1], device=device)
-    found = {"sequence_ids": every, "mini_batch_ids": torch.zeros_like(every)}
-    wrong = torch.zeros(len(PER_SEQUENCE), ends[-1], dtype=torch.bool, device=device)
-    for row, name in enumerate(PER_SEQUENCE):
-        if getattr(inputs, name) is not None and is_one_a_sequence(name, batches):
-            given = on_device(torch.cat([getattr(one, name).detach() for one in batches]), device)
-            found[name] = _into_range(name, given, counts)
-            wrong[row] = found[name] != given
-    parts = tuple(_part(one, end, found) for one, end in zip(batches, ends, strict=True))
-    is_list, no_ids = isinstance(inputs.response_mask, (list, tuple)), inputs.sequence_ids is None
-    return Shards(parts, is_list, counts, rank, has_default_ids=no_ids, out_of_range=wrong, **found)
+        cp_groups = [layout.cp_group for layout in layouts]
+        groups.check_sums(*cp_groups)
+        rank = group_rank(groups.dp_cp if groups.dp is None or any(cp_groups) else groups.dp)
+
+    device = micro_batches[0].response_mask.device
+    ends = list(accumulate(layout.num_sequences for layout in layouts))
+    indices = torch.arange(ends[-1], device=device)
+    values = {"sequence_ids": indices, "mini_batch_ids": torch.zeros_like(indices)}
+    out_of_range = {}
+    for name in PER_SEQUENCE:
+        if getattr(inputs, name) is not None and is_one_a_sequence(name, micro_batches):
+            pieces = [getattr(micro_batch, name).detach() for micro_batch in micro_batches]
+            given = on_device(torch.cat(pieces), device)
+            values[name] = _into_range(name, given, counts)
+            out_of_range[name] = values[name] != given
+    return Shards(
+        parts=tuple(
+            _part(micro_batch, layout, slice(end - layout.num_sequences, end), values)
+            for micro_batch, layout, end in zip(micro_batches, layouts, ends, strict=True)
+        ),
+        is_list=isinstance(inputs.response_mask, (list, tuple)),
+        counts=counts,
+        rank=rank,
+        has_default_ids=inputs.sequence_ids is None,
+        out_of_range=out_of_range,
+        **values,
+    )
 
 
 def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMicroBatch]:
-    """The inputs of each micro-batch, those of tokens checked; without a layout, padded rows cut over ``groups.cp``."""
-    # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
-    names, masks = [field.name for field in reversed(dataclasses.fields(CorrectionInputs))], inputs.response_mask
+    """Return the inputs of each micro-batch, with its layout; tensors of tokens are checked.
+
+    Without a layout, tensors are padded rows that are cut over ``groups.cp``.
+
+    Raises:
+        ValueError: not the same number of lists, or tensors that do not fit together.
+    """
+    masks = inputs.response_mask
     if isinstance(masks, (list, tuple)) and not masks:
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
-    columns = {name: _listed(name, getattr(inputs, name), masks) for name in names}
-    rows = (dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    return [_checked(OneMicroBatch(**row), groups) for row in rows]
+    # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
+    names = [field.name for field in reversed(dataclasses.fields(CorrectionInputs))]
+    columns = {name: _one_a_micro_batch(name, getattr(inputs, name), masks) for name in names}
+    micro_batches = []
+    for values in zip(*columns.values(), strict=True):
+        micro_batch = OneMicroBatch(**dict(zip(columns, values, strict=True)))
+        micro_batches.append(_with_layout(micro_batch, groups))
+    return micro_batches
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """The values on a device; only a copy to a GPU may still be under way, since the host reads its own at once."""
+    """Return the values on a device; only a copy to a GPU may still be under way: the host reads its own at once."""
     return values.to(device, non_blocking=device.type != "cpu")
 
 
-def _part(one: OneMicroBatch, end: int, per_sequence: Collection[str]) -> Part:
-    """A micro-batch, up to sequence number ``end`` of all; inputs that are not ``per_sequence`` are one a token."""
-    train, rollout = one.train_log_probs.detach(), one.rollout_log_probs.detach()  # type: ignore[union-attr]
-    advantages = None if "advantages" in per_sequence else one.advantages
-    versions = None if "policy_versions" in per_sequence else one.policy_versions
-    sequences = slice(end - one.layout.num_sequences, end)  # type: ignore[union-attr]
-    return Part(train, rollout, one.response_mask, one.layout, sequences, advantages, versions, one.turn_ids)  # type: ignore[arg-type]
+def _part(micro_batch: OneMicroBatch, layout: SequenceLayout, sequences: slice, per_sequence: Collection[str]) -> Part:
+    """Return a checked micro-batch; advantages and versions that are not ``per_sequence`` are one a token."""
+    return Part(
+        train=cast(Tensor, micro_batch.train_log_probs).detach(),
+        rollout=micro_batch.rollout_log_probs.detach(),
+        mask=micro_batch.response_mask,
+        layout=layout,
+        sequences=sequences,
+        advantages=None if "advantages" in per_sequence else micro_batch.advantages,
+        versions=None if "policy_versions" in per_sequence else micro_batch.policy_versions,
+        turn_ids=micro_batch.turn_ids,
+    )
 
 
-def _into_range(name: str, value: Tensor, counts: AgreedCounts) -> Tensor:
-    """The values with each one that is out of its range moved to the nearest limit; of floats, NaN and infinities."""
+def _into_range(name: str, values: Tensor, counts: AgreedCounts) -> Tensor:
+    """Return ids and versions moved to the nearest limit of their range; floats with 0 for NaN and infinities."""
     limits: dict[str, tuple[int | None, int | None]] = {
         "sequence_ids": (0, NUM_SEQUENCE_IDS - 1),
         "mini_batch_ids": (0, counts.num_mini_batches - 1),
         "group_ids": (0, (counts.num_groups or 1) - 1),
         "policy_versions": (None, counts.current_version),
     }
-    return value.clamp(*limits[name]) if name in limits else torch.where(value.isfinite(), value, 0)
+    if name in limits:
+        return values.clamp(*limits[name])
+    return torch.where(values.isfinite(), values, 0)
 
 
 def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
+    """Raise ValueError for missing log-probs, and for inputs without the count that belongs to them."""
     for name in ("rollout_log_probs", "train_log_probs"):
         if getattr(inputs, name) is None:
             raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
@@ -274,30 +335,36 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
         raise ValueError(f"num_mini_batches={counts.num_mini_batches} needs mini_batch_ids, one a sequence")
 
 
-def _listed(name: str, value: Any, masks: Any) -> list[Any]:
-    """One value for each micro-batch, given like the masks: as a list or, for a single one, as it is."""
-    is_list, given = isinstance(masks, (list, tuple)), type(value).__name__
+def _one_a_micro_batch(name: str, value: Any, masks: Any) -> list[Any]:
+    """Return an input as a list with one value a micro-batch; ValueError unless it was given like the masks.
+
+    Masks and inputs are lists, or single tensors of a single micro-batch.
+    """
+    is_list = isinstance(masks, (list, tuple))
     if value is None and name != "response_mask":
         return [None] * (len(masks) if is_list else 1)
     if is_list != isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} is a {given}: give tensors for everything, or lists for everything")
-    values = value if is_list else [value]
+        raise ValueError(f"{name} is a {type(value).__name__}: give tensors for everything, or lists for everything")
+    values = [*value] if is_list else [value]
     if is_list and len(values) != len(masks):
         raise ValueError(f"{name} has {len(values)} entries: expected one a micro-batch, {len(masks)}")
     kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
-    for index, each in enumerate(values):
-        if not isinstance(each, kind):
-            place, verb = (f"{name}[{index}]", "pass") if is_list else (name, "expected")
-            raise ValueError(f"{place} is a {type(each).__name__}: {verb} {remedy}, or a list with one a micro-batch")
-    return [*values]
+    for index, entry in enumerate(values):
+        if not isinstance(entry, kind):
+            argument, verb = (f"{name}[{index}]", "pass") if is_list else (name, "expected")
+            raise ValueError(
+                f"{argument} is a {type(entry).__name__}: {verb} {remedy}, or a list with one a micro-batch"
+            )
+    return values
 
 
-def _checked(one: OneMicroBatch, groups: ParallelGroups | None) -> OneMicroBatch:
-    """The micro-batch with its layout; ValueError for tensors that do not fit together."""
-    mask, rollout = one.response_mask, one.rollout_log_probs
-    layout = SequenceLayout.given(one.layout, "response_mask", mask, groups)
+def _with_layout(micro_batch: OneMicroBatch, groups: ParallelGroups | None) -> OneMicroBatch:
+    """Return the micro-batch with its layout; ValueError for tensors of tokens that do not fit together."""
+    mask = micro_batch.response_mask
+    layout = SequenceLayout.given(micro_batch.layout, "response_mask", mask, groups)
     check_mask("response_mask", mask)
-    for name, value in (("rollout_log_probs", rollout), ("train_log_probs", one.train_log_probs)):
+    log_probs = {"rollout_log_probs": micro_batch.rollout_log_probs, "train_log_probs": micro_batch.train_log_probs}
+    for name, value in log_probs.items():
         if value is None:
             continue
         if value.shape != mask.shape:
@@ -308,27 +375,37 @@ def _checked(one: OneMicroBatch, groups: ParallelGroups | None) -> OneMicroBatch
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
         if torch.finfo(value.dtype).bits < 32:
             raise ValueError(f"{name} is {value.dtype}, which shifts the ratios by percents: {_WIDER[name]}")
-    ids = one.turn_ids
-    if ids is not None and (ids.shape != mask.shape or ids.dtype != torch.int64 or ids.device != mask.device):
-        given, expected = (f"{one.dtype} {tuple(one.shape)} on {one.device}" for one in (ids, mask))
-        raise ValueError(f"turn_ids are {given}: expected torch.int64, like response_mask {expected}, one a token")
-    return dataclasses.replace(one, layout=layout)
+    turn_ids = micro_batch.turn_ids
+    if turn_ids is not None and (_describe(turn_ids) != _describe(mask, torch.int64)):
+        raise ValueError(
+            f"turn_ids are {_describe(turn_ids)}: expected torch.int64, like response_mask {_describe(mask)}, one a "
+            "token"
+        )
+    return dataclasses.replace(micro_batch, layout=layout)
 
 
-def is_one_a_sequence(name: str, batches: Sequence[OneMicroBatch]) -> bool:
-    """Whether an input has one value a sequence, not one a token; of two equal shapes it has one a sequence.
+def _describe(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Return dtype, shape and device of a tensor in words; ``dtype`` in place of its own."""
+    return f"{dtype or tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
-    Raises ValueError for another shape, or another dtype.
+
+def is_one_a_sequence(name: str, micro_batches: Sequence[OneMicroBatch]) -> bool:
+    """Return whether an input has one value a sequence, not one a token; one a sequence, if both shapes are the same.
+
+    Raises:
+        ValueError: another shape, or another dtype.
     """
-    floating, may_be_per_token = name in ("advantages", "rewards"), name in ("advantages", "policy_versions")
-    shapes = [(cast(SequenceLayout, one.layout).num_sequences,) for one in batches]
-    of_sequences = [getattr(one, name).shape for one in batches] == shapes
-    for one, shape in zip(batches, shapes, strict=True):
-        value, layout = getattr(one, name), cast(SequenceLayout, one.layout)
-        expected = layout.shape if may_be_per_token and not of_sequences else shape
-        if value.shape != expected or (not value.is_floating_point() if floating else value.dtype != torch.int64):
-            words = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"
+    is_float = name in ("advantages", "rewards")
+    may_be_per_token = name in ("advantages", "policy_versions")
+    layouts = [cast(SequenceLayout, micro_batch.layout) for micro_batch in micro_batches]
+    values = [getattr(micro_batch, name) for micro_batch in micro_batches]
+    per_sequence = all(value.shape == (layout.num_sequences,) for value, layout in zip(values, layouts, strict=True))
+    for value, layout in zip(values, layouts, strict=True):
+        expected = layout.shape if may_be_per_token and not per_sequence else (layout.num_sequences,)
+        right_dtype = value.is_floating_point() if is_float else value.dtype == torch.int64
+        if value.shape != expected or not right_dtype:
+            words = f"{'float' if is_float else 'int64'}, one for each of {layout.num_sequences} sequences"
             if may_be_per_token:
                 words += f", or one a token {tuple(layout.shape)} in all micro-batches"
             raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {words}")
-    return of_sequences
+    return per_sequence

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts, of_tokens
 from megatron_rc.doctor.sampled import Sampled
-from megatron_rc.measures.data import measure_shift
+from megatron_rc.measures.shift import measure_shift
 
 MAX_TOKENS = 2**18  # the slower facts use only the first tokens
 NOISE = 0.02  # nats; smaller log-ratios are rounding
@@ -69,7 +69,7 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
     """
     config = RolloutCorrectionConfig(bad_log_probs="reject_token", metric_prefix="")
     result = sampled.corrected(config)
-    measured, shift = result.metrics(), measure_shift(result.on_host.data.shift)
+    measured, shift = result.metrics(), measure_shift(result.on_host.tokens)
     # No run has chosen these weights and their bounds.
     found = {name: value for name, value in measured.items() if not name.startswith(("rollout_is_", "rollout_rs_"))}
     found |= of_tokens(measured) | {"sequence_eff_sample_size": measured["rollout_is_raw_eff_sample_size"]}

@@ -7,7 +7,7 @@ from string import Formatter
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import REPAIR, WEIGHTS, Rule, Verdict
-from megatron_rc.measures.data import SHIFT_RATIO
+from megatron_rc.measures.shift import SHIFT_RATIO
 
 LIU = "Liu et al. 2025, When Speed Kills Stability"
 VERL = "verl, docs/algo/rollout_corr.md"
@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
         "the engine's log-prob of a token is nearer to the trainer's log-prob of its neighbour (lag {shift_lag:+.0f}): "
         "the distance is {shift_share:.0%} of the distance at the same token",
         "align both to the label tokens; shift whole sequences before they are cut",
-        "megatron_rc/measures/data.py; ms-swift#8196, verl#4250",
+        "megatron_rc/measures/shift.py; ms-swift#8196, verl#4250",
         kind=REPAIR,
     ),
     Rule(

@@ -12,6 +12,7 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# Aggregations that divide by ``loss_scale_factor``.
 _SCALED = ("token-sum", "seq-mean-token-sum-norm")
 
 
@@ -53,49 +54,62 @@ def aggregate_loss(
             to wait for their number: there it is a CUDA error at the next synchronisation.
     """
     check_aggregation(mode, loss_scale_factor)
-    counted = _denominator_mask(per_token, mask, denominator_mask)
+    if denominator_mask is None:
+        denominator_mask = mask
+    _check_tokens(per_token, mask, denominator_mask)
     groups = ParallelGroups.given(groups)
     layout = SequenceLayout.given(layout, "per_token", per_token, groups)
     groups.check_sums(layout.cp_group)
-    lengths = all_reduce_sum(layout.sum_sequences(counted), layout.cp(groups.cp))
-    local = loss_sum(per_token, mask, mode, lengths, layout)
-    # Whole sequences are counted on the first CP rank alone.
-    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (layout.cp_rank == 0)
-    total, tokens, sequences = _over_ranks(local, counts, (mask & ~counted).sum(), groups)
-    divisor = denominator(mode, loss_scale_factor, tokens.clamp(min=1), sequences.clamp(min=1))
-    return torch.where(tokens > 0, (local - local.detach() + total) / divisor, 0.0)
+
+    lengths = all_reduce_sum(layout.sum_sequences(denominator_mask), layout.cp(groups.cp))
+    local_loss = loss_sum(per_token, mask, mode, lengths, layout)
+
+    # Every CP rank knows the lengths of the whole sequences: only the first one counts them.
+    local_counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (layout.cp_rank == 0)
+    num_outside = (mask & ~denominator_mask).sum()
+    local_sums = torch.cat([local_loss.detach().view(1), local_counts, num_outside.view(1)])
+    total_loss, num_tokens, num_sequences, num_outside = all_reduce_sum(local_sums, groups.dp_cp).unbind()
+    _check_none_outside(num_outside)
+
+    divisor = denominator(mode, loss_scale_factor, num_tokens.clamp(min=1), num_sequences.clamp(min=1))
+    # The value of the global sum, with the gradient of the local one.
+    numerator = total_loss + (local_loss - local_loss.detach())
+    return torch.where(num_tokens > 0, numerator / divisor, 0.0)
 
 
-def _denominator_mask(per_token: Tensor, mask: Tensor, given: Tensor | None) -> Tensor:
-    """D, of arguments that are checked."""
-    check_tensors({"denominator_mask": given}, per_token=per_token, mask=mask)
-    counted = mask if given is None else given
-    check_alike("per_token", per_token, mask=mask, denominator_mask=counted)
+def _check_tokens(per_token: Tensor, mask: Tensor, denominator_mask: Tensor) -> None:
+    """Raise ValueError unless the masks are bool tensors of the shape of the losses."""
+    check_tensors({}, per_token=per_token, mask=mask, denominator_mask=denominator_mask)
+    check_alike("per_token", per_token, mask=mask, denominator_mask=denominator_mask)
     check_mask("mask", mask)
-    check_mask("denominator_mask", counted)
-    return counted
+    check_mask("denominator_mask", denominator_mask)
 
 
-def _over_ranks(local: Tensor, counts: Tensor, strays: Tensor, groups: ParallelGroups) -> tuple[Tensor, ...]:
-    """The loss, and the tokens and the sequences that D counts, summed over all ranks; 0-D float64.
+def _check_none_outside(num_outside: Tensor) -> None:
+    """Raise ValueError if tokens of the mask, of any rank, lie outside the denominator mask.
 
-    ValueError if any rank has ``strays``, tokens of the mask outside D; a GPU's host does not wait for their number.
+    On a GPU this is a device-side assertion: the host would have to wait for the number.
     """
-    sums = torch.cat([local.detach().view(1), counts, strays.view(1)])
-    *found, strays = all_reduce_sum(sums, groups.dp_cp).unbind()
-    words = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"
-    if strays.device.type != "cpu":
-        torch._assert_async(strays == 0, words)
-    elif strays:
-        raise ValueError(f"{int(strays)} {words}")
-    return tuple(found)
+    message = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"
+    if num_outside.device.type != "cpu":
+        torch._assert_async(num_outside == 0, message)
+    elif num_outside:
+        raise ValueError(f"{int(num_outside)} {message}")
 
 
 def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:
-    """Σ mℓ of the local tokens, each divided by its sequence's n_i for ``seq-mean-token-mean``; 0-D float64.
+    """The numerator of :func:`aggregate_loss` from the local tokens: Σ mℓ, without the denominator.
 
-    Sums of float32 terms in float64 are the same for every order that a layout adds them in. ``lengths``, [n] float64,
-    are n_i of the whole sequences. The result stays in the graph of ``per_token`` even if nothing is counted.
+    Args:
+        per_token: the weighted loss of every token, of the layout's local shape; differentiated.
+        mask: bool, like ``per_token``: the tokens that count.
+        mode: the aggregation. ``seq-mean-token-mean`` divides each token by its sequence's n_i.
+        lengths: [n] float64, n_i of the whole sequences.
+        layout: which tokens these are.
+
+    Returns:
+        0-D float64. Sums of float32 terms in float64 are the same for every order that a layout adds them in. The
+        result stays in the graph of ``per_token`` even if nothing is counted.
     """
     terms = torch.where(mask, per_token, per_token.new_zeros(())).double()
     if mode == "seq-mean-token-mean":
@@ -104,13 +118,22 @@ def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout
 
 
 def denominator(mode: str, loss_scale_factor: float | None, tokens: Tensor, sequences: Tensor) -> Tensor:
-    """G of :func:`aggregate_loss`, 0-D, from the tokens and the sequences that D counts over the whole mini-batch."""
+    """The denominator of :func:`aggregate_loss`, 0-D.
+
+    Args:
+        mode: the aggregation.
+        loss_scale_factor: the factor of ``token-sum`` and ``seq-mean-token-sum-norm``, else None.
+        tokens: 0-D, the tokens that the denominator mask counts over the whole mini-batch.
+        sequences: 0-D, the sequences with such a token.
+    """
     scale = 1.0 if loss_scale_factor is None else loss_scale_factor
     if mode == "token-mean":
         return tokens
     if mode == "token-sum":
         return tokens.new_full((), scale)
-    return sequences * scale if mode == "seq-mean-token-sum-norm" else sequences
+    if mode == "seq-mean-token-sum-norm":
+        return sequences * scale
+    return sequences
 
 
 def check_aggregation(mode: str, loss_scale_factor: float | None) -> None:

@@ -1,51 +1,57 @@
-"""The policy loss of every token, the KL penalty, and their settings."""
+"""The policy's loss of every token: the objective, the entropy bonus and the KL penalty, and their settings.
+
+:func:`policy_loss` is the objective alone, times the importance weights. :func:`token_loss` adds the entropy bonus and
+the KL penalty. :class:`PolicyLossConfig` has the settings of all three.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rc.loss.aggregation import check_aggregation
+from megatron_rc.loss.kl import KL_ESTIMATORS, WEIGHTED_KL_ESTIMATORS, kl_penalty
 from megatron_rc.loss.metrics import LossStatistics
-from megatron_rc.loss.objective import Objective, TokenLoss, TokenTerms
-from megatron_rc.loss.objectives import objective_of
-from megatron_rc.numerics import check_mask, k2, k3
+from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
+from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.parallel.whole import WholeSequences
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 _NOT_NEGATIVE = "must be 0 or more, and finite"
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """The objective that is trained on, and how its tokens become one loss.
+    """The settings of the loss: the objective, the bonus and penalty, and how per-token losses become one number.
 
     Attributes:
         algorithm: one of the objectives of :func:`policy_loss`; None: ``ppo_clip``, or in bypass mode the correction's
             ``loss_type``.
         clip_low: the lower bound. The ratio is clipped below 1 - this; in ``dppo_tv``, ``dppo_kl``, ``cppo`` and
             ``gmpo`` it is a bound of another kind (see :func:`policy_loss`).
-        clip_high: the upper bound: above 1 + this, or of the other kind.
-        dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: no such cap. In ``dppo_tv`` and
-            ``dppo_kl`` the ratio is at most c; None: 20.
+        clip_high: the upper bound. The ratio is clipped above 1 + this; in the four objectives above it is a bound of
+            another kind.
+        dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: it has no such limit. In
+            ``dppo_tv`` and ``dppo_kl`` c limits the ratio instead; None: 20.
         aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
-        loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``, which alone need it.
+        loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``; only these two need it.
         kl_coef: weight of the KL penalty to the reference policy, per token.
-        kl_estimator: ``k1``, ``k2``, ``k3``, ``k1+`` or ``k3+`` (see :func:`kl_penalty`).
+        kl_estimator: ``k1``, ``k2``, ``k3``, ``abs``, ``k1+``, ``k3+`` or ``abs+`` (see :func:`.kl_penalty`).
         entropy_coef: weight of the entropy bonus, per token.
         tau_pos: temperature of ``sapo`` for A > 0; None: 1.
         tau_neg: temperature of ``sapo`` for A ≤ 0; None: 1.05.
+        kl_importance_weight: multiply each token's KL penalty by π_θ/π_rollout, so that its gradient is that of
+            KL(π_θ ‖ π_ref) for tokens that the engine sampled (see :func:`.kl_penalty`). Only ``k1``, ``k3``, ``k1+``
+            and ``k3+`` allow it.
 
     Raises:
-        ValueError: at construction: names the field and the value.
+        ValueError: at construction, for a wrong value or one that the algorithm does not use.
     """
 
     algorithm: str | None = None
@@ -59,23 +65,28 @@ class PolicyLossConfig:
     entropy_coef: float = 0.0
     tau_pos: float | None = None
     tau_neg: float | None = None
+    kl_importance_weight: bool = False
 
     def __post_init__(self) -> None:
         objective = None if self.algorithm is None else objective_of(self.algorithm)
         check_aggregation(self.aggregation, self.loss_scale_factor)
-        _check_clips(objective, self.clip_low, self.clip_high, self.dual_clip)
+        _check_clips(objective, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
         _check_temperatures(objective, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
         check_number("clip_low", self.clip_low, lambda x: x <= 1, "must lie in [0, 1]")
         check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _check_kl_weight(self.kl_importance_weight, self.kl_estimator)
         check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """``per_token`` is like the log-probs, 0 at masked positions; ``statistics`` merge over micro-batches and ranks.
+    """The losses of this rank's tokens, and numbers for metrics.
 
-    ``per_token`` is float32 or wider, whatever the dtype of the log-probs.
+    Attributes:
+        per_token: the loss of each token, of the shape of the log-probs; 0 outside the response mask. float32, or
+            float64 if the log-probs are.
+        statistics: sums and maxima over the tokens of the mask, which can be merged over micro-batches and ranks.
     """
 
     per_token: Tensor
@@ -128,136 +139,213 @@ def policy_loss(
     Args:
         log_probs: log π_θ, of the layout's local shape, nats; differentiated.
         old_log_probs: log π_old, of the same shape.
-        advantages: [n], one a sequence, or like ``log_probs``; of a shape that is both, one a sequence.
-        response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
+        advantages: one for each sequence, [n], or for each token, like ``log_probs``. If a shape could be both, it is
+            one for each sequence.
+        response_mask: bool, like ``log_probs``, True for trained tokens. Values at other positions change no bit of the
+            result or the gradient.
         algorithm: see above.
-        clip_low: the ratio is clipped below 1 - this; 1 and more clip nothing, as the 10 of verl's CISPO examples. The
-            bound ``low`` of the other objectives.
-        clip_high: the ratio is clipped above 1 + this. The bound ``high`` of the other objectives.
-        dual_clip: c, or None; ``ppo_clip``, ``gspo``, ``dppo_tv`` and ``dppo_kl`` only. None: no cap, in the last two
-            20.
+        clip_low: the ratio is clipped below 1 - this. A value of 1 or more clips nothing, such as the 10 in verl's
+            CISPO examples. For objectives that do not clip the ratio it is the bound ``low`` above.
+        clip_high: the ratio is clipped above 1 + this. For objectives that do not clip the ratio it is the bound
+            ``high`` above.
+        dual_clip: c, for ``ppo_clip``, ``gspo``, ``dppo_tv`` and ``dppo_kl`` only. None: no limit for the first two, 20
+            for the last two.
         tau_pos: ``sapo`` only; None: 1.
         tau_neg: ``sapo`` only; None: 1.05.
-        weights: like ``log_probs``, detached; default 1.
-        layout: which tokens these are. Default: padded, rows of ``log_probs``. Sequences that are packed into one row
-            need it, or ``gspo``, ``gmpo`` and ``cppo`` take all of them for one sequence.
-        groups: ``cp`` holds the other slices of the sequences; ``gspo``, ``gmpo`` and ``cppo`` alone need it. Without
-            it, and without a layout, they take a slice for the whole sequence: nothing says that it is none.
-        sequence_log_ratio: [n], the mean of log r over each whole sequence, if it is known already (``gspo``).
+        weights: importance weights, like ``log_probs``; detached here. Default: 1.
+        layout: which tokens these are. Default: padded, rows of ``log_probs``. If several sequences are packed into one
+            row, pass it: without it ``gspo``, ``gmpo`` and ``cppo`` take the row for one sequence.
+        groups: the other ranks of ``cp`` have the other slices of the sequences; only ``gspo``, ``gmpo`` and ``cppo``
+            need them. If neither groups nor layout are passed, these three take a slice for a whole sequence, and
+            cannot notice that it is not.
+        sequence_log_ratio: [n], the mean of log r over each whole sequence, if the caller knows it already (``gspo``).
 
     Collectives: none, or one SUM over ``cp``: of [2, n] for ``gmpo``, and for ``gspo`` without ``sequence_log_ratio``;
     of [2, n, tokens of the longest sequence] for ``cppo``.
 
     Raises:
-        ValueError: an unknown algorithm, settings that cannot be or that the algorithm does not use, shapes that do not
-            fit, a layout of another rank of ``cp``, or for ``gspo``, ``gmpo`` and ``cppo`` rows that are no slices of
-            as many ranks as ``cp`` has.
+        ValueError: an unknown algorithm; settings that are out of range or that the algorithm does not use; shapes that
+            do not fit; a layout of another rank of ``cp``; or, for ``gspo``, ``gmpo`` and ``cppo`` without a layout,
+            rows whose length is not that of a zigzag slice.
     """
     objective = objective_of(algorithm)
-    _check_clips(objective, clip_low, clip_high, dual_clip)
+    _check_clips(objective, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     _check_temperatures(objective, tau_pos=tau_pos, tau_neg=tau_neg)
-    like = {"old_log_probs": old_log_probs, "response_mask": response_mask}
-    optional: dict[str, object] = {"weights": weights, "sequence_log_ratio": sequence_log_ratio}
-    check_tensors(optional, log_probs=log_probs, advantages=advantages, **like)
-    check_alike("log_probs", log_probs, **like, weights=weights)
-    check_mask("response_mask", response_mask)
-    given, groups = groups, ParallelGroups.given(groups)
-    # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
-    compared = objective.by_sequence or objective.whole_sequences or (layout is not None and given is not None)
-    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compared else None)
-    # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
-    log_probs, old_log_probs = (each.to(arithmetic(each.dtype)) for each in (log_probs, old_log_probs.detach()))
-    log_probs, old_log_probs = (torch.where(response_mask, each, 0) for each in (log_probs, old_log_probs))
-    log_ratio = log_probs - old_log_probs
-    measured, whole = log_ratio.detach(), WholeSequences(response_mask, layout, layout.cp(groups.cp))
-    if objective.by_sequence:
-        known = sequence_log_ratio
-        mean = whole.mean(measured) if known is None else layout.expand(known.to(measured.dtype))
-        log_ratio = mean + (log_probs - log_probs.detach())
-    terms = TokenTerms(
-        log_probs,
-        old_log_probs,
-        log_ratio,
-        advantages=torch.where(response_mask, _per_token(advantages, layout), 0),
-        whole=whole if objective.whole_sequences else None,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=objective.default_dual_clip if dual_clip is None else dual_clip,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
+    check_tensors(
+        {"weights": weights, "sequence_log_ratio": sequence_log_ratio},
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
     )
-    found = objective.loss(terms)
-    loss = found.loss if weights is None else found.loss * torch.where(response_mask, weights.detach(), 0)
-    return PolicyLoss(torch.where(response_mask, loss, 0), _measure(measured, response_mask, found))
+    check_alike("log_probs", log_probs, old_log_probs=old_log_probs, response_mask=response_mask, weights=weights)
+    check_mask("response_mask", response_mask)
+
+    # Only objectives with sums over whole sequences need the other slices, and so a layout that fits ``cp``. For the
+    # others a row may be a slice of any length.
+    needs_cp = objective.by_sequence or objective.whole_sequences
+    compares_with_cp = needs_cp or (layout is not None and groups is not None)
+    groups = ParallelGroups.given(groups)
+    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compares_with_cp else None)
+    whole = WholeSequences(response_mask, layout, layout.cp(groups.cp))
+
+    # In bfloat16 a ratio would have errors of percents, and in float16 one of exp(20) would overflow.
+    log_probs = log_probs.to(arithmetic(log_probs.dtype))
+    old_log_probs = old_log_probs.detach().to(arithmetic(old_log_probs.dtype))
+    # Masked positions may hold anything, NaN too.
+    log_probs = torch.where(response_mask, log_probs, 0)
+    old_log_probs = torch.where(response_mask, old_log_probs, 0)
+    advantages = torch.where(response_mask, _per_token(advantages, layout), 0)
+
+    token_log_ratio = log_probs - old_log_probs
+    log_ratio = token_log_ratio
+    if objective.by_sequence:
+        if sequence_log_ratio is None:
+            mean = whole.mean(token_log_ratio)
+        else:
+            mean = layout.expand(sequence_log_ratio.to(token_log_ratio.dtype))
+        # The value is the mean over the sequence; the gradient is that of this token's log-prob.
+        log_ratio = mean + (log_probs - log_probs.detach())
+
+    result = objective.loss(
+        TokenTerms(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            log_ratio=log_ratio,
+            advantages=advantages,
+            whole=whole if objective.whole_sequences else None,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=objective.default_dual_clip if dual_clip is None else dual_clip,
+            tau_pos=tau_pos,
+            tau_neg=tau_neg,
+        )
+    )
+    loss = result.loss
+    if weights is not None:
+        loss = loss * torch.where(response_mask, weights.detach(), 0)
+    per_token = torch.where(response_mask, loss, 0)
+    return PolicyLoss(per_token, _statistics(token_log_ratio.detach(), response_mask, result))
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """Estimate KL(π_θ ‖ π_ref) at each token; d = log π_θ - log π_ref. Schulman 2020, "Approximating KL Divergence".
-
-    - ``k1``: d. Its gradient is ∇ log π_θ, which is 0 on average over tokens that π_θ sampled: it pulls nowhere.
-    - ``k2``: d²/2. Its gradient d · ∇ log π_θ is on average the gradient of KL(π_θ ‖ π_ref).
-    - ``k3``: exp(-d) - 1 + d. Its gradient is on average the one of the reverse, KL(π_ref ‖ π_θ). Below -20, d
-      counts as -20, so that exp is finite; the gradient is 0 there.
-    - ``k1+``, ``k3+``: the value of k1 or k3 with the gradient of k2, as verl's estimators of these names.
-
-    The default is k3: the penalty of GRPO (Shao et al. 2024, "DeepSeekMath"), Megatron-LM and verl. To follow
-    KL(π_θ ‖ π_ref) take ``k3+``, which reports the same values. docs/mathematics.md derives the gradients.
+def token_loss(
+    objective: PolicyLossConfig,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    weights: Tensor | None,
+    entropy: Tensor | None,
+    ref_log_probs: Tensor | None,
+    layout: SequenceLayout,
+    groups: ParallelGroups,
+    sequence_log_ratio: Tensor | None,
+) -> PolicyLoss:
+    """The complete loss of every token: w · (policy objective) - entropy_coef · entropy + kl_coef · KL.
 
     Args:
-        log_probs: log π_θ, any shape; differentiated.
-        ref_log_probs: log π_ref, of the same shape, detached.
-        estimator: see above.
+        objective: the settings.
+        log_probs: log π_θ, of the layout's local shape, nats; differentiated.
+        old_log_probs: log π_old, like ``log_probs``.
+        rollout_log_probs: log π_rollout, like ``log_probs``; used with ``kl_importance_weight`` alone.
+        advantages: [n], one a sequence, or like ``log_probs``.
+        response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
+        weights: w, like ``log_probs``, detached; None: 1. They multiply the objective, not the two other terms.
+        entropy: entropy of π_θ at each token, like ``log_probs``; differentiated. None without an entropy bonus.
+        ref_log_probs: log π_ref, like ``log_probs``; None without a KL penalty.
+        layout: which tokens these are.
+        groups: as for :func:`policy_loss`.
+        sequence_log_ratio: [n], as for :func:`policy_loss`.
+
+    Collectives: as :func:`policy_loss`.
 
     Raises:
-        ValueError: another estimator, or shapes that differ.
+        ValueError: a tensor that a coefficient needs is missing, or has another shape.
     """
-    check_tensors({}, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs)
-    one_of("estimator", estimator, KL_ESTIMATORS)
-    difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
-    # k3 is clamped in both terms: the gradient of an unclamped second one would point away from the reference.
-    values: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": k2, "k3": lambda d: k3(-d)}
-    value = values[estimator.removesuffix("+")](difference)
-    if not estimator.endswith("+"):
-        return value
-    gradient = k2(difference)
-    return value.detach() + (gradient - gradient.detach())
+    check_tensors({"entropy": entropy, "ref_log_probs": ref_log_probs}, log_probs=log_probs)
+    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
+    if objective.entropy_coef and entropy is None:
+        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
+    if objective.kl_coef and ref_log_probs is None:
+        raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
+
+    # Converted here, for objective and penalty together, so that their gradients are added in float32 and then rounded
+    # once to the dtype of the log-probs.
+    log_probs = log_probs.to(arithmetic(log_probs.dtype))
+    policy = policy_loss(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        algorithm=objective.algorithm or "ppo_clip",
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        tau_pos=objective.tau_pos,
+        tau_neg=objective.tau_neg,
+        weights=weights,
+        layout=layout,
+        groups=groups,
+        sequence_log_ratio=sequence_log_ratio,
+    )
+    per_token = policy.per_token
+    statistics = policy.statistics
+
+    if entropy is not None:
+        entropy = torch.where(response_mask, entropy.to(arithmetic(entropy.dtype)), 0)
+        per_token = per_token - objective.entropy_coef * entropy
+        statistics = statistics.plus(entropy=entropy.double().sum())
+
+    if objective.kl_coef and ref_log_probs is not None:
+        # Log-probs outside the mask are replaced by 0, so that the penalty is 0 there.
+        masked_rollout = torch.where(response_mask, rollout_log_probs, 0) if objective.kl_importance_weight else None
+        penalty = kl_penalty(
+            torch.where(response_mask, log_probs, 0),
+            torch.where(response_mask, ref_log_probs, 0),
+            objective.kl_estimator,
+            rollout_log_probs=masked_rollout,
+        )
+        per_token = per_token + objective.kl_coef * penalty
+        statistics = statistics.plus(reference_kl=penalty.double().sum())
+
+    return PolicyLoss(per_token, statistics)
 
 
-def _check_clips(objective: Objective | None, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    if dual_clip is not None and objective is not None and not objective.takes_dual_clip:
-        raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
-    check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
-    check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, lambda x: 1 < x < torch.inf, "must be above 1; leave it out for no cap")
+def _statistics(log_ratio: Tensor, mask: Tensor, result: TokenLoss) -> LossStatistics:
+    """Return the sums and maxima for the metrics of an objective.
 
-
-def _check_temperatures(objective: Objective | None, **given: float | None) -> None:
-    for name, value in given.items():
-        if value is None:
-            continue
-        if objective is not None and not objective.takes_temperatures:
-            raise ValueError(f"{name}={value!r} does nothing with algorithm={objective.name!r}: drop it")
-        check_number(name, value, lambda x: 0 < x < torch.inf, "must be positive and finite")
-
-
-def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistics:
+    Args:
+        log_ratio: log π_θ/π_old of each token (not the mean over its sequence), detached; 0 outside the mask.
+        mask: bool, the trained tokens.
+        result: the objective's result: it says which tokens its bounds have clipped.
+    """
     sums = {
         "tokens": mask.sum(),
         "log_ratio": log_ratio.double().sum(),
         "abs_log_ratio": log_ratio.abs().double().sum(),
     }
-    flags = {"clipped_low": found.low, "clipped_high": found.high, "dual_clipped": found.dual}
-    sums |= {name: (mask & flag).sum() for name, flag in flags.items() if flag is not None}
-    both = torch.where(mask, torch.stack([log_ratio, -log_ratio]), -torch.inf).flatten(1)
-    # A shard may be empty, and amax has no value for that.
-    maxima = torch.cat([both, both.new_full((2, 1), -torch.inf)], dim=1).amax(1).double()
-    return LossStatistics(LossStatistics.nothing(mask.device).plus(**sums).sums, maxima)
+    for name, clipped in (
+        ("clipped_low", result.low),
+        ("clipped_high", result.high),
+        ("dual_clipped", result.dual),
+    ):
+        if clipped is not None:
+            sums[name] = (mask & clipped).sum()
+
+    # Two maxima: of log_ratio and of -log_ratio. One column of -inf is added, because amax fails on an empty shard.
+    signed_log_ratios = torch.stack([log_ratio, -log_ratio])
+    signed_log_ratios = torch.where(mask, signed_log_ratios, -torch.inf).flatten(1)
+    column = signed_log_ratios.new_full((2, 1), -torch.inf)
+    maxima = torch.cat([signed_log_ratios, column], dim=1).amax(1)
+    statistics = LossStatistics.nothing(mask.device).plus(**sums)
+    return LossStatistics(statistics.sums, maxima=maxima.double())
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
-    # If both shapes are the same, they are one a sequence, as in the correction.
+    """Return the advantage of each token, of the layout's local shape, from one for each sequence or for each token."""
+    # A shape that fits both is read as one for each sequence, as in the correction.
     if tuple(advantages.shape) == (layout.num_sequences,):
         return layout.expand(advantages)
     if tuple(advantages.shape) != layout.shape:
@@ -266,3 +354,34 @@ def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
             f"sequences, or one a token {layout.shape}"
         )
     return advantages
+
+
+def _check_clips(objective: Objective | None, *, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
+    """Raise ValueError for bounds that are out of range, or that the objective does not use (None: not chosen yet)."""
+    if dual_clip is not None and objective is not None and not objective.takes_dual_clip:
+        raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
+    check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+    check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, lambda x: 1 < x < torch.inf, "must be above 1; leave it out for no cap")
+
+
+def _check_temperatures(objective: Objective | None, *, tau_pos: float | None, tau_neg: float | None) -> None:
+    """Raise ValueError for temperatures out of range, or that the objective does not use (None: not chosen yet)."""
+    for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+        if value is None:
+            continue
+        if objective is not None and not objective.takes_temperatures:
+            raise ValueError(f"{name}={value!r} does nothing with algorithm={objective.name!r}: drop it")
+        check_number(name, value, lambda x: 0 < x < torch.inf, "must be positive and finite")
+
+
+def _check_kl_weight(kl_importance_weight: object, kl_estimator: str) -> None:
+    """Raise ValueError unless ``kl_importance_weight`` is a bool that the estimator allows to be True."""
+    if not isinstance(kl_importance_weight, bool):
+        raise ValueError(f"kl_importance_weight={kl_importance_weight!r} must be True or False")
+    if kl_importance_weight and kl_estimator not in WEIGHTED_KL_ESTIMATORS:
+        raise ValueError(
+            f"kl_importance_weight=True with kl_estimator={kl_estimator!r}: its mean is not the KL, so that no weight "
+            f"makes its gradient the KL's: use one of {', '.join(WEIGHTED_KL_ESTIMATORS)}, or drop the weight"
+        )

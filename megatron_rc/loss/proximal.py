@@ -17,16 +17,22 @@ def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor,
     Li, Wu and Shen 2025, "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
     Approximation". v_prox is the version at the start of the rollout batch; docs/mathematics.md says why.
 
-    All are of the same shape, in nats; ``staleness``, int64, is v_prox - v_rollout, at least 0, and broadcasts against
-    them. ``updates`` is v_θ - v_prox, optimizer steps since, the skipped ones too. The result is log π_θ if log
-    π_rollout is unusable, so that only the latter is found to be bad. Its dtype is the wider one of both, and at least
-    float32: a fresh token's is log π_rollout to the last bit.
+    Args:
+        log_probs: log π_θ, any shape, nats; detached.
+        rollout_log_probs: log π_rollout, of the same shape.
+        staleness: v_prox - v_rollout, int64, at least 0; broadcasts against the log-probs.
+        updates: v_θ - v_prox: optimizer steps since the start of the rollout batch, the skipped ones too.
+
+    Returns:
+        Like ``log_probs``, in the wider dtype of both log-probs, and at least float32: for a fresh token log π_rollout
+        to the last bit. Where log π_rollout is unusable it is log π_θ, so that only the former is found to be bad.
     """
     dtype = arithmetic(torch.promote_types(log_probs.dtype, rollout_log_probs.dtype))
     theta = log_probs.detach().to(dtype, copy=True)
     if not updates:
         return theta
-    # The share of log π_rollout. lerp is exact at both ends.
-    share = updates / (staleness + updates).to(dtype)
-    between = torch.lerp(theta, rollout_log_probs.to(dtype), share.expand_as(theta))
-    return torch.where(is_log_prob(rollout_log_probs), between, theta)
+    rollout = rollout_log_probs.to(dtype)
+    # lerp is exact at both ends.
+    rollout_share = updates / (staleness + updates).to(dtype)
+    interpolated = torch.lerp(theta, rollout, rollout_share.expand_as(theta))
+    return torch.where(is_log_prob(rollout_log_probs), interpolated, theta)

@@ -17,9 +17,12 @@ SUMS = ("tokens", "clipped", "values", "returns", "squared_returns", "errors", "
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """``per_token`` is like the values, float32 or wider, 0 if masked; ``sums`` add up over micro-batches and ranks.
+    """The losses of the local tokens, and their measures.
 
-    ``sums``: [len(SUMS)] float64, over the tokens of the mask, in the order of ``SUMS``; an error is R - V.
+    Attributes:
+        per_token: like the values, float32 or wider; 0 at masked positions.
+        sums: [len(SUMS)] float64, sums over the tokens of the mask in the order of ``SUMS``, which add up over
+            micro-batches and ranks; an error is R - V.
     """
 
     per_token: Tensor
@@ -40,10 +43,13 @@ def value_loss(
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", Eq. 9 (the squared error), and the clipping of its
     published implementation (Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients").
 
-    Tensors are like ``values``, V of the state before each label, of the layout's local shape; differentiated.
-    ``returns``: R. ``mask``: bool, the tokens that count; others change no bit of result and gradient. ``old_values``:
-    V_old, of the critic before its steps on the rollout batch; needed with ``clip``, c, in the unit of the rewards.
-    ``weights``: w, detached; default 1.
+    Args:
+        values: V of the state before each label, of the layout's local shape; differentiated.
+        returns: R, like ``values``, detached.
+        mask: bool, like ``values``: the tokens that count; others change no bit of result and gradient.
+        old_values: V_old, like ``values``: of the critic before its steps on the rollout batch. Needed with ``clip``.
+        clip: c, in the unit of the rewards; None: no clipping.
+        weights: w, like ``values``, detached; default 1.
 
     Raises:
         ValueError: shapes that do not fit, a clip that is not positive, or one without old values.
@@ -52,34 +58,51 @@ def value_loss(
     check_alike("values", values, returns=returns, mask=mask, old_values=old_values, weights=weights)
     check_mask("mask", mask)
     if clip is not None:
-        words = "must be positive and finite, and needs old_values: pass both, or neither"
-        check_number("clip", clip, lambda c: 0 < c < torch.inf and old_values is not None, words)
-    values = values.to(arithmetic(values.dtype))
-    values, returns = torch.where(mask, values, 0), torch.where(mask, returns.detach().to(values.dtype), 0)
-    loss, clipped = (values - returns).square(), torch.zeros_like(mask)
+        expected = "must be positive and finite, and needs old_values: pass both, or neither"
+        check_number("clip", clip, lambda c: 0 < c < torch.inf and old_values is not None, expected)
+    dtype = arithmetic(values.dtype)
+    # Masked positions may hold anything, NaN too.
+    values = torch.where(mask, values.to(dtype), 0)
+    returns = torch.where(mask, returns.detach().to(dtype), 0)
+
+    loss = (values - returns).square()
+    is_clipped = torch.zeros_like(mask)
     if clip is not None and old_values is not None:
-        before = torch.where(mask, old_values.detach().to(values.dtype), 0)
-        held = (torch.maximum(torch.minimum(values, before + clip), before - clip) - returns).square()
-        clipped = held > loss
-        loss = torch.where(clipped, held, loss)
-    factor = 0.5 if weights is None else 0.5 * torch.where(mask, weights.detach(), 0).to(loss.dtype)
+        before = torch.where(mask, old_values.detach().to(dtype), 0)
+        clipped_values = torch.maximum(torch.minimum(values, before + clip), before - clip)
+        clipped_loss = (clipped_values - returns).square()
+        is_clipped = clipped_loss > loss
+        loss = torch.where(is_clipped, clipped_loss, loss)
+    loss = 0.5 * loss
+    if weights is not None:
+        loss = loss * torch.where(mask, weights.detach(), 0).to(dtype)
+
     errors = (returns - values.detach()).double()
-    terms = (mask, clipped, values.detach(), returns, returns.double().square(), errors, errors.square())
-    return ValueLoss(factor * loss, torch.stack([term.double().sum() for term in terms]))
+    measured = {
+        "tokens": mask,
+        "clipped": is_clipped,
+        "values": values.detach(),
+        "returns": returns,
+        "squared_returns": returns.double().square(),
+        "errors": errors,
+        "squared_errors": errors.square(),
+    }
+    return ValueLoss(loss, torch.stack([measured[name].double().sum() for name in SUMS]))
 
 
 def derive_value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of ``docs/metrics.md`` that begin with ``critic/``, from global sums on the host.
+    """The metrics of ``docs/metrics.md`` that begin with ``critic/``, from global sums by the names of ``SUMS``.
 
     The explained variance is 1 - Var(R - V) / Var(R), and 0 if all returns are equal.
     """
     tokens = max(sums["tokens"], 1)
-    mean, error = sums["returns"] / tokens, sums["errors"] / tokens
-    spread = sums["squared_returns"] / tokens - mean**2
-    unexplained = sums["squared_errors"] / tokens - error**2
+    mean_return = sums["returns"] / tokens
+    mean_error = sums["errors"] / tokens
+    variance = sums["squared_returns"] / tokens - mean_return**2
+    unexplained = sums["squared_errors"] / tokens - mean_error**2
     return {
         "critic/value_mean": sums["values"] / tokens,
-        "critic/return_mean": mean,
+        "critic/return_mean": mean_return,
         "critic/clip_fraction": sums["clipped"] / tokens,
-        "critic/explained_variance": 1 - unexplained / spread if spread > 1e-12 else 0.0,
+        "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
     }

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,13 +26,12 @@ _DROPPED_BITS = 18  # of the 23 of the mantissa
 _PER_OCTAVE = 32
 _LOWEST, _HIGHEST = -15, 5  # powers of two between which bins are told apart
 _HALF = (_HIGHEST - _LOWEST) * _PER_OCTAVE
-NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of the remaining bits, sign included
+NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of the remaining bits, the code of a number, sign included
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 WEIGHT_QUANTILES = (25, 50, 75)
 _EVEN_BINS = 40
-_GPU_COUNTERS = 32
 
 
 class Distribution(NamedTuple):
@@ -57,46 +56,10 @@ def even_bins(
     return Distribution(edges, [after - before for before, after in pairwise(until)])
 
 
-def codes_of(values: Tensor) -> Tensor:
-    """The code of each value, of any shape: the leading bits of it as a float32; int32."""
-    return (values.float().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)
-
-
-class CodeCounter:
-    """Counts how often each code occurs, in ``counts``, [counters, NUM_CODES] float64.
-
-    A GPU, whose ``bincount`` waits for the host, has many counters: additions to one number wait for each other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        counters = 1 if device.type == "cpu" else _GPU_COUNTERS
-        self.counts = torch.zeros(counters, NUM_CODES, dtype=torch.float64, device=device)
-
-    def add(self, codes: Tensor) -> None:
-        """Count codes, of any shape."""
-        if len(self.counts) == 1:
-            self.counts += torch.bincount(codes.reshape(-1), minlength=NUM_CODES)
-        else:
-            self._scatter(codes.reshape(-1).long())
-
-    def _scatter(self, codes: Tensor) -> None:
-        rest = codes.numel() % len(self.counts)
-        # Threads that run side by side read neighbours, so these belong to different counters.
-        shares = codes[rest:].view(-1, len(self.counts)).t()
-        for counts, own in ((self.counts, shares), (self.counts[:1], codes[None, :rest])):
-            counts.scatter_add_(1, own, counts.new_ones(1, 1).expand(own.shape))
-
-
-def bins_from_codes(codes: Tensor, num_values: Tensor) -> Tensor:
-    """[NUM_BINS] float64, ascending: the histogram, from the ``counts`` of a :class:`CodeCounter`.
-
-    ``num_values``, 0-D, of the counted values are data; the others are exact zeros in the place of data.
-    """
-    # For each sign, by magnitude: in the bin around 0, in bins of their own, and beyond the last power.
-    signs = codes.sum(0).view(2, -1)
-    near, inside, far = signs.tensor_split((_FIRST, _FIRST + _HALF - 1), dim=1)
-    positive, negative = torch.cat([inside, far.sum(1, keepdim=True)], dim=1)
-    return torch.cat([negative.flip(0), (near.sum() - signs.sum() + num_values).view(1), positive])
+def bin_index(values: Tensor) -> Tensor:
+    """Return the index of each value's bin, int64, flat, of values of any shape; bins are in ascending order."""
+    code = (values.float().flatten().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)
+    return _bin_of_code(values.device).index_select(0, code)
 
 
 @functools.cache
@@ -107,16 +70,27 @@ def _bin_of_code(device: torch.device) -> Tensor:
 
 
 def bins_of(values: Tensor, counts: Tensor) -> Tensor:
-    """[k, NUM_BINS] float64: k histograms of the values [n]; value i counts ``counts[k, i]`` times, float64."""
+    """Return k histograms of the values [n], [k, NUM_BINS] float64; value i counts ``counts[k, i]`` times, float64."""
     bins = torch.zeros(len(counts), NUM_BINS, dtype=torch.float64, device=values.device)
-    return bins.index_add_(1, _bin_of_code(values.device)[codes_of(values)], counts)
+    return bins.index_add_(1, bin_index(values), counts)
+
+
+def add_to_bins(bins: Tensor, values: Tensor) -> None:
+    """Add values of any shape to a histogram, [NUM_BINS] float64, in place."""
+    bins.index_add_(0, bin_index(values), _one(values.device).expand(values.numel()))
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """[1] float64: a count of 1."""
+    return torch.ones(1, dtype=torch.float64, device=device)
 
 
 class Histogram:
-    """A histogram on the host, from [NUM_BINS] cumulative counts."""
+    """A histogram on the host, from the number of values in each of the NUM_BINS bins."""
 
-    def __init__(self, until: Sequence[float]) -> None:
-        self._until = until
+    def __init__(self, counts: Sequence[float]) -> None:
+        self._until = list(accumulate(counts))  # for each bin the number of values up to its end
 
     @property
     def total(self) -> float:
@@ -208,39 +182,59 @@ class WeightHistogram:
         return min(max(weight, self.lower), self.upper)
 
 
+def log_ratio_histogram(header: BatchHeader[float]) -> Histogram:
+    """Return the histogram of log ρ over the valid tokens."""
+    counts = list(header.tokens.bins)
+    # Tokens that are not valid are counted with a log ρ of 0.
+    counts[NUM_BINS // 2] -= sum(counts) - header.totals["tokens"]
+    return Histogram(counts)
+
+
 def weight_histograms(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, WeightHistogram]:
-    """``rollout_is_seq``, the mean weight of each sequence, and ``rollout_is``, the weight of each token.
+    """Return ``rollout_is_seq``, the mean weight of each sequence, and ``rollout_is``, the weight of each token.
 
     Token-level weights have no ``rollout_is`` if they are no ratios of tokens, or have bounds by staleness; without
     weights there are none.
     """
-    if header.weights is None:
+    if header.weight_bins is None:
         return {}
-    per_sequence, *per_token = map(Histogram, header.weights.histograms)
-    found = {"rollout_is_seq": WeightHistogram(per_sequence)}
+    per_sequence, *per_token = [Histogram(bins) for bins in header.weight_bins]
+    histograms = {"rollout_is_seq": WeightHistogram(per_sequence)}
     if per_token:
-        found["rollout_is"] = WeightHistogram(per_token[0])
+        histograms["rollout_is"] = WeightHistogram(per_token[0])
     elif config.weighs_single_tokens and config.staleness_scale is None:
         lower, upper = config.is_bounds
-        lower = math.exp(-EXP_LIMIT) if config.is_mode == "truncate" else lower
-        zeros = (header.weights.outside.above, header.weights.outside.below) if config.is_mode == "mask" else (0.0, 0.0)
-        found["rollout_is"] = WeightHistogram(Histogram(header.bins), lower, upper, *zeros)
-    return found
+        if config.is_mode == "truncate":
+            lower = math.exp(-EXP_LIMIT)
+        is_masked = config.is_mode == "mask"
+        histograms["rollout_is"] = WeightHistogram(
+            log_ratio_histogram(header),
+            lower=lower,
+            upper=upper,
+            above=header.totals["above"] if is_masked else 0.0,
+            below=header.totals["below"] if is_masked else 0.0,
+        )
+    return histograms
 
 
 def derive_distributions(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, Distribution]:
-    """``<metric_prefix>log_ratio``, log ρ of the tokens, and :func:`weight_histograms`; none without a valid token."""
-    if not header.policy.valid:
+    """Return the distributions of log ρ and of the weights, by their names on boards; none without a valid token.
+
+    The names: ``<metric_prefix>log_ratio``, and those of :func:`weight_histograms`.
+    """
+    if not header.totals["tokens"]:
         return {}
-    bins = Histogram(header.bins)
-    found = {"log_ratio": even_bins(*bins.ends, bins.total, bins.below)}
-    found |= {name: histogram.distribution() for name, histogram in weight_histograms(header, config).items()}
-    return {config.metric_prefix + name: distribution for name, distribution in found.items()}
+    log_ratio = log_ratio_histogram(header)
+    distributions = {"log_ratio": even_bins(*log_ratio.ends, log_ratio.total, log_ratio.below)}
+    for name, histogram in weight_histograms(header, config).items():
+        distributions[name] = histogram.distribution()
+    return {config.metric_prefix + name: distribution for name, distribution in distributions.items()}
 
 
 def derive_quantiles(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
     """Quantiles of log ρ (``log_ratio_p01`` …) and of the weights (``rollout_is_p25`` …); 0 without a valid token."""
-    found = quantiles(Histogram(header.bins))
+    values = quantiles(log_ratio_histogram(header))
     for name, weights in weight_histograms(header, config).items():
-        found |= {f"{name}_p{percent}": weights.quantile(percent / 100) for percent in WEIGHT_QUANTILES}
-    return found if header.policy.valid else dict.fromkeys(found, 0.0)
+        for percent in WEIGHT_QUANTILES:
+            values[f"{name}_p{percent}"] = weights.quantile(percent / 100)
+    return values if header.totals["tokens"] else dict.fromkeys(values, 0.0)

@@ -91,18 +91,19 @@ class RolloutBatch:
         """True if rows are parts of one rollout."""
         if self.rollout_ids is None:
             return False
+        # Rollout ids are only compared between rows of one prompt.
         pairs = torch.stack([self.group_ids.long(), self.rollout_ids.long()], dim=1)
         return len(pairs.unique(dim=0)) < len(pairs)
 
     @property
     def turn_ids(self) -> Tensor:
-        """[n, s] int64, the turn of each sampled token, from 0; -1 at other tokens.
+        """The turn of each sampled token, [n, s] int64, from 0; -1 at other tokens.
 
         A turn is a run of sampled tokens between observations, as weights and criteria of turns take it.
         """
-        begins = self.response_mask.clone()
-        begins[:, 1:] &= ~self.response_mask[:, :-1]
-        return torch.where(self.response_mask, begins.cumsum(dim=1) - 1, -1)
+        begins_turn = self.response_mask.clone()
+        begins_turn[:, 1:] &= ~self.response_mask[:, :-1]
+        return torch.where(self.response_mask, begins_turn.cumsum(dim=1) - 1, -1)
 
     def validate(
         self,
@@ -129,12 +130,13 @@ class RolloutBatch:
         check_values(self.tensors(), self.sampling.top_k, vocab_size, allow_bad_log_probs=allow_bad_log_probs)
 
     def label_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(labels, response_mask, rollout_log_probs), each [n, s]: position t is about token t + 1.
+        """Return (labels, response_mask, rollout_log_probs), each [n, s], at label positions.
 
-        The shift is over whole sequences, before any sharding; the last position is never counted. Routed experts need
-        no shift: the experts that read token t predict label t.
+        Position t then holds the values of token t + 1, which the model predicts at t. The shift is over whole
+        sequences, before any sharding; the last position is never counted. Routed experts need no shift: the experts
+        that read token t predict label t.
         """
-        return tuple(map(_to_labels, (self.tokens, self.response_mask, self.rollout_log_probs)))  # type: ignore[return-value]
+        return _to_labels(self.tokens), _to_labels(self.response_mask), _to_labels(self.rollout_log_probs)
 
     def label_versions(self) -> Tensor:
         """``policy_versions`` at label positions, [n, s] int64."""
@@ -145,17 +147,18 @@ class RolloutBatch:
         return _to_labels(self.turn_ids)
 
     def label_turn_rewards(self) -> Tensor | None:
-        """``turn_rewards`` at label positions, [n, s], 0 at tokens that were not sampled; None if there are none."""
+        """``turn_rewards`` at label positions, [n, s], 0 at tokens that were not sampled; None without turn rewards."""
         if self.turn_rewards is None:
             return None
         return _to_labels(torch.where(self.response_mask, self.turn_rewards, 0))
 
     def label_support(self) -> tuple[Tensor, Tensor] | None:
-        """(ids, counts [n, s]) of the supports at label positions of sampled tokens; None if there are none."""
+        """Return (ids, counts [n, s]) of the supports at label positions of sampled tokens; None without supports."""
         if self.support_ids is None or self.support_counts is None:
             return None
-        labels = torch.where(_to_labels(self.response_mask), self._places + 1, -1)
-        return take_support(self.support_ids, self.support_counts, labels)
+        # A label is the token at the next place; -1 leaves a position without ids.
+        label_places = torch.where(_to_labels(self.response_mask), self._places + 1, -1)
+        return take_support(self.support_ids, self.support_counts, label_places)
 
     def with_sorted_support(self) -> RolloutBatch:
         """The batch with the kept tokens of sampled tokens alone, in ascending order, each id once."""
@@ -168,61 +171,63 @@ class RolloutBatch:
         return replace(self, support_ids=ids, support_counts=counts)
 
     def support_of_rows(self) -> Sequence[tuple[Tensor, Tensor] | None]:
-        """(ids, counts [s]) of each row's supports; None for each row if there are none."""
+        """Return (ids, counts [s]) of the supports of each row; a list of None without supports."""
         if self.support_ids is None or self.support_counts is None:
             return [None] * self.num_sequences
-        parts = self.support_ids.split(self.support_counts.sum(dim=1).tolist())
-        return list(zip(parts, self.support_counts, strict=True))
+        ids_of_rows = self.support_ids.split(self.support_counts.sum(dim=1).tolist())
+        return list(zip(ids_of_rows, self.support_counts, strict=True))
 
     def tensors(self) -> dict[str, Tensor]:
         """The record's tensors by field name, without absent fields."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
 
     def rows(self, index: Tensor | slice | Sequence[int]) -> RolloutBatch:
-        """A part of the sequences, by a slice, indices in any order, or a mask [n] bool."""
+        """The batch with some of its sequences: by a slice, indices in any order, or a mask [n] bool."""
         if not isinstance(index, (slice, Tensor)):
             index = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
-        per_row = {name: value[index] for name, value in self.tensors().items() if not FIELDS[name].is_list}
-        return replace(self, **(per_row | self._support_at(self._places[index])))
+        selected = {name: value[index] for name, value in self.tensors().items() if not FIELDS[name].is_list}
+        return replace(self, **(selected | self._support_at(self._places[index])))
 
     @property
     def _places(self) -> Tensor:
-        """[n, s], the position of each token in the flattened batch."""
+        """The index of each token in the flattened batch, [n, s] int64."""
         return torch.arange(self.tokens.numel(), device=self.tokens.device).view_as(self.tokens)
 
-    def _support_at(self, place: Tensor) -> dict[str, Any]:
-        """The fields of the supports for the positions ``place`` of the flattened batch, −1 for padding."""
+    def _support_at(self, places: Tensor) -> dict[str, Any]:
+        """The fields of the supports, by name, for tokens with these :attr:`_places`; -1 for padding."""
         if self.support_ids is None or self.support_counts is None:
             return {}
-        ids, counts = take_support(self.support_ids, self.support_counts, place)
+        ids, counts = take_support(self.support_ids, self.support_counts, places)
         return {"support_ids": ids, "support_counts": counts}
 
     def at_length(self, length: int, pad_token_id: int = 0) -> RolloutBatch:
-        """The sequences in ``length`` columns, with padding added or cut off.
+        """The batch in ``length`` columns, with padding added or cut off.
 
         Raises:
             ValueError: a sampled token would be cut off; names the sample.
         """
-        beyond = self.response_mask[:, length:].any(dim=1)
-        if beyond.any():
-            sample = int(self.sample_ids[beyond][0])
+        is_too_long = self.response_mask[:, length:].any(dim=1)
+        if is_too_long.any():
+            sample = int(self.sample_ids[is_too_long][0])
             raise ValueError(f"sample {sample} has sampled tokens after its first {length}: allow more columns")
+
         fillers = {"tokens": pad_token_id, "routed_experts": NO_EXPERT}
-        changed: dict[str, Any] = {
+        padded: dict[str, Any] = {
             name: _pad(value[:, :length], length, fillers.get(name, 0))
             for name, value in self.tensors().items()
             if FIELDS[name].per_token
         }
-        return replace(self, **(changed | self._support_at(_pad(self._places[:, :length], length, -1))))
+        places = _pad(self._places[:, :length], length, -1)
+        return replace(self, **(padded | self._support_at(places)))
 
     def to(self, device: torch.device | str) -> RolloutBatch:
-        """The batch on another device."""
+        """The batch with its tensors on a device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
         return replace(self, **moved)
 
     @classmethod
     def concatenate(cls, batches: Sequence[RolloutBatch], pad_token_id: int = 0) -> RolloutBatch:
-        """The sequences of several batches, padded to the longest.
+        """Join the sequences of several batches in one, padded to the longest.
 
         Args:
             batches: at least one; all with the same sampling parameters, and all or none with routed experts and with
@@ -241,14 +246,16 @@ class RolloutBatch:
             _check_alike(first, batch)
         length = max(batch.tokens.shape[1] for batch in batches)
         padded = [batch.at_length(length, pad_token_id) for batch in batches]
-        joined: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in padded]) for name in first.tensors()}
-        return replace(first, **joined)
+        concatenated: dict[str, Any] = {
+            name: torch.cat([getattr(batch, name) for batch in padded]) for name in first.tensors()
+        }
+        return replace(first, **concatenated)
 
 
 def save_rollouts(batch: RolloutBatch, path: str | os.PathLike[str]) -> None:
     """Write a batch to one safetensors file, with the schema's version and the sampling parameters in its header.
 
-    Every bit is kept, also of values that ``validate`` refuses. The file appears under its name when it is complete.
+    Every bit is written, also of values that ``validate`` refuses. The file appears under its name when it is complete.
 
     Args:
         batch: the records, on any device.
@@ -261,12 +268,16 @@ def save_rollouts(batch: RolloutBatch, path: str | os.PathLike[str]) -> None:
     """
     check_structure(batch)
     tensors = batch.tensors()
-    shapes = {name: list(value.shape) for name, value in tensors.items()}
-    write_file(path, tensors, {"schema_version": SCHEMA_VERSION, "sampling": asdict(batch.sampling), "shapes": shapes})
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "sampling": asdict(batch.sampling),
+        "shapes": {name: list(value.shape) for name, value in tensors.items()},  # to find a damaged file
+    }
+    write_file(path, tensors, header)
 
 
 def load_rollouts(path: str | os.PathLike[str]) -> RolloutBatch:
-    """The batch of a file of :func:`save_rollouts`, on the host. Call ``validate`` before training on it.
+    """Read the batch of a file that :func:`save_rollouts` wrote, to the host. Call ``validate`` before training on it.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -281,12 +292,14 @@ def load_rollouts(path: str | os.PathLike[str]) -> RolloutBatch:
 
 
 def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatch:
+    """The batch from a file's tensors and header; TypeError or ValueError if they are not such a file's."""
     check_schema_version(header)
     if set(header) != {"schema_version", "sampling", "shapes"}:
         raise ValueError(f"the header has {', '.join(sorted(header))}: expected schema_version, sampling, shapes")
-    odd = (set(tensors) - set(FIELDS)) | (set(FIELDS) - OPTIONAL - set(tensors))
-    if odd:
-        raise ValueError(f"tensors unknown or missing: {', '.join(sorted(odd))}")
+    unknown = set(tensors) - set(FIELDS)
+    missing = set(FIELDS) - OPTIONAL - set(tensors)
+    if unknown or missing:
+        raise ValueError(f"tensors unknown or missing: {', '.join(sorted(unknown | missing))}")
     if header["shapes"] != {name: list(value.shape) for name, value in tensors.items()}:
         raise ValueError("the tensors' shapes are not the header's: the file is damaged")
     batch = RolloutBatch(**tensors, sampling=SamplingParams.from_dict(header["sampling"]))
@@ -295,62 +308,73 @@ def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatc
 
 
 def check_schema_version(header: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the header of a file, or a line, has the schema version that this release reads."""
+    """Raise ValueError unless a file's header, or a JSON line, has the schema version that this release reads."""
     if "schema_version" not in header:
         raise ValueError("schema_version is missing: this is no record of --save-rollouts or save_rollouts")
     version = header["schema_version"]
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if version != SCHEMA_VERSION or isinstance(version, bool):  # True is equal to 1
         raise ValueError(f"schema_version is {version!r}: this release reads version {SCHEMA_VERSION}")
 
 
 def _with_same_fields(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-    """The batches with the trainer's log-probs in all or in none, NaN (not scored) if only others have them.
+    """The batches with those optional fields filled in that some of them have and others lack.
 
-    Turn rewards alike, with 0, and rollout ids, with numbers that no other row has.
+    The trainer's log-probs are filled with NaN (not scored), turn rewards with 0, and rollout ids with numbers that no
+    other row has.
     """
     batches = _with_rollout_ids(batches)
     fillers = dict.fromkeys(TRAINER_LOG_PROBS, torch.nan) | {"turn_rewards": 0.0}
-    held = [name for name in fillers if any(getattr(batch, name) is not None for batch in batches)]
-    filled = []
+    present = [name for name in fillers if any(getattr(batch, name) is not None for batch in batches)]
+    completed = []
     for batch in batches:
-        missing = [name for name in held if getattr(batch, name) is None]
-        unknown: dict[str, Any] = {name: torch.full_like(batch.rollout_log_probs, fillers[name]) for name in missing}
-        filled.append(replace(batch, **unknown))
-    return filled
+        missing = [name for name in present if getattr(batch, name) is None]
+        filled: dict[str, Any] = {name: torch.full_like(batch.rollout_log_probs, fillers[name]) for name in missing}
+        completed.append(replace(batch, **filled))
+    return completed
 
 
 def _with_rollout_ids(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
     """The batches with rollout ids in all or in none; rows without one get the numbers behind the largest."""
-    known = [batch.rollout_ids for batch in batches if batch.rollout_ids is not None and batch.num_sequences]
-    if not known:
+    present = [batch.rollout_ids for batch in batches if batch.rollout_ids is not None and batch.num_sequences]
+    if not present:
         return list(batches)
-    next_id = max(int(ids.max()) for ids in known) + 1
-    filled = []
+    next_id = max(int(ids.max()) for ids in present) + 1
+    completed = []
     for batch in batches:
         if batch.rollout_ids is None:
             ids = torch.arange(next_id, next_id + batch.num_sequences, device=batch.tokens.device)
             next_id += batch.num_sequences
             batch = replace(batch, rollout_ids=ids)
-        filled.append(batch)
-    return filled
+        completed.append(batch)
+    return completed
 
 
 def _check_alike(first: RolloutBatch, other: RolloutBatch) -> None:
+    """Raise ValueError for batches that differ in sampling parameters, or in the form of experts or supports."""
     if other.sampling != first.sampling:
         raise ValueError(f"batches were sampled differently, {first.sampling} and {other.sampling}: keep them apart")
-    shapes = [None if batch.routed_experts is None else batch.routed_experts.shape[2:] for batch in (first, other)]
-    if shapes[0] != shapes[1]:
-        words = ["none" if shape is None else f"[.., {shape[0]}, {shape[1]}]" for shape in shapes]
-        raise ValueError(f"batches have different routed_experts, {words[0]} and {words[1]}: keep them apart")
+    form = _form_of_experts(first)
+    other_form = _form_of_experts(other)
+    if form != other_form:
+        raise ValueError(f"batches have different routed_experts, {form} and {other_form}: keep them apart")
     if (first.support_ids is None) != (other.support_ids is None):
         raise ValueError("only some batches have support_ids: keep them apart")
 
 
+def _form_of_experts(batch: RolloutBatch) -> str:
+    """The layers and experts of a batch's routed experts, as in "[.., 2, 8]"; "none" without."""
+    if batch.routed_experts is None:
+        return "none"
+    layers, top_k = batch.routed_experts.shape[2:]
+    return f"[.., {layers}, {top_k}]"
+
+
 def _to_labels(value: Tensor) -> Tensor:
+    """Values of tokens, [n, s], moved to label positions: those of token t + 1 at t, 0 at the last."""
     return torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
 
 
 def _pad(value: Tensor, length: int, filler: int) -> Tensor:
-    """[n, s, ...] to [n, length, ...]."""
-    missing = value.new_full((len(value), length - value.shape[1], *value.shape[2:]), filler)
-    return torch.cat([value, missing], dim=1)
+    """Values of tokens, [n, s, ...], in ``length`` columns, [n, length, ...], of which the new ones are ``filler``."""
+    padding = value.new_full((len(value), length - value.shape[1], *value.shape[2:]), filler)
+    return torch.cat([value, padding], dim=1)

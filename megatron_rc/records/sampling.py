@@ -32,7 +32,7 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are sampled from a part of the vocabulary."""
+        """Return whether tokens are sampled from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @classmethod
@@ -41,31 +41,35 @@ class SamplingParams:
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping):
             raise ValueError(f"sampling parameters are {values!r}: expected {', '.join(sorted(names))} by name")
-        odd = (set(values) ^ names) - {"min_p"}  # records of older releases do not have it
-        if odd:
-            words = ", ".join(sorted(odd))
-            raise ValueError(f"sampling parameters: {words} unknown or missing, expected {', '.join(sorted(names))}")
+        differing = (set(values) ^ names) - {"min_p"}  # records of older releases do not have min_p
+        if differing:
+            listed = ", ".join(sorted(differing))
+            raise ValueError(f"sampling parameters: {listed} unknown or missing, expected {', '.join(sorted(names))}")
         return cls(**values)
 
     def check(self, allow_truncated_sampling: bool = False) -> None:
-        """Check each parameter, and all together; ValueError names the parameter, its value and the remedy.
+        """Check each parameter, and all together.
 
-        ``allow_truncated_sampling``: accept top_p < 1, top_k > 0 and min_p > 0.
+        Args:
+            allow_truncated_sampling: accept top_p < 1, top_k > 0 and min_p > 0.
+
+        Raises:
+            ValueError: names the parameter, its value and the remedy.
         """
-        temperature, top_p, top_k, mode = self.temperature, self.top_p, self.top_k, self.log_probs_mode
-        check_number("temperature", temperature, lambda x: 0 < x < math.inf, "must be a number above 0")
-        check_number("top_p", top_p, lambda x: 0 < x <= 1, "must be a number above 0 and at most 1")
-        check_integer("top_k", top_k, least=0)
+        check_number("temperature", self.temperature, lambda x: 0 < x < math.inf, "must be a number above 0")
+        check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "must be a number above 0 and at most 1")
+        check_integer("top_k", self.top_k, least=0)
         check_number("min_p", self.min_p, lambda x: 0 <= x < 1, "must be a number of at least 0 and below 1")
-        one_of("log_probs_mode", mode, LOG_PROBS_MODES)
-        if mode == "raw" and temperature != 1:
+        one_of("log_probs_mode", self.log_probs_mode, LOG_PROBS_MODES)
+        # At temperature 1 raw and processed log-probs are the same.
+        if self.log_probs_mode == "raw" and self.temperature != 1:
             raise ValueError(
-                f"log-probs are raw (before temperature) at temperature {temperature}: "
+                f"log-probs are raw (before temperature) at temperature {self.temperature}: "
                 "ask the engine for processed log-probs"
             )
         if self.is_truncated and not allow_truncated_sampling:
             raise ValueError(
-                f"top_p={top_p}, top_k={top_k}, min_p={self.min_p} sample from a truncated distribution, which is not "
-                "the policy: record the tokens that the engine kept (support_ids), sample with top_p=1, top_k=0 and "
-                "min_p=0, or allow truncated sampling"
+                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} sample from a truncated distribution, "
+                "which is not the policy: record the tokens that the engine kept (support_ids), sample with top_p=1, "
+                "top_k=0 and min_p=0, or allow truncated sampling"
             )

@@ -17,10 +17,16 @@ _KEY = "megatron_rc"  # the header's key in a safetensors file's metadata
 
 
 def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write a file that appears under its name when it is complete; an existing one is replaced, or left if that fails.
+    """Write tensors and a header to a file, which appears under its name when it is complete.
 
-    Tensors are copied to the host; the header's values go into JSON. ImportError without safetensors; OSError if the
-    file cannot be written, as in a folder that does not exist.
+    Args:
+        path: an existing file is replaced, or left as it is if writing fails.
+        tensors: by name, on any device.
+        header: values that JSON can hold.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        OSError: the file cannot be written, as in a folder that does not exist.
     """
     need_safetensors()
     from safetensors import SafetensorError
@@ -33,7 +39,8 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
     with replacing(path) as temporary:
         try:
             save_file(copies, temporary, metadata={_KEY: json.dumps(header)})
-        except SafetensorError as problem:  # a full disk, for example
+        except SafetensorError as problem:
+            # An error of the file system, such as a full disk, is told as one.
             raise OSError(f"cannot write {path}: {problem}") from problem
 
 
@@ -52,9 +59,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(os.path.realpath(path))  # not resolve(), which raises RuntimeError for a circle of links
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist, create it first")
+    # In the same folder, because a file can only be renamed inside one file system.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield temporary
+        # All bytes must be on the disk before the name leads to them, or a crash could leave an empty file.
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -63,9 +72,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, on the host, and the header of a file of :func:`write_file`.
+    """Read the tensors, to the host, and the header of a file that :func:`write_file` wrote.
 
-    ImportError without safetensors; FileNotFoundError without a file; ValueError if it is cut off, damaged, or another.
+    Raises:
+        ImportError: safetensors is not installed.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is cut off, damaged, or not one that :func:`write_file` wrote.
     """
     tensors, metadata = read_safetensors(path)
     if _KEY not in metadata:
@@ -80,7 +92,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, on the host, and the metadata of a file; its errors are as in :func:`read_file`."""
+    """Read the tensors, to the host, and the metadata of any safetensors file; errors as in :func:`read_file`."""
     need_safetensors()
     from safetensors import SafetensorError, safe_open
 
@@ -88,16 +100,18 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
     try:
         with safe_open(path, framework="pt") as file:
             # Clones: safetensors' own tensors map the file, which another process may cut off.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
     except (SafetensorError, OSError) as problem:
         raise ValueError(f"{path} is cut off, damaged or no safetensors file ({problem}): write it again") from problem
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
-    """The path, if it is a file; else FileNotFoundError."""
+    """Return the path if it is a file; else raise FileNotFoundError."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'missing'}: expected a file of rollouts")
+        problem = "a folder" if path.is_dir() else "missing"
+        raise FileNotFoundError(f"{path} is {problem}: expected a file of rollouts")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Tensors by name from files of other programs: safetensors, PyTorch's and NumPy's. Reading them runs no code."""
+"""Read tensors by name from safetensors, PyTorch and NumPy files of other programs, without running code in them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,34 @@ from torch import Tensor
 from megatron_rc.records.storage import read_safetensors
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
-MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file
+MOST_BYTES = 1 << 34  # largest unpacked size of a compressed file: a small file could unpack to more than the memory
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the host; equal texts, such as verl's ``uid``, become equal numbers.
+    """Read the tensors of a file, by name, to the host; the file's suffix is one of ``SUFFIXES``.
 
-    Read are safetensors, ``.pt`` and ``.pth`` (a dict of tensors, alone or below ``batch``) and ``.npz``. ImportError
-    without the library for it; ValueError if the file is damaged, holds objects, or unpacks to over ``MOST_BYTES``.
+    A ``.pt`` or ``.pth`` file holds a dict of tensors, some of them perhaps in a dict under its key ``batch``. An array
+    of strings in an ``.npz`` file, such as verl's ``uid``, becomes an array of integers: equal strings, equal integers.
+
+    Raises:
+        ImportError: the library for this kind of file is not installed.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, holds objects, or unpacks to over ``MOST_BYTES``.
     """
     _check_size(path)
     if path.suffix == ".npz":
-        return _of_numpy(path)
-    return read_safetensors(path)[0] if path.suffix == ".safetensors" else _of_pytorch(path)
+        return _read_npz(path)
+    if path.suffix == ".safetensors":
+        tensors, _ = read_safetensors(path)
+        return tensors
+    return _read_torch_file(path)
 
 
 def _check_size(path: Path) -> None:
+    """Raise ValueError if the file is a zip archive that unpacks to over ``MOST_BYTES``.
+
+    ``.npz`` files and new ``.pt`` files are zip archives.
+    """
     try:
         if not zipfile.is_zipfile(path):
             return
@@ -40,41 +52,49 @@ def _check_size(path: Path) -> None:
         raise ValueError(f"{path} unpacks to {size} bytes, above the limit of {MOST_BYTES}: write it in several files")
 
 
-def _of_pytorch(path: Path) -> dict[str, Tensor]:
+def _read_torch_file(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file that ``torch.save`` wrote; values of other types are left out."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as problem:  # its unpickler raises many types, for code and for damage alike
-        # PyTorch's own sentence about objects proposes to load them without this check.
-        why = "it holds other objects" if "weights_only" in str(problem) else str(problem).strip().partition("\n")[0]
+    except Exception as problem:  # torch's unpickler raises many types, both for other objects and for damage
+        reason = str(problem).strip().partition("\n")[0]
+        # PyTorch's message about other objects tells the user to switch weights_only off, which would run their code.
+        if "weights_only" in str(problem):
+            reason = "it holds other objects"
         raise ValueError(
-            f"{path} is no dict of tensors ({why[:200]}): objects could run code and are not read, write it as "
-            'torch.save({"rollout_log_probs": tensor, …}, path)'
+            f"{path} is no dict of tensors ({reason[:200]}): objects could run code and are not read; write the "
+            'file as torch.save({"rollout_log_probs": tensor, …}, path)'
         ) from None
-    if isinstance(found, Mapping) and isinstance(found.get("batch"), Mapping):
-        found = {**found, **found["batch"]}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} holds a {type(found).__name__}: expected a dict of tensors by name")
-    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}: expected a dict of tensors by name")
+    if isinstance(content.get("batch"), Mapping):
+        content = {**content, **content["batch"]}
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
-def _of_numpy(path: Path) -> dict[str, Tensor]:
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    """Return the arrays of an ``.npz`` file as tensors, by name."""
     try:
         import numpy as np
     except ModuleNotFoundError:
         raise ImportError(f"{path} needs numpy, which is not installed: pip install numpy") from None
 
-    def tensor(array: Any) -> Tensor:
-        return torch.from_numpy(np.unique(array, return_inverse=True)[1] if array.dtype.kind in "US" else array)
+    def to_tensor(array: Any) -> Tensor:
+        is_text = array.dtype.kind in "US"
+        if is_text:
+            # Each string becomes its index in the sorted list of the array's distinct strings.
+            _, array = np.unique(array, return_inverse=True)
+        return torch.from_numpy(array)
 
     try:
-        # Opened here: numpy leaves a damaged file open.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: tensor(file[name]) for name in file.files}
+        # np.load(path) would leave a damaged file open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return {name: to_tensor(archive[name]) for name in archive.files}
     except OSError:
         raise
-    except Exception as problem:  # errors of zipfile, zlib and numpy for damage, and of numpy for objects
+    except Exception as problem:  # zipfile, zlib and numpy raise many types for damage; numpy also for other objects
         raise ValueError(
-            f"{path} is no .npz file of numbers ({problem}): objects could run code and are not read, write arrays"
+            f"{path} is no .npz file of numbers ({problem}): objects could run code and are not read; save plain arrays"
         ) from None

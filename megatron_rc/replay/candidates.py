@@ -15,7 +15,7 @@ from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.parallel.arguments import one_of
 from megatron_rc.records.rollout import RolloutBatch
-from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.fields import DEFAULTS
 from megatron_rc.settings.overrides import overridden, value_of
 
@@ -24,7 +24,7 @@ MOST = 64
 
 def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, RolloutCorrectionConfig]:
     """Presets by name, then the settings of YAML files; ValueError if one is unknown, or does not go with another."""
-    bases = {name: preset(name) for name in presets}
+    bases = {name: RolloutCorrectionConfig.preset(name) for name in presets}
     for file in dict.fromkeys(files):
         stem = Path(file).stem
         try:

@@ -1,4 +1,4 @@
-"""Bounds of weights and criteria: reading them from settings, checking them, and describing them."""
+"""Bounds of weights and of criteria: typed values, and the texts of settings that they are read from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rc.parallel.arguments import check_number
 
@@ -14,15 +15,41 @@ DEFAULT_WEIGHT_THRESHOLD = 2.0
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """The form of a criterion's bounds.
+class WeightBounds:
+    """Bounds on the importance weights, and the treatment of weights outside of them.
 
     Attributes:
-        read: (lower, upper) on the statistic, from the criterion's name, its threshold and its lower one.
-        words: the rejected range, from (lower, upper): "is above 0.1 nats".
-        takes_threshold: a threshold is needed; otherwise ``read`` gets an empty text.
-        takes_lower: ``rollout_rs_threshold_lower`` may be given.
-        on_ratio: the bounds apply to exp(statistic), a ratio.
+        mode: ``truncate``: min(w, upper). ``clamp``: w limited to [lower, upper]. ``mask``: 0 outside [lower, upper].
+        lower: the lower bound, a ratio. With ``truncate`` it changes no weight; metrics count the weights below it.
+        upper: the upper bound, a ratio.
+    """
+
+    mode: Literal["truncate", "clamp", "mask"]
+    lower: float
+    upper: float
+
+    @property
+    def log_lower(self) -> float:
+        """The lower bound in nats."""
+        return math.log(self.lower)
+
+    @property
+    def log_upper(self) -> float:
+        """The upper bound in nats."""
+        return math.log(self.upper)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The form of a criterion's bounds: how they are read from the settings, and how they are described.
+
+    Attributes:
+        read: function that returns the bounds (lower, upper) on the statistic. Its arguments are the criterion's name,
+            its text of ``rollout_rs_threshold``, and its text of ``rollout_rs_threshold_lower`` or None.
+        words: function that describes the rejected range from (lower, upper): "is above 0.1 nats".
+        takes_threshold: False for a criterion without a bound of the user's; ``read`` then gets an empty text.
+        takes_lower: True if ``rollout_rs_threshold_lower`` may be given.
+        on_ratio: True if the user's bounds apply to a ratio; the bounds on the statistic are their logarithms.
     """
 
     read: Callable[[str, str, str | None], tuple[float, float]]
@@ -32,50 +59,101 @@ class Bounds:
     on_ratio: bool = False
 
 
-def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
-    """``"lo_hi"`` as a pair, ``"u"`` or u as a number; ValueError unless finite, positive and in order."""
+def read_weight_bounds(threshold: Threshold, mode: str | None, lower: float | None) -> WeightBounds:
+    """Return the weights' bounds that ``rollout_is_threshold``, ``_mode`` and ``_threshold_lower`` describe.
+
+    A pair of bounds without a mode means ``mask``, one number without a mode ``truncate``. One number u with ``clamp``
+    or ``mask`` means [1/u, u], if there is no ``rollout_is_threshold_lower``.
+
+    Raises:
+        ValueError: a bound that is no positive number, bounds out of order, or a pair with ``truncate``.
+    """
+    field = "rollout_is_threshold"
+    if threshold is None:
+        threshold = DEFAULT_WEIGHT_THRESHOLD
+    pair_lower, upper = read_bounds(field, threshold)
+
+    if pair_lower is not None and mode == "truncate":
+        raise ValueError(
+            f"{field}={threshold!r} has a lower bound that rollout_is_mode='truncate' does not use: give one number, "
+            "or the mode mask or clamp"
+        )
+    if pair_lower is None and mode in (None, "truncate"):
+        return WeightBounds(mode="truncate", lower=min(1 / upper, upper), upper=upper)
+
+    low, high = ratio_interval(field, threshold, lower)
+    return WeightBounds(mode="clamp" if mode == "clamp" else "mask", lower=low, upper=high)
+
+
+def ratio_interval(field: str, threshold: float | str, lower: float | None) -> tuple[float, float]:
+    """Return the bounds (lower, upper) on a ratio from a field and the field of its lower bound.
+
+    Args:
+        field: name of the field of the threshold; ``{field}_lower`` is the field of the lower bound.
+        threshold: ``"lo_hi"``, or one number u, which means [1/u, u] if ``lower`` is None.
+        lower: the lower bound, or None.
+
+    Raises:
+        ValueError: a bound that is no positive number, bounds out of order, or two lower bounds.
+    """
+    pair_lower, upper = read_bounds(field, threshold)
+    if pair_lower is not None:
+        if lower is not None:
+            raise ValueError(
+                f"{field}={threshold!r} has a lower bound already: drop {field}_lower={lower!r}, or give one number"
+            )
+        return pair_lower, upper
+
+    if lower is None:
+        check_ordered(field, threshold, 1 / upper, upper)
+        return 1 / upper, upper
+
+    check_positive(f"{field}_lower", lower)
+    check_ordered(f"{field}_lower", lower, lower, upper)
+    return lower, upper
+
+
+def read_bounds(field: str, value: float | str) -> tuple[float | None, float]:
+    """Return (lower, upper) of a pair such as ``"0.5_2"``, or (None, upper) of one number or its text.
+
+    Raises:
+        ValueError: a bound that is no finite positive number, or bounds out of order.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{field}={value!r} must be a finite positive number, or a pair of them as 'lo_hi'")
-    parts = [_number(field, part) for part in value.split("_")] if isinstance(value, str) else [value]
-    if len(parts) > 2:
+    if not isinstance(value, str):
+        check_positive(field, value)
+        return None, float(value)
+
+    numbers = [read_number(field, part) for part in value.split("_")]
+    if len(numbers) > 2:
         raise ValueError(f"{field}={value!r} must be a number or 'lo_hi'")
-    for part in parts:
-        check_positive(field, part)
-    if len(parts) == 1:
-        return float(parts[0])
-    check_ordered(field, value, *parts)
-    return parts[0], parts[1]
+    for number in numbers:
+        check_positive(field, number)
+    if len(numbers) == 1:
+        return None, numbers[0]
+    check_ordered(field, value, numbers[0], numbers[1])
+    return numbers[0], numbers[1]
 
 
-def weight_bounds(
-    threshold: float | str | None, mode: str | None, lower: float | None
-) -> tuple[str, tuple[float, float]]:
-    """(mode, (lower, upper)) of the weights, from the fields ``rollout_is_threshold``, ``_mode`` and ``_lower``.
-
-    With ``truncate`` the lower bound, 1/u, is for metrics alone. ValueError names the field, the value and the remedy.
-    """
-    bounds = ratio_bounds("rollout_is_threshold", DEFAULT_WEIGHT_THRESHOLD if threshold is None else threshold)
-    if isinstance(bounds, tuple):
-        if mode == "truncate":
-            raise ValueError(
-                f"rollout_is_threshold={threshold!r} has a lower bound that rollout_is_mode='truncate' does not use: "
-                "give one number, or the mode mask or clamp"
-            )
-        return mode or "mask", bounds
-    if mode in (None, "truncate"):
-        return "truncate", (min(1 / bounds, bounds), bounds)
-    low = 1 / bounds if lower is None else lower
-    check_positive("rollout_is_threshold_lower", low)
-    if lower is None:
-        check_ordered("rollout_is_threshold", bounds, low, bounds)
-    else:
-        check_ordered("rollout_is_threshold_lower", lower, low, bounds)
-    return mode, (low, bounds)
+def read_number(field: str, text: str) -> float:
+    """Return the number that a text spells; ValueError for another text, and for a pair of numbers."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(
+            f"{field}={text!r} is not a number: give digits, such as 2.0, or 0.5_2.0 for two bounds"
+        ) from None
+    # Python reads the text 0_5 as 5; in settings an underscore separates two bounds.
+    if "_" in text:
+        raise ValueError(f"{field}={text!r} must be one number, not a pair")
+    return number
 
 
 def check_ordered(field: str, value: float | str, lower: float, upper: float) -> None:
-    """Raise ValueError unless lower <= upper. They may be equal, as in verl and NeMo-RL."""
-    if not lower <= upper:  # of NaN too
+    """Raise ValueError unless lower <= upper. Equal bounds are legal, as in verl and NeMo-RL."""
+    # The negation refuses NaN, too.
+    if not lower <= upper:
         raise ValueError(
             f"{field}={value!r} means [{lower:g}, {upper:g}]: the lower bound on ρ must not lie above the upper one"
         )
@@ -86,66 +164,31 @@ def check_positive(field: str, value: object) -> None:
     check_number(field, value, lambda number: 0 < number <= sys.float_info.max, "must be a finite positive number")
 
 
-def aligned(field: str, value: Threshold, names: list[str]) -> list[str | None]:
-    """One text for each name; a single text serves all names; ValueError for another number of texts."""
-    if value is None:
-        return [None] * len(names)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{field}={value!r} must be a number or a comma list of bounds")
-    parts: list[str | None] = [part.strip() for part in str(value).split(",")]
-    if len(parts) not in (1, len(names)):
-        raise ValueError(
-            f"{field}={value!r} has {len(parts)} bounds for {len(names)} criteria ({', '.join(names)}): give one, or "
-            "one for each"
-        )
-    return parts if len(parts) == len(names) else parts * len(names)
-
-
 def _read_ratio(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
-    upper = ratio_bounds("rollout_rs_threshold", threshold)
-    if isinstance(upper, tuple):
-        if lower is not None:
-            raise ValueError(
-                f"rollout_rs_threshold={threshold!r} has a lower bound for {name} already: drop "
-                f"rollout_rs_threshold_lower={lower!r}"
-            )
-        return math.log(upper[0]), math.log(upper[1])
-    low = 1 / upper if lower is None else _number("rollout_rs_threshold_lower", lower)
-    check_positive("rollout_rs_threshold_lower", low)
-    if lower is None:
-        check_ordered("rollout_rs_threshold", threshold, low, upper)
-    else:
-        check_ordered("rollout_rs_threshold_lower", lower, low, upper)
-    return math.log(low), math.log(upper)
+    lower_number = None if lower is None else read_number("rollout_rs_threshold_lower", lower)
+    low, high = ratio_interval("rollout_rs_threshold", threshold, lower_number)
+    return math.log(low), math.log(high)
 
 
 def _read_upper(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
-    upper = ratio_bounds("rollout_rs_threshold", threshold)
-    if isinstance(upper, tuple):
+    pair_lower, upper = read_bounds("rollout_rs_threshold", threshold)
+    if pair_lower is not None:
         raise ValueError(f"rollout_rs_threshold={threshold!r}: {name} takes one upper bound, in nats")
     return -math.inf, upper
 
 
 def _read_margin(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
-    margin = _number("rollout_rs_threshold", threshold)
+    margin = read_number("rollout_rs_threshold", threshold)
     if not 0 <= margin < math.inf:
         raise ValueError(f"rollout_rs_threshold={threshold!r}: {name} takes one number, 0 or more")
     return -margin, math.inf
 
 
-def _number(field: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(
-            f"{field}={text!r} is not a number: give digits, such as 2.0, or 0.5_2.0 for two bounds"
-        ) from None
-    if "_" in text:  # float() reads 0_5 as 5; in settings an underscore separates bounds
-        raise ValueError(f"{field}={text!r} must be one number, not a pair")
-    return value
+def _read_nothing(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
+    return -math.inf, 0.0
 
 
-# [lo, hi] of a ratio: "lo_hi", or u for [1/u, u], or u with a separate lower bound.
+# Two bounds on a ratio: "lo_hi", or u for [1/u, u], or u with a lower bound in the field rollout_rs_threshold_lower.
 RATIO = Bounds(
     read=_read_ratio,
     words=lambda lower, upper: f"is outside [{math.exp(lower):.10g}, {math.exp(upper):.10g}]",
@@ -153,10 +196,10 @@ RATIO = Bounds(
     on_ratio=True,
 )
 # One upper bound, in nats.
-UPPER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g} nats")
-# One upper bound, of a number without a unit.
-UPPER_NUMBER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g}")
-# δ >= 0 nats: log ρ may be as low as -δ.
-MARGIN = Bounds(_read_margin, lambda lower, upper: f"is above {0.0 - lower:.10g} nats")
-# No bound of the user's: the statistic counts rejected responses, and none may be rejected.
-NONE_AT_ALL = Bounds(lambda name, threshold, lower: (-math.inf, 0.0), lambda lower, upper: "", takes_threshold=False)
+UPPER = Bounds(read=_read_upper, words=lambda lower, upper: f"is above {upper:.10g} nats")
+# One upper bound on a number without a unit.
+UPPER_NUMBER = Bounds(read=_read_upper, words=lambda lower, upper: f"is above {upper:.10g}")
+# One margin δ >= 0, in nats: the statistic may be as low as -δ.
+MARGIN = Bounds(read=_read_margin, words=lambda lower, upper: f"is above {0.0 - lower:.10g} nats")
+# No bound of the user's: the statistic is a number of rejected responses, and none may be rejected.
+NONE_AT_ALL = Bounds(read=_read_nothing, words=lambda lower, upper: "", takes_threshold=False)

@@ -1,4 +1,4 @@
-"""Every setting of the correction, and the properties that follow from several of them.
+"""Every setting of the correction, and the facts that follow from the settings.
 
 ``docs/design.md`` begins with the words and symbols that are used here.
 """
@@ -6,93 +6,171 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.bounds import DEFAULT_WEIGHT_THRESHOLD, WeightBounds, read_weight_bounds
+from megatron_rc.settings.criteria import CRITERIA, parse_criteria
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
-from megatron_rc.settings.levels import WeightLevel
-from megatron_rc.settings.staleness import StalenessScale
+from megatron_rc.settings.levels import LEVELS, WeightLevel
+from megatron_rc.settings.staleness import StalenessScale, parse_staleness_scale
+
+
+def _setting(default: Any, help_text: str, choices: tuple[str | None, ...] | None = None) -> Any:
+    """Return a field with its help text, and with the values that it takes if they are a short list.
+
+    A help text is for ``--help`` and for the documentation. It leaves out the default, unless that is None.
+    """
+    return field(default=default, metadata={"help": help_text, "choices": choices})
 
 
 @dataclass(frozen=True)
 class CorrectionFields:
-    """The fields of :class:`megatron_rc.RolloutCorrectionConfig`, which checks them and computes the derived ones.
+    """The fields of :class:`megatron_rc.RolloutCorrectionConfig`, and properties that follow from them.
 
-    Attributes:
-        rollout_is: level of the importance weights, a name from ``megatron_rc.settings.levels``: ``token``,
-            ``sequence`` (product of a sequence's ratios), ``geometric`` (their geometric mean), ``turn`` and
-            ``turn_geometric`` (the same over a turn), ``prefix`` (product of the ratios up to the token),
-            ``min_prefix`` (MinPRO), or ``None`` for no weights.
-        rollout_is_threshold: bound on the weights: u, or ``"lo_hi"``. None: 2.0.
-        rollout_is_mode: ``truncate`` min(w, u); ``clamp`` to [lo, u]; ``mask`` (IcePop) 0 outside [lo, u]. None:
-            ``mask`` for ``"lo_hi"``, else ``truncate``. One number u with ``clamp`` or ``mask`` means [1/u, u].
-        rollout_is_threshold_lower: lo, if the threshold is one number and the mode is ``clamp`` or ``mask``.
-        rollout_is_apply: False: measure the weights with their level, mode and bounds, and the veto, and apply neither.
-        rollout_is_batch_normalize: divide the bounded weights by their mean over the global batch.
-        rollout_is_batch_normalize_scope: tokens of that mean: ``all`` valid ones or the ``accepted`` ones.
-        rollout_rs: rejection criteria, a comma list of names from ``megatron_rc.settings.criteria``; all must accept.
-        rollout_rs_threshold: one bound for all criteria, or a comma list with one for each criterion with a bound. k1:
-            ``"lo_hi"`` bounds ρ, one number u means [1/u, u]; ``opsm``: δ >= 0; others: one upper bound.
-        rollout_rs_threshold_lower: lower bounds of k1 criteria whose bound is one number: one, or one for each.
-        rollout_token_veto_threshold: reject a sequence if ρ of any of its valid tokens is below this.
-        rollout_staleness_scale: factors of bounds in nats by staleness: ``"1:1.5,4:2"`` is 1.5 for weights that are 1
-            to 3 versions old, 2 from 4 on. They apply to the weights' bounds and ``rollout_rs``; a token has its own
-            staleness, a whole sequence its oldest token's. The veto does not change.
-        rejection_denominator: tokens that the loss is averaged over: the ``accepted`` ones, or the ``original`` ones,
-            which include rejected tokens.
-        bad_log_probs: effect of a NaN, infinite or positive log-prob at a trained position: ``error``, or it is counted
-            and its token (``reject_token``) or sequence (``reject_sequence``) is rejected.
-        metric_prefix: prefix of the metrics' names. ``mismatch/`` gives the names of the oldest dashboards.
-        proximal_interpolation: decoupled without the forward-only pass: log π_old is interpolated between log π_rollout
-            and log π_θ by weight version (``megatron_rc.loss.proximal``). The correction is computed inside the
-            loss, one mini-batch at a time. Exact in the first update after a rollout; needs the versions.
-        bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
-        loss_type: the objective in bypass mode, from ``megatron_rc.loss.objectives``: ``reinforce``, or one whose
-            ratio is the correction (weights are measured, not applied): ``ppo_clip``, ``gspo``, ``cispo``,
-            ``dppo_tv``, ``dppo_kl``, ``cppo``, ``sapo``, ``gmpo``.
-        notes: results of translating another program's settings, and settings that were dropped; not compared.
-
-    Args:
-        use_policy_gradient: the older spelling of ``loss_type="reinforce"``.
+    Properties that read a text, such as ``criteria``, are computed once; the config makes them all when it is made, so
+    that a wrong text is an error then.
     """
 
-    rollout_is: str | None = "sequence"
-    rollout_is_threshold: float | str | None = None
-    rollout_is_mode: Literal["truncate", "clamp", "mask"] | None = None
-    rollout_is_threshold_lower: float | None = None
-    rollout_is_apply: bool = True
-    rollout_is_batch_normalize: bool = False
-    rollout_is_batch_normalize_scope: Literal["all", "accepted"] = "all"
-    rollout_rs: str | None = None
-    rollout_rs_threshold: float | str | None = None
-    rollout_rs_threshold_lower: float | str | None = None
-    rollout_token_veto_threshold: float | None = None
-    rollout_staleness_scale: str | None = None
-    rejection_denominator: Literal["accepted", "original"] = "accepted"
-    bad_log_probs: Literal["error", "reject_token", "reject_sequence"] = "error"
-    metric_prefix: str = "rollout_corr/"
-    proximal_interpolation: bool = False
-    bypass_mode: bool = False
-    loss_type: str = "ppo_clip"
+    rollout_is: str | None = _setting(
+        "sequence",
+        "level of the importance weights: token; sequence (product of its ratios) or geometric (their mean); "
+        "turn or turn_geometric, the same over a run of trained tokens; prefix (product up to the token); min_prefix "
+        "(MinPRO); or none",
+        choices=(None, *LEVELS),
+    )
+    rollout_is_threshold: float | str | None = _setting(
+        None,
+        f"bound on the importance weights: one ratio, or a pair lo_hi; default: {DEFAULT_WEIGHT_THRESHOLD}",
+    )
+    rollout_is_mode: Literal["truncate", "clamp", "mask"] | None = _setting(
+        None,
+        "treatment of weights out of bounds: truncate at the upper bound, clamp to both, or mask, which "
+        "makes them 0 (IcePop); default: mask for a pair of bounds, else truncate",
+        choices=(None, "truncate", "clamp", "mask"),
+    )
+    rollout_is_threshold_lower: float | None = _setting(
+        None,
+        "lower bound on the importance weights, a ratio, for the modes clamp and mask with "
+        "one number u as --rollout-is-threshold; default: 1/u",
+    )
+    rollout_is_apply: bool = _setting(
+        True,
+        "multiply the loss by the importance weights; --no-rollout-is-apply only measures them and the veto",
+    )
+    rollout_is_batch_normalize: bool = _setting(
+        False,
+        "divide the importance weights by their mean over the global batch",
+    )
+    rollout_is_batch_normalize_scope: Literal["all", "accepted"] = _setting(
+        "all",
+        "tokens of the mean of --rollout-is-batch-normalize: all valid ones (all) or the accepted ones (accepted)",
+        choices=("all", "accepted"),
+    )
+    rollout_rs: str | None = _setting(
+        None,
+        "comma list of rejection criteria, or none; a token must pass all of them: {criteria}; default: none",
+    )
+    rollout_rs_threshold: float | str | None = _setting(
+        None,
+        "bound for all criteria of --rollout-rs, or a comma list with one for each that takes a bound: for k1 a ratio "
+        "u, which means [1/u, u], or a pair lo_hi; for opsm a margin of 0 or more; for the others an upper bound, in "
+        "nats except for seq_mean_error; no default",
+    )
+    rollout_rs_threshold_lower: float | str | None = _setting(
+        None,
+        "lower bound for all k1 criteria of --rollout-rs whose bound is one number u, or a "
+        "comma list with one for each, as ratios; default: 1/u",
+    )
+    rollout_token_veto_threshold: float | None = _setting(
+        None,
+        "reject sequences with a token whose ratio is below this; default: no veto",
+    )
+    rollout_staleness_scale: str | None = _setting(
+        None,
+        "factors of all bounds in nats by staleness in weight versions: 1:1.5,4:2 is 1.5 from a "
+        "staleness of 1 on, 2 from 4 on; a whole sequence has its oldest token's staleness, and the veto has no "
+        "factor; default: no factors",
+    )
+    rejection_denominator: Literal["accepted", "original"] = _setting(
+        "accepted",
+        "average the loss over the accepted tokens (accepted) or over all trained ones (original)",
+        choices=("accepted", "original"),
+    )
+    bad_log_probs: Literal["error", "reject_token", "reject_sequence"] = _setting(
+        "error",
+        "effect of a NaN, infinite or positive log-prob: error, or the rejection of its token "
+        "(reject_token) or of its sequence (reject_sequence)",
+        choices=("error", "reject_token", "reject_sequence"),
+    )
+    metric_prefix: str = _setting(
+        "rollout_corr/",
+        "prefix of the names of all correction metrics; mismatch/ gives the names of the oldest dashboards",
+    )
+    proximal_interpolation: bool = _setting(
+        False,
+        "interpolate log π_old between the rollout's and the current log-probs, by weight "
+        "version, instead of an extra forward pass",
+    )
+    bypass_mode: bool = _setting(
+        False,
+        "use the rollout's log-probs as the old policy's, without an extra forward pass",
+    )
+    # Objectives can be added, so that this field's choices are looked up when they are needed.
+    loss_type: str = _setting("ppo_clip", "objective in bypass mode: {objectives}")
+    # Results of translating another program's settings, and the settings that were dropped; never compared.
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    # The older spelling of loss_type="reinforce".
     use_policy_gradient: InitVar[bool | None] = None
-    # Derived from the fields above, once, by the config.
-    level: WeightLevel | None = field(init=False, compare=False, repr=False)  # of the weights; None without weights
-    weighs_tokens: bool = field(init=False, compare=False, repr=False)  # tokens of one sequence have different weights
-    # The loss is multiplied by the weights: not in bypass ``ppo_clip``, whose ratio is the correction.
-    applies_weights: bool = field(init=False, compare=False, repr=False)
-    is_mode: str = field(init=False, compare=False, repr=False)
-    is_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)  # of the weights
-    is_log_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)  # the same in nats
-    criteria: tuple[Criterion, ...] = field(init=False, compare=False, repr=False)
-    # The sums and extremes that the criteria need of each sequence beside Σ log ρ, and all divergences; each once.
-    needs: tuple[Need, ...] = field(init=False, compare=False, repr=False)
-    divergences: tuple[Divergence, ...] = field(init=False, compare=False, repr=False)
-    needs_prompts: bool = field(init=False, compare=False, repr=False)  # a criterion tests all responses of a prompt
-    needs_history: bool = field(init=False, compare=False, repr=False)  # weights of prefixes or turns, tests of turns
-    staleness_scale: StalenessScale | None = field(init=False, compare=False, repr=False)
-    # Below 2⁴⁸; two configs share it only if all their fields are equal (or by a rare chance).
-    fingerprint: int = field(init=False, compare=False, repr=False)
+
+    @cached_property
+    def level(self) -> WeightLevel | None:
+        """Level of the importance weights; None without weights."""
+        return None if self.rollout_is is None else LEVELS[self.rollout_is]
+
+    @cached_property
+    def weight_bounds(self) -> WeightBounds:
+        """Mode and bounds of the weights; without weights, those that weights would have by default."""
+        return read_weight_bounds(self.rollout_is_threshold, self.rollout_is_mode, self.rollout_is_threshold_lower)
+
+    @cached_property
+    def criteria(self) -> tuple[Criterion, ...]:
+        """Rejection criteria with their bounds; a token is accepted if all of them accept it."""
+        return parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
+
+    @cached_property
+    def staleness_scale(self) -> StalenessScale | None:
+        """Factors of the bounds by staleness; None without ``rollout_staleness_scale``."""
+        return parse_staleness_scale(self.rollout_staleness_scale)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A hash of all fields, below 2⁴⁸, by which ranks notice that their configs differ."""
+        fields = repr(sorted(self.to_dict().items()))
+        return int(hashlib.sha256(fields.encode()).hexdigest()[:12], 16)
+
+    @property
+    def is_mode(self) -> str:
+        """Mode of ``weight_bounds``."""
+        return self.weight_bounds.mode
+
+    @property
+    def is_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of ``weight_bounds``, ratios."""
+        return self.weight_bounds.lower, self.weight_bounds.upper
+
+    @property
+    def is_log_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of ``weight_bounds``, in nats."""
+        return self.weight_bounds.log_lower, self.weight_bounds.log_upper
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """True if tokens of one sequence may have different weights."""
+        return self.level is not None and self.level.unit != "sequence"
 
     @property
     def weighs_single_tokens(self) -> bool:
@@ -100,8 +178,47 @@ class CorrectionFields:
         return self.level is not None and self.level.unit == "token" and self.level.before is None
 
     @property
+    def applies_weights(self) -> bool:
+        """True if the loss is multiplied by the weights.
+
+        False without weights, with ``rollout_is_apply=False``, and in bypass mode with an objective whose ratio is the
+        correction, such as ``ppo_clip``: there the weights are only measured.
+        """
+        is_in_the_ratio = self.bypass_mode and not OBJECTIVES[self.loss_type].weighed_in_bypass
+        return self.level is not None and self.rollout_is_apply and not is_in_the_ratio
+
+    @property
+    def may_weigh_nothing(self) -> bool:
+        """True if accepted tokens may have weight 0: with the mode ``mask``."""
+        return self.applies_weights and self.weight_bounds.mode == "mask"
+
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """Sums and extremes that the criteria use of each sequence beside Σ log ρ; each once."""
+        needs = [need for criterion in self.criteria if criterion.unit != "turn" for need in criterion.needs]
+        return tuple(need for need in dict.fromkeys(needs) if need.name != "log_ratio")
+
+    @cached_property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """Divergences of the criteria on tokens, sequences and prompts; each once."""
+        of_criteria = [criterion.divergences for criterion in self.criteria if criterion.unit != "turn"]
+        return tuple(dict.fromkeys(divergence for divergences in of_criteria for divergence in divergences))
+
+    @property
+    def needs_prompts(self) -> bool:
+        """True if a criterion tests all responses of a prompt."""
+        return any(criterion.unit == "prompt" for criterion in self.criteria)
+
+    @property
+    def needs_history(self) -> bool:
+        """True for weights of prefixes or turns, and for criteria on turns: they look at neighbouring tokens."""
+        if any(criterion.unit == "turn" for criterion in self.criteria):
+            return True
+        return self.level is not None and (self.level.unit == "turn" or self.level.before is not None)
+
+    @property
     def corrects_in_loss(self) -> bool:
-        """True if the correction is computed inside the loss."""
+        """True if the correction is computed inside the loss, because it depends on π_θ."""
         return self.bypass_mode or self.proximal_interpolation
 
     @property
@@ -119,16 +236,41 @@ class CorrectionFields:
         """The veto's threshold; None without a veto, and with ``rollout_is_apply=False``, which only measures it."""
         return self.rollout_token_veto_threshold if self.rollout_is_apply else None
 
-    @property
-    def may_weigh_nothing(self) -> bool:
-        """True if accepted tokens may have weight 0: with the mode ``mask``."""
-        return self.applies_weights and self.is_mode == "mask"
-
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for ``from_dict``."""
+        """Return the fields by name, without ``notes``."""
         return {name: getattr(self, name) for name in FIELDS}
 
 
-FIELDS = tuple(item.name for item in dataclasses.fields(CorrectionFields) if item.init and item.name != "notes")
-DEFAULTS = {item.name: item.default for item in dataclasses.fields(CorrectionFields) if item.name in FIELDS}
-SWITCHES = tuple(name for name, value in DEFAULTS.items() if isinstance(value, bool))
+_SETTINGS = {item.name: item for item in dataclasses.fields(CorrectionFields) if "help" in item.metadata}
+FIELDS = tuple(_SETTINGS)
+DEFAULTS = {name: setting.default for name, setting in _SETTINGS.items()}
+SWITCHES = tuple(name for name, default in DEFAULTS.items() if isinstance(default, bool))
+
+
+def choices_of(name: str) -> tuple[str | None, ...] | None:
+    """Return the values that a field takes; None if they are no short list."""
+    if name == "loss_type":
+        return tuple(OBJECTIVES)
+    choices: tuple[str | None, ...] | None = _SETTINGS[name].metadata["choices"]
+    return choices
+
+
+def help_of(name: str) -> str:
+    """Return the help text of a field, with its default."""
+    setting = _SETTINGS[name]
+    text: str = setting.metadata["help"].format(criteria=", ".join(CRITERIA), objectives=", ".join(OBJECTIVES))
+    return with_default(text, setting.default)
+
+
+def with_default(text: str, default: object) -> str:
+    """Return a help text with the default; a default of None is in the text already."""
+    if default is None:
+        return text
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    return f"{text}; default: {default}"
+
+
+CorrectionFields.__doc__ = f"{CorrectionFields.__doc__}\n    Attributes:\n" + "\n".join(
+    f"        {name}: {help_of(name)}" for name in FIELDS
+)

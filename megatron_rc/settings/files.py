@@ -1,4 +1,4 @@
-"""YAML files of fields by name, with numbers as they were written."""
+"""YAML files of settings by name, with numbers as they were written."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """The fields of a file; ValueError, with path and remedy, if there is none, or it holds no text or no mapping."""
+    """Return the settings of a YAML file by name; settings inside of sections stay there.
+
+    Raises:
+        ValueError: with the path, if the file cannot be read, is no YAML, or holds no mapping.
+    """
     import yaml
 
     text = _read_text(path)
     try:
-        fields, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
+        fields = yaml.safe_load(text)
+        texts = yaml.load(text, yaml.BaseLoader)
     # YAML raises ValueError for an impossible date, and RecursionError for too deep nesting.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+
     if not isinstance(fields, dict):
-        got = "an empty file" if fields is None else type(fields).__name__
-        raise ValueError(f"{path}: expected lines of `field: value`, got {got}")
-    return _as_written(fields, written)
+        content = "an empty file" if fields is None else type(fields).__name__
+        raise ValueError(f"{path}: expected lines of `field: value`, got {content}")
+    return _as_written(fields, texts)
 
 
 def _read_text(path: Path) -> str:
@@ -36,14 +42,24 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} is no text: {remedy}") from error
 
 
-def _as_written(fields: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo YAML 1.1's reading of numbers, at any depth: 0.5_2 and 1:0.8 are pairs, not 0.52 and 60.8; 1e-4 is one."""
+def _as_written(fields: dict[str, Any], texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without YAML 1.1's odd numbers, at any depth.
+
+    YAML 1.1 reads the pairs 0.5_2 and 1:0.8 as the numbers 0.52 and 60.8, and the number 1e-4 as a text.
+
+    Args:
+        fields: the settings as YAML reads them.
+        texts: the same settings with every value as it is written.
+    """
+    result: dict[str, Any] = {}
     for name, value in fields.items():
-        text = written.get(name)
+        text = texts.get(name)
         if isinstance(value, dict) and isinstance(text, dict):
-            _as_written(value, text)
+            result[name] = _as_written(value, text)
         elif isinstance(value, (int, float)) and isinstance(text, str) and re.search("[_:]", text):
-            fields[name] = text
+            result[name] = text
         elif isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
-            fields[name] = float(value)
-    return fields
+            result[name] = float(value)
+        else:
+            result[name] = value
+    return result

@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from megatron_rc.loss.aggregation import AGGREGATIONS
+from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.bounds import DEFAULT_WEIGHT_THRESHOLD
-from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings import presets
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.consistency import OF_WEIGHTS
-from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.dialects import DIALECTS
-from megatron_rc.settings.fields import DEFAULTS, FIELDS, SWITCHES
+from megatron_rc.settings.fields import FIELDS, SWITCHES, help_of, with_default
 from megatron_rc.settings.overrides import overridden, value_of
-from megatron_rc.settings.presets import PRESETS, RELEASES
 
-# Help texts without the default, except of fields whose default is None.
-_HELP = {
-    "rollout_is": "level of the importance weights: token; sequence (product of its ratios) or geometric (their mean); "
-    "turn or turn_geometric, the same over a run of trained tokens; prefix (product up to the token); min_prefix "
-    "(MinPRO); or none",
-    "rollout_is_threshold": "bound on the importance weights: one ratio, or a pair lo_hi; "
-    f"default: {DEFAULT_WEIGHT_THRESHOLD}",
-    "rollout_is_mode": "treatment of weights out of bounds: truncate at the upper bound, clamp to both, or mask, which "
-    "makes them 0 (IcePop); default: mask for a pair of bounds, else truncate",
-    "rollout_is_threshold_lower": "lower bound on the importance weights, a ratio, for the modes clamp and mask with "
-    "one number u as --rollout-is-threshold; default: 1/u",
-    "rollout_is_apply": "multiply the loss by the importance weights; --no-rollout-is-apply only measures them and "
-    "the veto",
-    "rollout_is_batch_normalize": "divide the importance weights by their mean over the global batch",
-    "rollout_is_batch_normalize_scope": "tokens of the mean of --rollout-is-batch-normalize: all valid ones (all) or "
-    "the accepted ones (accepted)",
-    "rollout_rs": "comma list of rejection criteria, or none: {criteria}; default: none",
-    "rollout_rs_threshold": "bound for all criteria of --rollout-rs, or a comma list with one for each: for k1 a ratio "
-    "u, which means [1/u, u], or a pair lo_hi; for the others an upper bound, in nats except for seq_mean_error; "
-    "no default",
-    "rollout_rs_threshold_lower": "lower bound for all k1 criteria of --rollout-rs whose bound is one number u, or a "
-    "comma list with one for each, as ratios; default: 1/u",
-    "rollout_token_veto_threshold": "reject sequences with a token whose ratio is below this; default: no veto",
-    "rollout_staleness_scale": "factors of all bounds in nats by staleness in weight versions: 1:1.5,4:2 is 1.5 from a "
-    "staleness of 1 on, 2 from 4 on; default: no factors",
-    "rejection_denominator": "average the loss over the accepted tokens (accepted) or over all trained ones (original)",
-    "bad_log_probs": "effect of a NaN, infinite or positive log-prob: error, or the rejection of its token "
-    "(reject_token) or of its sequence (reject_sequence)",
-    "metric_prefix": "prefix of the names of all correction metrics",
-    "proximal_interpolation": "interpolate log π_old between the rollout's and the current log-probs, by weight "
-    "version, instead of an extra forward pass",
-    "bypass_mode": "use the rollout's log-probs as the old policy's, without an extra forward pass",
-    "loss_type": "objective in bypass mode: {objectives}",
-}
-_PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
+_PRESET = "--rollout-correction-preset"
+_FILE = "--rollout-correction-config"
 _DIALECT = "--rollout-correction-dialect"
-_MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
-_OF_MEGATRONS_SWITCH = ("rollout_is", *OF_WEIGHTS)  # fields that the switch sets, so that no flag may set them too
-_BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
+_MEGATRON_SWITCH = "--rl-inference-logprobs-is-correction"
+_MEGATRON_LIMIT = "--rl-importance-sampling-truncation-coef"
+# Flags of the correction that are no fields, by the name of their attribute.
+_NO_FIELDS = tuple(
+    option[2:].replace("-", "_") for option in (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
+)
 _OTHER_BOUNDS = (
     "in dppo_tv and cppo a bound on the difference of two probabilities, in dppo_kl on a KL in nats, in gmpo on the "
     "log of the ratio,"
@@ -88,15 +59,20 @@ _LOSS_OPTIONS = {
     ),
     "kl_coef": ("grpo_kl_beta", "weight of the KL penalty to the reference policy"),
     "kl_estimator": ("kl_estimator", "estimator of --grpo-kl-beta's KL; see docs/mathematics.md"),
+    "kl_importance_weight": (
+        "kl_importance_weight",
+        "weight each token's KL by its ratio π_θ/π_rollout, so that its expected gradient is that of the KL; with the "
+        "estimators k1, k3, k1+ and k3+",
+    ),
     "entropy_coef": ("grpo_entropy_term_weight", "weight of the entropy bonus"),
 }
 _LOSS_WORDS: dict[str, dict[str, Any]] = {  # the other fields of the objective are numbers
     "algorithm": {"metavar": f"{{{','.join(OBJECTIVES)}}}"},
     "aggregation": {"choices": AGGREGATIONS},
     "kl_estimator": {"choices": KL_ESTIMATORS},
+    "kl_importance_weight": {"action": argparse.BooleanOptionalAction},
 }
 LOSS_FLAGS = {field: flag for field, (flag, _) in _LOSS_OPTIONS.items()}
-T = TypeVar("T")
 
 
 def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -108,33 +84,36 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     """
     parser.allow_abbrev = False
     group = parser.add_argument_group("rollout correction")
-    names = f"{', '.join(PRESETS)}; NAME@{RELEASES[1]} for the numbers of that release"
-    text = f"preset of correction settings, which other flags override: {names}; default: none"
-    _add(parser, group, _PRESET, metavar="NAME", help=text)
-    text = "YAML file of correction settings, which other flags override; default: none"
-    _add(parser, group, _FILE, metavar="FILE", help=text)
-    text = f"program whose settings {_FILE} has: {', '.join(DIALECTS)}; default: megatron_rc"
-    _add(parser, group, _DIALECT, metavar="NAME", help=text)
+    names = ", ".join(presets.NAMES)
+    preset_help = f"preset of correction settings, which other flags override: {names}; default: none"
+    _add(parser, group, _PRESET, metavar="NAME", help=preset_help)
+    file_help = "YAML file of correction settings, which other flags override; default: none"
+    _add(parser, group, _FILE, metavar="FILE", help=file_help)
+    dialect_help = f"program whose settings {_FILE} has: {', '.join(DIALECTS)}; default: megatron_rc"
+    _add(parser, group, _DIALECT, metavar="NAME", help=dialect_help)
+
     for field in FIELDS:
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if field in SWITCHES else {}
-        words = _HELP[field].format(criteria=", ".join(CRITERIA), objectives=", ".join(OBJECTIVES))
-        _add(parser, group, flag_of(field), help=_with_default(words, DEFAULTS[field]), **how)
-    text = f"weight each token by its ratio, as Megatron-LM does, bounded by {_MEGATRON_LIMIT} alone; default: no"
-    _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
-    text = f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound"
-    _add(parser, group, _MEGATRON_LIMIT, type=float, help=text)
-    known = (group for group in parser._action_groups if group.title == "loss")
-    loss = next(known, None) or parser.add_argument_group("loss")
-    for field, (name, words) in _LOSS_OPTIONS.items():
-        how = _LOSS_WORDS.get(field, {"type": float})
-        _add(parser, loss, flag_of(name), help=_with_default(words, getattr(PolicyLossConfig, field)), **how)
+        action: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if field in SWITCHES else {}
+        _add(parser, group, flag_of(field), help=help_of(field), **action)
+
+    switch_help = (
+        f"weight each token by its ratio, as Megatron-LM does, bounded by {_MEGATRON_LIMIT} alone; default: no"
+    )
+    _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=switch_help)
+    limit_help = f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound"
+    _add(parser, group, _MEGATRON_LIMIT, type=float, help=limit_help)
+
+    loss_group = _group(parser, "loss")
+    for field, (name, text) in _LOSS_OPTIONS.items():
+        kind = _LOSS_WORDS.get(field, {"type": float})
+        _add(parser, loss_group, flag_of(name), help=with_default(text, getattr(PolicyLossConfig, field)), **kind)
     return parser
 
 
 def rollout_correction_config_from_args(
     args: argparse.Namespace, launch_file: argparse.Namespace | None = None
 ) -> RolloutCorrectionConfig:
-    """The config that the flags describe: the preset or the file, overridden by every given flag.
+    """Return the config that the flags describe: the preset or the file, overridden by every given flag.
 
     Settings of the preset or file that a flag makes meaningless are dropped: settings of weights with
     ``--rollout-is none``, bounds of other criteria with ``--rollout-rs``, a lower bound with a new pair, the objective
@@ -150,115 +129,132 @@ def rollout_correction_config_from_args(
     Raises:
         ValueError: flags that contradict each other, a file that cannot be read, or a wrong field; the flag is named.
     """
-    flags, below = _given(args), {} if launch_file is None else _given(launch_file)
-    if any(flags.get(_name(option)) for option in (_PRESET, _FILE, _MEGATRON_SWITCH)):
+    flags = _given(args)
+    below = {} if launch_file is None else _given(launch_file)
+    if any(flags.get(_attribute(option)) for option in (_PRESET, _FILE, _MEGATRON_SWITCH)):
         below = {}
+
     base = _base({**below, **flags})
     fields = base.to_dict()
-    for given in (below, flags):
-        fields = overridden(fields, {name: value for name, value in given.items() if name in FIELDS})
+    for changes in (below, flags):
+        fields = overridden(fields, {name: value for name, value in changes.items() if name in FIELDS})
     if fields == base.to_dict():
         return base
-    begins = {f"{field}=": flag_of(field) for field in FIELDS}
-    return _named(
-        lambda: RolloutCorrectionConfig(**fields, notes=base.notes),
-        lambda message: next((flag for word, flag in begins.items() if message.startswith(word)), "rollout correction"),
-    )
+    with _naming(_flag_of_error):
+        return RolloutCorrectionConfig(**fields, notes=base.notes)
 
 
 def is_correction_flag(name: str) -> bool:
-    """Whether a flag, with underscores, is one of the correction's."""
-    return name in FIELDS or name in map(_name, _BASES)
+    """Return whether a flag, with underscores, is one of the correction's."""
+    return name in FIELDS or name in _NO_FIELDS
 
 
 def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
-    """The objective that Megatron-LM's ``--grpo-*`` flags and this package's describe.
+    """Return the objective that Megatron-LM's ``--grpo-*`` flags and this package's describe.
 
     Raises:
         ValueError: a value that the objective does not take; the flag is named.
     """
-    given = {field: getattr(args, name, None) for field, name in LOSS_FLAGS.items()}
-    return _named(
-        lambda: PolicyLossConfig(**{field: value for field, value in given.items() if value is not None}),
-        lambda message: flag_of(LOSS_FLAGS[message.partition("=")[0]]),
-    )
+    values = {field: getattr(args, name, None) for field, name in LOSS_FLAGS.items()}
+    with _naming(lambda message: flag_of(LOSS_FLAGS[message.partition("=")[0]])):
+        return PolicyLossConfig(**{field: value for field, value in values.items() if value is not None})
 
 
-def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option: str, **how: Any) -> None:
-    known = {text for action in parser._actions for text in action.option_strings}
-    if not known & {option, f"--no-{option[2:]}"}:
-        group.add_argument(option, default=None, **how)
+def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Return the parser's group of options with this title; a new one if there is none."""
+    for group in parser._action_groups:
+        if group.title == title:
+            return group
+    return parser.add_argument_group(title)
 
 
-def _with_default(words: str, default: object) -> str:
-    """The help text with its default; a default of None is in the words already."""
-    if default is None:
-        return words
-    return f"{words}; default: {default if not isinstance(default, bool) else 'yes' if default else 'no'}"
+def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option: str, **arguments: Any) -> None:
+    """Add an option to the group, unless the parser has it already."""
+    options = {text for action in parser._actions for text in action.option_strings}
+    if option not in options and f"--no-{option[2:]}" not in options:
+        group.add_argument(option, default=None, **arguments)
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The given flags of the correction, by attribute; ``none`` is None."""
-    names = (*FIELDS, *(_name(option) for option in _BASES))
-    found = {name: getattr(args, name, None) for name in names}
-    fields = set(FIELDS) - {"metric_prefix"}
-    read = {name: value_of(value) for name, value in found.items() if name in fields and isinstance(value, str)}
-    return {name: read.get(name, value) for name, value in found.items() if value is not None}
-
-
-def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
-    """The config that the fields override: the preset, the file, Megatron-LM's options, or the defaults."""
-    name, path = given.get(_name(_PRESET)), given.get(_name(_FILE))
-    if name is not None and path is not None:
-        raise ValueError(f"{_PRESET} {name} and {_FILE} {path} contradict: give one of them")
-    weights = _megatron_weights(given)
-    if weights is not None:
-        others = [_PRESET] * (name is not None) + [_FILE] * (path is not None)
-        others += [flag_of(field) for field in _OF_MEGATRONS_SWITCH if field in given]
-        if others:
-            raise ValueError(f"{_MEGATRON_SWITCH} and {others[0]} contradict: give one of them")
-        return weights
-    dialect = given.get(_name(_DIALECT))
-    if dialect is not None and path is None:
-        raise ValueError(f"{_DIALECT} {dialect} does nothing without {_FILE}: give both, or neither")
-    if name is not None:
-        parts = name.split("@", 1)
-        return _named(lambda: preset(*parts), lambda _: f"{_PRESET} {name}")
-    if path is None:
-        return RolloutCorrectionConfig()
-    return _from_file(path, dialect)
-
-
-def _from_file(path: str, dialect: str | None) -> RolloutCorrectionConfig:
-    own = RolloutCorrectionConfig.from_yaml
-    try:
-        return _named(lambda: own(path, dialect), lambda _: f"{_FILE} {path}")
-    except ValueError as error:
-        if "with dialect=" in str(error) or (dialect is None and "unknown field" in str(error)):
-            raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error
-        raise
-
-
-def _megatron_weights(given: dict[str, Any]) -> RolloutCorrectionConfig | None:
-    limit = given.get(_name(_MEGATRON_LIMIT))
-    if not given.get(_name(_MEGATRON_SWITCH)):
-        if limit is not None:
-            raise ValueError(
-                f"{_MEGATRON_LIMIT} {limit} does nothing without {_MEGATRON_SWITCH}: give both, or neither"
-            )
-        return None
-    bound = UNTRUNCATED if limit is None else limit
-    make = RolloutCorrectionConfig.decoupled_token_is
-    return _named(lambda: make(bound), lambda _: f"{_MEGATRON_LIMIT} {limit}")
-
-
-def _name(option: str) -> str:
+def _attribute(option: str) -> str:
+    """Return the name of the attribute of an option: ``rollout_is`` for ``--rollout-is``."""
     return option[2:].replace("-", "_")
 
 
-def _named(make: Callable[[], T], flag: Callable[[str], str]) -> T:
-    """The config; an error gets the name of its flag in front."""
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the given flags of the correction, by attribute; the text ``none`` becomes None."""
+    values = {}
+    for name in (*FIELDS, *_NO_FIELDS):
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        # A prefix is a text, whatever it looks like.
+        if name in FIELDS and name != "metric_prefix" and isinstance(value, str):
+            value = value_of(value)
+        values[name] = value
+    return values
+
+
+def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
+    """Return the config that the fields override: the preset, the file, Megatron-LM's options, or the defaults."""
+    name = given.get(_attribute(_PRESET))
+    path = given.get(_attribute(_FILE))
+    dialect = given.get(_attribute(_DIALECT))
+    if name is not None and path is not None:
+        raise ValueError(f"{_PRESET} {name} and {_FILE} {path} contradict: give one of them")
+
+    if given.get(_attribute(_MEGATRON_SWITCH)):
+        return _megatron_weights(given)
+    limit = given.get(_attribute(_MEGATRON_LIMIT))
+    if limit is not None:
+        raise ValueError(f"{_MEGATRON_LIMIT} {limit} does nothing without {_MEGATRON_SWITCH}: give both, or neither")
+
+    if dialect is not None and path is None:
+        raise ValueError(f"{_DIALECT} {dialect} does nothing without {_FILE}: give both, or neither")
+    if name is not None:
+        with _naming(lambda message: f"{_PRESET} {name}"):
+            return RolloutCorrectionConfig.preset(name)
+    if path is not None:
+        return _from_file(Path(path), dialect)
+    return RolloutCorrectionConfig()
+
+
+def _from_file(path: Path, dialect: str | None) -> RolloutCorrectionConfig:
+    """Return the config of a file of settings; errors name the flag, and the dialect's flag if that may help."""
+    if not path.exists() and path.stem in presets.NAMES:
+        raise ValueError(f"{_FILE} {path} does not exist: give {_PRESET} {path.stem}")
+    with _naming(lambda message: f"{_FILE} {path}"):
+        try:
+            return RolloutCorrectionConfig.from_yaml(path, dialect)
+        except ValueError as error:
+            if "with dialect=" in str(error) or (dialect is None and "unknown field" in str(error)):
+                raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error
+            raise
+
+
+def _megatron_weights(given: dict[str, Any]) -> RolloutCorrectionConfig:
+    """Return the config of Megatron-LM's switch: token weights, with its limit or without a bound.
+
+    Raises:
+        ValueError: a preset, a file, or a flag of a field that the switch sets, beside it.
+    """
+    for option in (_PRESET, _FILE, *(flag_of(field) for field in ("rollout_is", *OF_WEIGHTS))):
+        if _attribute(option) in given:
+            raise ValueError(f"{_MEGATRON_SWITCH} and {option} contradict: give one of them")
+    limit = given.get(_attribute(_MEGATRON_LIMIT))
+    with _naming(lambda message: f"{_MEGATRON_LIMIT} {limit}"):
+        return RolloutCorrectionConfig.decoupled_token_is(UNTRUNCATED if limit is None else limit)
+
+
+def _flag_of_error(message: str) -> str:
+    """Return the flag of the field that an error of the config begins with."""
+    field = message.partition("=")[0]
+    return flag_of(field) if field in FIELDS else "rollout correction"
+
+
+@contextlib.contextmanager
+def _naming(flag: Callable[[str], str]) -> Iterator[None]:
+    """Put the name of a flag in front of an error; ``flag`` finds it from the error's text."""
     try:
-        return make()
+        yield
     except ValueError as error:
         raise ValueError(f"{flag(str(error))}: {error}") from error

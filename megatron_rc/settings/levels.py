@@ -11,14 +11,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class WeightLevel:
-    """One level of the importance weights.
+    """One level of the importance weights: which tokens share a weight, and how it follows from their log ρ.
 
     Attributes:
-        name: the value of ``rollout_is``.
-        words: the weight in words and as a formula.
-        unit: the tokens that share a weight: of a ``sequence``, of a ``turn``, or each ``token`` by itself.
-        mean: log w of a unit is the mean of log ρ over its tokens, not the sum.
-        before: log w_t is log ρ_t, plus the ``sum`` of log ρ_j over j < t, or plus the smallest of them (``min``).
+        name: the value of the field ``rollout_is``.
+        words: the weight in words and as a formula, for descriptions.
+        unit: the tokens that share one weight: all of a ``sequence``, those of a ``turn``, or one ``token`` alone.
+        mean: True if log w is the mean of log ρ over the unit's tokens; False if it is their sum.
+        before: for the unit ``token``: log w_t is log ρ_t plus the ``sum`` of log ρ_j over the tokens j < t of its
+            sequence, or plus the smallest of them (``min``). None: log w_t is log ρ_t.
     """
 
     name: str
@@ -29,14 +30,14 @@ class WeightLevel:
 
 
 _TABLE = (
-    WeightLevel("token", "token weights w_t = ρ_t", "token"),
-    WeightLevel("sequence", "sequence weights w = Π ρ_t", "sequence"),
-    WeightLevel("geometric", "sequence weights w = (Π ρ_t)^(1/n), the geometric mean", "sequence", mean=True),
-    WeightLevel("turn", "turn weights w = Π ρ_t over the tokens of a turn", "turn"),
-    WeightLevel("turn_geometric", "turn weights w = (Π ρ_t)^(1/n) over the n tokens of a turn", "turn", mean=True),
+    WeightLevel("token", "token weights w_t = ρ_t", unit="token"),
+    WeightLevel("sequence", "sequence weights w = Π ρ_t", unit="sequence"),
+    WeightLevel("geometric", "sequence weights w = (Π ρ_t)^(1/n), the geometric mean", unit="sequence", mean=True),
+    WeightLevel("turn", "turn weights w = Π ρ_t over the tokens of a turn", unit="turn"),
+    WeightLevel("turn_geometric", "turn weights w = (Π ρ_t)^(1/n) over the n tokens of a turn", unit="turn", mean=True),
     # Precup, Sutton, Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation".
-    WeightLevel("prefix", "prefix weights w_t = Π ρ_j over j <= t", "token", before="sum"),
+    WeightLevel("prefix", "prefix weights w_t = Π ρ_j over j <= t", unit="token", before="sum"),
     # Lei et al. 2026, "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization".
-    WeightLevel("min_prefix", "MinPRO weights w_t = ρ_t · min ρ_j over j < t", "token", before="min"),
+    WeightLevel("min_prefix", "MinPRO weights w_t = ρ_t · min ρ_j over j < t", unit="token", before="min"),
 )
 LEVELS = {level.name: level for level in _TABLE}

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megatron_rc.batch.chain import empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, OneMicroBatch, check_needs
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.arguments import check_kind
-from megatron_rc.parallel.collectives import merged
+from megatron_rc.parallel.collectives import broadcast_record, merged
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
 from megatron_rc.settings.objective import ONE_STEP, denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
-from megatron_rc.training.misuse import StepError
-from megatron_rc.training.optimizer_step import StepResult, Steps
-from megatron_rc.training.plan import Plan, PlannedStep, Setup, TrainingResult, index_of
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.optimizer_step import OpenStep, StepCounts, StepResult, check_step
+from megatron_rc.training.plan import Plan, PlannedStep, Setup, StepError, TrainingResult, index_of
 
 
 class RolloutCorrection:
-    """The correction for a trainer.
+    """The correction for a trainer that runs Megatron's schedule.
 
-    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode``, ``one_pass`` and
-    ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
-    ``plan.loss_scale`` gives the factors of an optimizer step to its losses, and ``finish_step`` ends the step.
+    It works in one of two ways:
+
+    - *Decoupled.* ``plan``, called before the schedule, decides weights, accepted tokens and denominators.
+    - *In the loss*, with ``bypass_mode``, ``one_pass`` or ``proximal_interpolation``: ``plan`` only counts the trained
+      tokens, and ``in_loss`` corrects each micro-batch inside the schedule, because the correction depends on π_θ.
+
+    In both, ``plan.loss_scale`` gives the losses of an optimizer step their common factors, and ``finish_step`` ends
+    the step.
 
     Args:
         config: the correction.
-        groups: ``cp`` (or layouts' own groups) and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header.
+        groups: the last pipeline stage reduces over ``cp`` (or the groups of the layouts) and ``dp_cp``, and broadcasts
+            the results, the header, to the other stages over ``pp``.
         loss: the objective: its aggregation decides the denominators.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
             prediction).
-        one_pass: decoupled mode without a forward-only pass: the detached log π_θ of the loss is log π_old. Exact for
-            one optimizer step a rollout batch: a plan allows no second one.
+        one_pass: decoupled mode without a forward-only pass: the detached log π_θ of the loss is log π_old. This is
+            exact only for the first optimizer step of a rollout batch, so a plan allows no second step.
         allow_zero_log_probs: as in :func:`correct_rollouts`.
         compile: as in :func:`correct_rollouts`.
 
     Raises:
-        ValueError: settings that cannot be exact together; names them and the remedy.
+        ValueError: settings with which the loss would not be exact; the message names them and the remedy.
     """
 
     def __init__(
@@ -59,10 +67,21 @@ class RolloutCorrection:
         check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
         check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses, one_pass=one_pass)
-        self.config, self.groups = config, groups
-        self._setup = Setup(config, groups, self.loss, allow_zero_log_probs, compile, one_pass)
-        self.steps, self.corrects_in_loss = Steps(self._setup), self._setup.corrects_in_loss
+        self.config = config
+        self.groups = groups
+        self._setup = Setup(
+            config=config,
+            groups=groups,
+            loss=self.loss,
+            allow_zero_log_probs=allow_zero_log_probs,
+            compile=compile,
+            one_pass=one_pass,
+        )
+        self.corrects_in_loss = self._setup.corrects_in_loss
+        self.open_step = OpenStep()
         self._newest: Plan | None = None
+        self._last: StepResult | None = None
+        self._since_plan: list[StepResult] = []  # the steps that have ended since the newest plan was made
 
     @torch.no_grad()
     def plan(
@@ -75,30 +94,38 @@ class RolloutCorrection:
         max_staleness: int = 0,
         device: torch.device | None = None,
     ) -> Plan:
-        """Prepare a rollout batch, on all pipeline stages. Steps of earlier plans are not touched.
+        """Make the plan of a rollout batch, on all pipeline stages. Plans that were made before stay valid.
+
+        The numbers must be equal on every rank; :func:`correct_rollouts` has the same ones.
 
         Args:
-            inputs: this rank's part, a PlanInputs, in the loss without ``train_log_probs``; None on the stages that
-                hold no log-probs.
-            num_mini_batches: as in :func:`correct_rollouts`, like the next three; equal on every rank.
-            num_groups: prompts of the whole batch.
-            current_version: of the weights that train.
-            max_staleness: the last bucket of staleness.
-            device: of the header, if ``inputs`` is None. Default: the GPU if the backend of ``groups.pp`` is nccl.
+            inputs: a PlanInputs with this rank's part of the rollout batch; None on the pipeline stages before the
+                last, which have no log-probs. If the correction is made in the loss, ``train_log_probs`` must be None.
+            num_mini_batches: number of optimizer steps that share the batch.
+            num_groups: number of prompts of the whole batch; needed by criteria that test prompts.
+            current_version: version of the trainer's weights, for the staleness of tokens.
+            max_staleness: metrics by staleness have one entry for all tokens that are this stale or more.
+            device: for the plan's numbers if ``inputs`` is None. Default: the GPU if the backend of ``groups.pp`` is
+                nccl.
 
         Returns:
-            Decoupled: the result, on stages without log-probs with weights and mask None. In the loss: the denominators
-            under the response mask, known on the last stage alone.
+            Decoupled: a plan with all results; stages without log-probs have the numbers, but None for weights and
+            mask. In the loss: a plan with the denominators under the response mask; only the last stage knows them.
 
-        Collectives: decoupled, as :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``; in
+        Collectives: decoupled, those of :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``. In
         the loss, one SUM over ``cp`` and one SUM over ``dp_cp``, on the last stage.
 
         Raises:
-            ValueError: shapes or ids that do not fit; in the loss, ``train_log_probs``, which would be ignored. Bad
-                data is reported by ``check()`` of the result.
+            ValueError: shapes or ids that do not fit, or ``train_log_probs`` for a correction in the loss, which would
+                ignore them. The result's ``check()`` reports bad data.
         """
-        counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
-        # Checks that every stage can make, before any of them waits for another.
+        counts = AgreedCounts(
+            num_mini_batches=num_mini_batches,
+            num_groups=num_groups,
+            current_version=current_version,
+            max_staleness=max_staleness,
+        )
+        # Every stage can make these checks: they come before a stage waits for another one.
         check_needs(self.config, counts)
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
@@ -107,11 +134,12 @@ class RolloutCorrection:
         if self._setup.one_pass and num_mini_batches > 1:
             raise ValueError(f"num_mini_batches={num_mini_batches} is more than 1: {ONE_STEP}")
         if self.corrects_in_loss:
-            self._newest = plan_in_loss(inputs, counts, self._setup, self.steps)
+            self._newest = plan_in_loss(inputs, counts, self._setup, self.open_step)
         else:
             device = device or group_device(self.groups.pp)
-            self._newest = plan_decoupled(inputs, counts, self._setup, self.steps, device)
-        self.steps.agreed, self.steps.since_plan = counts, []
+            self._newest = plan_decoupled(inputs, counts, self._setup, self.open_step, device)
+        self.open_step.agreed = counts
+        self._since_plan = []
         return self._newest
 
     def in_loss(
@@ -128,26 +156,32 @@ class RolloutCorrection:
         turn_ids: Tensor | None = None,
         mini_batch: int | None = None,
     ) -> CorrectedMicroBatch:
-        """Correct one micro-batch from π_θ, inside the loss; not in decoupled mode with a forward-only pass.
+        """Correct one micro-batch from π_θ, inside the loss.
+
+        Unless gradients are switched off, the call also counts the micro-batch for the open optimizer step.
 
         Args:
-            log_probs: log π_θ, the layout's local shape, nats; only its values are used.
-            rollout_log_probs: as in :func:`correct_rollouts`, of this micro-batch, like the next seven.
-            response_mask: bool.
-            layout: which tokens these are.
-            advantages: ``opsm`` needs them.
-            sequence_ids: error messages name them. Default: sequences are counted since the step began.
-            policy_versions: needed if the plan was given the current version, else not used.
-            rewards: for metrics by reward with ``one_pass``, else not used.
-            turn_ids: the turn of each token. Default: each run of trained tokens is one.
-            mini_batch: the optimizer step, of the newest plan; one for all micro-batches until ``finish_step``. The
-                micro-batch counts at once, unless gradients are switched off.
+            log_probs: log π_θ, of the layout's local shape, nats; only the values are used, not the gradient.
+            rollout_log_probs: log π_rollout, like ``log_probs``.
+            response_mask: bool, like ``log_probs``, True for trained tokens.
+            layout: which tokens these are. Default: padded, rows of ``log_probs``.
+            advantages: [n], or like ``log_probs``; the criterion ``opsm`` needs them.
+            sequence_ids: [n], the ids of these sequences in the plan's inputs, if those had ids: ``finish_step``
+                recognises the sequences by them, and error messages name them. Default: sequences are numbered from the
+                beginning of the step.
+            policy_versions: as in :func:`correct_rollouts`; needed if the plan has a ``current_version``, else not
+                used.
+            rewards: as in :func:`correct_rollouts`; used with ``one_pass`` alone, for metrics by reward.
+            turn_ids: the turn of each token. Default: each run of trained tokens is one turn.
+            mini_batch: index, in the newest plan, of the mini-batch of this optimizer step: the same for all
+                micro-batches until ``finish_step``. May be left out if the plan has a single one.
 
-        Collectives: over ``cp`` as in :func:`correct_rollouts`.
+        Collectives: those of :func:`correct_rollouts` over ``cp``.
 
         Raises:
-            ValueError: shapes that do not fit, or no mini-batch named although there are several.
-            StepError: decoupled mode, no ``plan`` before, or another mini-batch than the step has so far.
+            ValueError: shapes that do not fit, or no ``mini_batch`` although the plan has several.
+            StepError: decoupled mode, no ``plan`` before, or another ``mini_batch`` than in the calls before
+                ``finish_step``.
         """
         plan = self._newest
         if not isinstance(plan, InLossPlan) or plan.counts is None:
@@ -155,82 +189,126 @@ class RolloutCorrection:
                 "in_loss belongs to bypass_mode, proximal_interpolation and one_pass, after plan() on the last stage"
             )
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
-        self.steps.check_goes_on(step)
-        of_tokens = (log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
         inputs = OneMicroBatch(
-            *of_tokens, sequence_ids=sequence_ids, policy_versions=policy_versions, turn_ids=turn_ids
+            train_log_probs=log_probs,
+            rollout_log_probs=rollout_log_probs,
+            response_mask=response_mask,
+            layout=layout,
+            advantages=advantages,
+            rewards=rewards,
+            sequence_ids=sequence_ids,
+            policy_versions=policy_versions,
+            turn_ids=turn_ids,
         )
         with torch.no_grad():
-            found = plan.from_theta(inputs)
+            corrected = plan.from_theta(inputs, plan.ids_of_step(sequence_ids))
         if torch.is_grad_enabled():
-            self.steps.count(step, found, Counted.of(response_mask, found))
-        return found
+            self.open_step.count(step, StepCounts.of(corrected), len(corrected.sequence_lengths))
+        return corrected
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
-        """The correction of a micro-batch in the loss; ValueError if the step is of a plan of another correction."""
-        if step.plan.steps is not self.steps:
+        """Return the correction of a micro-batch; ValueError if another RolloutCorrection planned the step."""
+        if step.plan.open_step is not self.open_step:
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
         return step.plan.corrected(micro_batch, log_probs)
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:
-        """End one optimizer step, on every pipeline stage: reduce the sums of its micro-batches.
+        """End one optimizer step, on every pipeline stage: reduce its counts, and compare them with the plan.
 
-        ``device`` holds the result on stages without log-probs; by default as for ``plan``.
+        Args:
+            device: for the result on stages without log-probs. Default: as for :meth:`plan`.
 
         Returns:
-            0-D float64, the factor of the gradients, which are not touched here. In the loss it is D₀/G (D₀ is the
-            denominator under the response mask, which the losses were divided by), or 0 if the step must be skipped. In
-            decoupled mode G was known before, and it is 1.
+            0-D float64: the factor by which the caller must multiply the gradients. In decoupled mode it is 1. If the
+            correction is made in the loss, the losses were divided by D₀, the denominator under the response mask, and
+            the factor is D₀/G, with the final denominator G; or 0 if the step must be skipped.
 
         Collectives: one SUM and one MAX over ``dp_cp`` on the last stage, then one broadcast over ``pp``. Host
-        synchronisations: one, shared with all that is read of the step.
+        synchronisations: one; the metrics and checks of the step need no other.
 
         Raises:
-            StepError: on every rank alike, if any of them did not count one whole step. It is kept until
-                ``reset_step``.
+            StepError: on every rank alike, if the micro-batches that all ranks have counted are not exactly those of
+                the plan's mini-batch. They stay counted until ``reset_step``.
         """
-        return self.steps.finish(device or group_device(self.groups.pp)).factor
+        counts_of_idle_rank = self._no_counts(device or group_device(self.groups.pp))
+        header = broadcast_record(self.open_step.header(counts_of_idle_rank, self.groups), self.groups.pp)
+        batch_header: Any = header.counts.header
+        result = StepResult(
+            config=self.config,
+            header=batch_header,
+            loss=self.loss,
+            allow_zero_log_probs=self._setup.allow_zero_log_probs,
+            step=header,
+        )
+        check_step(result.step_on_host)
+
+        if self.open_step.step is not None:
+            self.open_step.step.plan.progress.steps_ended += 1
+        self._last = result
+        self._since_plan.append(result)
+        self.open_step.reset()
+        return result.factor
 
     def reset_step(self) -> None:
         """Forget the micro-batches since the last step, on every rank, before a failed schedule is run again.
 
         The gradients must be zeroed too.
         """
-        self.steps.reset()
+        self.open_step.reset()
 
     @property
     def step(self) -> StepResult | None:
-        """The result of the step that ``finish_step`` ended last: call its ``check()`` before the optimizer's step.
+        """The result of the step that ``finish_step`` ended last; call its ``check()`` before the optimizer's step.
 
-        None before the first step, and in decoupled mode, because the plan knows it all. StepError as for
+        None before the first step, and always in decoupled mode, where the plan has these results. StepError as for
         ``loss_metrics()``.
         """
-        if not self.corrects_in_loss or (self.steps.last is None and not self.steps.is_pending):
-            return None
-        return self.steps.last_whole("step")
+        has_begun = self._last is not None or self.open_step.num_micro_batches > 0
+        return self._last_step("step") if self.corrects_in_loss and has_begun else None
 
     @property
     def scales_gradients(self) -> bool:
-        """Whether ``finish_step`` can return anything but 1 for a step that is made: G is known only after it."""
+        """True if ``finish_step`` may return a factor other than 1 and 0, because G is known only after the losses."""
         return denominator_is_unknown(self.config, self.loss, one_pass=self._setup.one_pass)
 
     def loss_metrics(self) -> dict[str, float]:
         """Metrics of the loss of the step that ``finish_step`` ended last, equal on all ranks.
 
         Raises:
-            StepError: no step has ended yet, or micro-batches were counted that no ``finish_step`` has ended.
+            StepError: no step has ended yet, or micro-batches were counted since the last step ended.
         """
-        return self.steps.last_whole("loss_metrics()").loss_metrics()
+        return self._last_step("loss_metrics()").loss_metrics()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics over all steps since the newest plan, in the loss; each step has another π_θ."""
-        ended, prefix = self.steps.since_plan, self.config.metric_prefix
-        if not self.corrects_in_loss or not ended:
+        """Metrics over all steps since the newest plan, for a correction in the loss; {} in decoupled mode.
+
+        Each of the steps has another π_θ: ``mixed_policies`` is their number.
+        """
+        if not self.corrects_in_loss or not self._since_plan:
             return {}
-        header = merged([step.header for step in ended])
+        header = merged([step.header for step in self._since_plan])
         metrics = TrainingResult(config=self.config, header=header, loss=self.loss).metrics()
+        prefix = self.config.metric_prefix
         if self.config.may_weigh_nothing:
-            # Of several steps together that is not known: one of them may have weights.
-            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = sum(step.num_weightless for step in ended)
-        return metrics | {f"{prefix}mixed_policies": float(len(ended))}
+            # Added up over the steps: the merged header does not show a step without weights among others with some.
+            num_weightless = sum(step.num_weightless for step in self._since_plan)
+            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = num_weightless
+        metrics[f"{prefix}mixed_policies"] = float(len(self._since_plan))
+        return metrics
+
+    def _last_step(self, name: str) -> StepResult:
+        """Return the step that ended last; StepError, with the ``name`` of the call, if none did or one is open."""
+        if self._last is None or self.open_step.num_micro_batches:
+            raise StepError(
+                f"{name} before finish_step(): end every step, as wrap_finalize(correction) does as the "
+                "finalize_model_grads_func of Megatron's config"
+            )
+        return self._last
+
+    def _no_counts(self, device: torch.device) -> StepCounts[Tensor]:
+        """Return the counts of a rank without a micro-batch: zeros, with the shapes that all other ranks have."""
+        header = None
+        if self.corrects_in_loss:
+            header = empty_header(self.config, self.open_step.agreed.one_step, device)
+        return StepCounts.nothing(header, device)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import on_device
 from megatron_rc.loss.aggregation import loss_sum
-from megatron_rc.loss.total import token_loss
+from megatron_rc.loss.policy import token_loss
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_alike, check_tensors
-from megatron_rc.parallel.groups import group_size
-from megatron_rc.training.micro_batch import Counted, MicroBatch
+from megatron_rc.training.micro_batch import MicroBatch
+from megatron_rc.training.optimizer_step import StepCounts
 from megatron_rc.training.plan import LossScale, PlannedStep
 from megatron_rc.training.rollout_correction import RolloutCorrection
 
@@ -50,47 +49,48 @@ def masked_loss(
 
     Raises:
         ValueError: a tensor that the mode or the objective needs is missing or has another shape, or the scale is of
-            another correction. With several pipeline stages the schedule goes on with a loss of 0 (NaN in the log), and
-            its end raises the same StepError on every rank.
+            another correction. A rank that raises does so alone: the others wait for it until torchrun ends them.
+        StepError: with ``one_pass``, the step of the plan has ended. In the backward: micro-batches of another step
+            were counted, and nothing has ended that one.
     """
-    try:
-        step = _step_of(scale, micro_batch.response_mask.numel())
-        found = correction.corrected(micro_batch, log_probs, step)
-        losses = token_loss(
-            correction.loss,
-            log_probs,
-            found.old_log_probs,
-            micro_batch.advantages,
-            _usable(correction, micro_batch, log_probs, found.old_log_probs),
-            weights=found.weights,
-            entropy=entropy,
-            ref_log_probs=micro_batch.ref_log_probs,
-            layout=micro_batch.layout,
-            groups=correction.groups,
-            sequence_log_ratio=found.mean_log_ratio,
-        )
-        aggregation, lengths = correction.loss.aggregation, found.sequence_lengths
-        total = loss_sum(losses.per_token, found.mask, aggregation, lengths, micro_batch.layout)
-        counted = Counted.of(micro_batch.response_mask, found, _strangers(micro_batch, step))
-    except ValueError as error:
-        # Other stages would wait for ever for this one's gradients.
-        if group_size(correction.groups.pp) == 1:
-            raise
-        correction.steps.refuse(str(error))
-        return _refused(log_probs)
+    step = _step_of(scale, micro_batch.response_mask.numel())
+    corrected = correction.corrected(micro_batch, log_probs, step)
+    losses = token_loss(
+        correction.loss,
+        log_probs=log_probs,
+        old_log_probs=corrected.old_log_probs,
+        rollout_log_probs=micro_batch.rollout_log_probs,
+        advantages=micro_batch.advantages,
+        response_mask=_usable(correction, micro_batch, log_probs, corrected.old_log_probs),
+        weights=corrected.weights,
+        entropy=entropy,
+        ref_log_probs=micro_batch.ref_log_probs,
+        layout=micro_batch.layout,
+        groups=correction.groups,
+        sequence_log_ratio=corrected.mean_log_ratio,
+    )
+    total = loss_sum(
+        losses.per_token,
+        corrected.mask,
+        correction.loss.aggregation,
+        corrected.sequence_lengths,
+        micro_batch.layout,
+    )
     returned = schedule_return(total, {"loss": total}, scale, micro_batch.response_mask.numel())
-    statistics = losses.statistics.plus(loss=total.detach() / scale.denominator)
 
-    def count(_: Tensor) -> None:
-        correction.steps.count(step, found, counted, statistics)
-
-    if returned[0].requires_grad:
-        returned[0].register_hook(count)
+    loss = returned[0]
+    if loss.requires_grad:
+        # Measured now, so that neither the hook nor the step keeps tokens, and buffers may be filled anew.
+        with torch.no_grad():
+            statistics = losses.statistics.plus(loss=total.detach() / scale.denominator)
+            counts = StepCounts.of(corrected, statistics)
+        num_sequences = micro_batch.layout.num_sequences
+        loss.register_hook(lambda _: correction.open_step.count(step, counts, num_sequences))
     return returned
 
 
 def _step_of(scale: LossScale, num_tokens: int) -> PlannedStep:
-    """The step of a scale, for the loss of a micro-batch of so many tokens."""
+    """The step of a scale, for the loss of a micro-batch of so many tokens; ValueError if they do not fit."""
     step = scale.step if isinstance(scale, LossScale) else None
     if step is None:
         raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
@@ -100,24 +100,6 @@ def _step_of(scale: LossScale, num_tokens: int) -> PlannedStep:
             "local_tokens out of plan.loss_scale() and give it the total_tokens that they sum to"
         )
     return step
-
-
-def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
-    """0-D: sequences with trained tokens of another mini-batch than the step's; None if the micro-batch has no ids."""
-    ids, mask = micro_batch.mini_batch_ids, micro_batch.response_mask
-    if ids is None:
-        return None
-    number = micro_batch.layout.num_sequences
-    if ids.shape != (number,):
-        raise ValueError(f"mini_batch_ids has shape {tuple(ids.shape)}: expected one for each of {number} sequences")
-    return ((on_device(ids, mask.device) != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
-
-
-def _refused(log_probs: Tensor) -> Returned:
-    """A loss of 0 instead of one that could not be made, so that the schedule goes on to its end."""
-    loss = torch.where(torch.zeros_like(log_probs, dtype=torch.bool), log_probs, 0).sum()
-    count = torch.ones((), dtype=torch.int32, device=loss.device)
-    return loss, count, {"loss": torch.full_like(loss.detach(), torch.nan)}
 
 
 def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale, num_tokens: int) -> Returned:
@@ -135,10 +117,12 @@ def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale, 
     """
     loss = loss_sum / scale.denominator
     if scale.calculate_per_token_loss:
-        loss, number = loss * scale.total_tokens, num_tokens
+        loss = loss * scale.total_tokens
+        divisor = num_tokens
     else:
-        loss, number = loss * (scale.num_microbatches * scale.dp_cp_size), 1
-    count = torch.full((), number, dtype=torch.int32, device=loss.device)
+        loss = loss * (scale.num_microbatches * scale.dp_cp_size)
+        divisor = 1
+    count = torch.full((), divisor, dtype=torch.int32, device=loss.device)
     return loss, count, {name: value.detach().clone() for name, value in log.items()}
 
 
@@ -151,7 +135,7 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     than the model's config has is a StepError on every rank.
 
     Args:
-        correction: whose step ends. It does not keep the function: if nobody else does, no step begins.
+        correction: whose step ends.
         finalize: finishes the gradients; default: ``megatron.core.distributed.finalize_model_grads``.
 
     Raises:
@@ -164,18 +148,17 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     finish: Callable[..., None] = finalize or finalize_model_grads
 
     def finalize_and_scale(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-        with correction.steps.ending():
-            finish(model, *args, **kwargs)
-            if args or "num_tokens" in kwargs:
-                num_tokens = args[0] if args else kwargs["num_tokens"]
-                correction.steps.compare_divisor(None if num_tokens is None else int(num_tokens))
-            factor = correction.finish_step(next(model[0].parameters()).device)
-            if correction.scales_gradients:
-                for chunk in model:
-                    chunk.scale_gradients(factor)
-                correction.steps.note_scaled(model)
+        finish(model, *args, **kwargs)
+        # Megatron passes num_tokens, and has added it up over the ranks by now.
+        if args:
+            correction.open_step.note_divisor(args[0])
+        elif "num_tokens" in kwargs:
+            correction.open_step.note_divisor(kwargs["num_tokens"])
+        factor = correction.finish_step(next(model[0].parameters()).device)
+        if correction.scales_gradients:
+            for chunk in model:
+                chunk.scale_gradients(factor)
 
-    correction.steps.ends.add(finalize_and_scale)
     vars(finalize_and_scale)["ends_steps_of"] = correction
     return finalize_and_scale
 

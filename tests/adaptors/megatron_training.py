@@ -16,7 +16,8 @@ from megatron.training import training
 from megatron_rc.launch.training.models.cpu import cpu_backend
 from tests.adaptors.pages import documented
 
-LENGTH, VOCABULARY = 8, 15
+LENGTH = 8
+VOCABULARY = 15
 FLAGS = f"""--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --train-iters 4
 --max-position-embeddings {LENGTH} --micro-batch-size 2 --global-batch-size 4 --lr 0.01 --eval-iters 1 --eval-interval 2
 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --dataloader-type external

@@ -15,19 +15,20 @@ def blocks(program, language="python"):
 
 
 def documented(program, **names):
-    """The names that the section's only block defines; it has at most ten lines for the user to write."""
+    """The names that the section's only block defines."""
     (block,) = blocks(program)
-    assert len([line for line in block.splitlines() if line.strip()]) <= 10
     exec(compile(block, f"docs/adaptors.md, {program}", "exec"), names)
     return names
 
 
 def _fits(case):
     config = RolloutCorrectionConfig(**case.fields)
-    whole = config.rollout_is_batch_normalize or config.rollout_staleness_scale or config.corrects_in_loss
+    needs_global_batch = config.rollout_is_batch_normalize or config.rollout_staleness_scale or config.corrects_in_loss
     # The hosts know no turns: a turn is a run of the mask.
-    whole = whole or "turn_ids" in case.sides
-    return not whole and not any(one.unit == "prompt" or one.only_negative for one in config.criteria)
+    needs_global_batch = needs_global_batch or "turn_ids" in case.sides
+    return not needs_global_batch and not any(
+        criterion.unit == "prompt" or criterion.only_negative for criterion in config.criteria
+    )
 
 
 IN_A_MICRO_BATCH = [name for name, case in CASES.items() if _fits(case)]

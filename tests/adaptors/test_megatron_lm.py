@@ -32,7 +32,8 @@ def whole(values, layout, cp):
 
 def data_of(piece, trainer):
     """A micro-batch of Megatron-LM's data iterator, with the values that only the last stage knows."""
-    cp, pp = trainer.groups.cp, trainer.groups.pp
+    cp = trainer.groups.cp
+    pp = trainer.groups.pp
     old = piece.train_log_probs if piece.train_log_probs is not None else torch.zeros_like(piece.rollout_log_probs)
     dist.broadcast(old, dist.get_global_rank(pp, pp.size() - 1), group=pp)
     advantages = piece.advantages.clone()
@@ -55,7 +56,8 @@ def both_ways(words):
     prepared = trainer.prepare(recorded_batch(0, trainer.groups.dp.rank(), trainer.groups.dp.size()))
     batch = prepared.batch
     trainer.accumulate(prepared, 0)
-    known, total = gradients(trainer), None
+    launchers_gradients = gradients(trainer)
+    total = None
     data = [data_of(batch.local.piece(cut), trainer) for cut in batch.cuts[0]]
     correction = MegatronCorrection(lambda: parsed(words))
     trainer.model[0].config.finalize_model_grads_func = None
@@ -73,11 +75,11 @@ def both_ways(words):
     )
     sums = torch.zeros(2)
     if logged:
-        sums = torch.stack([one["policy loss"] for one in logged]).sum(0)
+        sums = torch.stack([entry["policy loss"] for entry in logged]).sum(0)
         dist.all_reduce(sums, group=trainer.groups.dp_cp)
         total = float(sums[0] / sums[1])
     metrics = correction.correction.loss_metrics()
-    return known, gradients(trainer), total, metrics["loss/total"]
+    return launchers_gradients, gradients(trainer), total, metrics["loss/total"]
 
 
 MODES = {"decoupled": [], "bypass": ["--bypass-mode", "--loss-type=reinforce"]}
@@ -88,10 +90,10 @@ LAYOUTS = [(Layout(pp=2, vpp=True), "bypass"), (Layout(pp=2, cp=2), "decoupled")
 def test_megatrons_schedule_makes_the_launchers_gradients(ranks, tmp_path, layout, mode):
     more = ["--vocab-size=16", "--grpo-kl-beta=0", "--loss-aggregation=seq-mean-token-mean", *MODES[mode]]
     everywhere = ranks.run(both_ways, layout, flags(tmp_path, *more, *layout.flags()))
-    for known, got, logged, total in everywhere:
-        assert sum(float(one.norm()) for one in known) > 0.01
-        for one, other in zip(got, known, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    for expected, got, logged, total in everywhere:
+        assert sum(float(gradient.norm()) for gradient in expected) > 0.01
+        for gradient, expected_gradient in zip(got, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
         assert total != 0
         if logged is not None:
             # In bypass mode the denominator is not known before the end of the step.
@@ -162,8 +164,8 @@ def test_a_schedule_that_nobody_wrapped():
 def test_megatrons_parser_takes_the_flags(monkeypatch):
     """Its own ``--grpo-*`` flags stay; ``make test-latest`` runs this."""
     arguments = pytest.importorskip("megatron.training.arguments", reason="this Megatron-Core brings no parser")
-    words = "--rollout-is token --policy-loss gspo --grpo-clamp-eps-upper 0.3 --grpo-kl-beta 0"
-    monkeypatch.setattr("sys.argv", ["train.py", *words.split()])
+    flags = "--rollout-is token --policy-loss gspo --grpo-clamp-eps-upper 0.3 --grpo-kl-beta 0"
+    monkeypatch.setattr("sys.argv", ["train.py", *flags.split()])
     args = arguments.parse_args(extra_args_provider=add_rollout_correction_args)
     correction = MegatronCorrection(lambda: args, ParallelGroups()).correction
     assert correction.config.rollout_is == "token"
@@ -176,8 +178,8 @@ def test_megatrons_parser_takes_the_flags(monkeypatch):
 def test_the_page_trains_with_megatrons_own_loop(mode):
     """``pretrain`` of megatron.training, with an evaluation in between; ``make test-latest`` runs this."""
     pytest.importorskip("megatron.training.arguments", reason="this Megatron-Core brings no training loop")
-    words = ["--rollout-is=token", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2", *MODES[mode]]
-    command = [sys.executable, "-m", "tests.adaptors.megatron_training", *words]
+    flags = ["--rollout-is=token", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2", *MODES[mode]]
+    command = [sys.executable, "-m", "tests.adaptors.megatron_training", *flags]
     # Megatron's loop calls torch.compile, which needs a C++ compiler on a CPU.
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

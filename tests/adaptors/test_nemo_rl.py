@@ -33,8 +33,10 @@ class ClippedLoss:
         vars(self).update(settings)
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        tokens, samples = data["token_mask"][:, 1:], data["sample_mask"]
-        advantages, old = data["advantages"][:, 1:], data["prev_logprobs"][:, 1:]
+        tokens = data["token_mask"][:, 1:]
+        samples = data["sample_mask"]
+        advantages = data["advantages"][:, 1:]
+        old = data["prev_logprobs"][:, 1:]
         ratio = (next_token_logprobs - old).exp()
         bounded = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
         loss = torch.max(-advantages * ratio, -advantages * bounded)
@@ -65,7 +67,8 @@ def data_of(batch, dtype=torch.float32, **changes):
     """A batch of NeMo-RL: a column before the first token, the last row masked as a sample."""
     generator = torch.Generator().manual_seed(0)
     filled = [
-        torch.nn.functional.pad(torch.where(batch.mask, one, -1.0), (1, 0)) for one in (batch.train, batch.rollout)
+        torch.nn.functional.pad(torch.where(batch.mask, log_probs, -1.0), (1, 0))
+        for log_probs in (batch.train, batch.rollout)
     ]
     advantages = torch.randn(len(batch.mask), 1, generator=generator, dtype=torch.float64)
     data = {
@@ -79,14 +82,16 @@ def data_of(batch, dtype=torch.float32, **changes):
     return UserDict({name: value for name, value in (data | changes).items() if value is not None})
 
 
-SEQUENCES, TOKENS = torch.tensor(20.0, dtype=torch.float64), torch.tensor(300.0, dtype=torch.float64)
+SEQUENCES = torch.tensor(20.0, dtype=torch.float64)
+TOKENS = torch.tensor(300.0, dtype=torch.float64)
 
 
 def by_formula(batch, data, expected, new, loss_type):
     """The loss from the oracle's weights and mask, one sequence after the other."""
     total = 0
-    for row, kept in enumerate(torch.tensor(expected.mask)):
-        count, weights = int(batch.mask[row].sum()), torch.ones(len(kept), dtype=torch.float64)
+    for row, accepted in enumerate(torch.tensor(expected.mask)):
+        count = int(batch.mask[row].sum())
+        weights = torch.ones(len(accepted), dtype=torch.float64)
         if expected.weights is not None:
             weights = torch.tensor(expected.weights[row], dtype=torch.float64)
         a = data["advantages"][row, 1:]
@@ -94,7 +99,7 @@ def by_formula(batch, data, expected, new, loss_type):
         loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
         loss = torch.where(a < 0, torch.minimum(loss, -3 * a), loss) * weights
         share = TOKENS if loss_type is LossType.TOKEN_LEVEL else SEQUENCES * max(count, 1)
-        total = total + loss[kept].sum() / share
+        total = total + loss[accepted].sum() / share
     return total
 
 
@@ -103,7 +108,7 @@ def config_of(name):
 
 
 def rejects_tokens(config):
-    return any(one.of_tokens for one in config.criteria) or config.bad_log_probs == "reject_token"
+    return any(criterion.of_tokens for criterion in config.criteria) or config.bad_log_probs == "reject_token"
 
 
 BY_TOKEN = [(name, LossType.TOKEN_LEVEL) for name in IN_A_MICRO_BATCH]
@@ -122,14 +127,14 @@ def test_the_loss_is_the_oracles(name, loss_type):
     loss, metrics = CorrectedLoss(ClippedLoss(loss_type), config)(
         next_token_logprobs=new, data=data, global_valid_seqs=SEQUENCES, global_valid_toks=TOKENS
     )
-    wanted = by_formula(batch, data, expected, new, loss_type)
+    expected_loss = by_formula(batch, data, expected, new, loss_type)
     # NeMo-RL adds 1e-8 to the length of a sequence.
-    torch.testing.assert_close(loss, wanted, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-7, atol=1e-10)
     (gradient,) = torch.autograd.grad(loss, new, retain_graph=True)
-    (other,) = torch.autograd.grad(wanted, new)
-    kept = torch.tensor(expected.mask)
-    torch.testing.assert_close(gradient[kept], other[kept], rtol=1e-7, atol=1e-10)
-    assert not gradient[~kept].any()
+    (expected_gradient,) = torch.autograd.grad(expected_loss, new)
+    accepted = torch.tensor(expected.mask)
+    torch.testing.assert_close(gradient[accepted], expected_gradient[accepted], rtol=1e-7, atol=1e-10)
+    assert not gradient[~accepted].any()
     assert all(torch.equal(value.nan_to_num(), before[key].nan_to_num()) for key, value in data.items())
     share = int(batch.mask.sum()) / float(TOKENS)
     for key in () if CASES[name].bad else ("kl", "k3_kl", "rollout_rs_masked_fraction"):
@@ -142,12 +147,12 @@ K1 = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
 
 def test_what_nemo_rl_reads_is_that_of_its_loss():
     loss = CorrectedLoss(ClippedLoss(reference_policy_kl_penalty=0.1), TOKEN)
-    for one in (loss, pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
-        assert one.loss_type is LossType.TOKEN_LEVEL
-        assert one.input_type == "logprob"
-        assert one.reference_policy_kl_penalty == 0.1
-        assert one.metric_normalizations["rollout_corr/kl"] == "tokens"
-        assert not hasattr(one, "use_fused_linear_logprobs")
+    for copied in (loss, pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
+        assert copied.loss_type is LossType.TOKEN_LEVEL
+        assert copied.input_type == "logprob"
+        assert copied.reference_policy_kl_penalty == 0.1
+        assert copied.metric_normalizations["rollout_corr/kl"] == "tokens"
+        assert not hasattr(copied, "use_fused_linear_logprobs")
 
 
 def test_on_policy_the_current_policy_is_the_old_one():
@@ -206,6 +211,6 @@ def test_data_that_cannot_be(changes, message):
 
 
 def test_the_page_wraps_a_loss():
-    found = documented("NeMo-RL", loss_fn=ClippedLoss())["loss_fn"]
-    assert found.config.rollout_rs == "seq_mean_k1"
-    assert found.loss_type is LossType.TOKEN_LEVEL
+    wrapped = documented("NeMo-RL", loss_fn=ClippedLoss())["loss_fn"]
+    assert wrapped.config.rollout_rs == "seq_mean_k1"
+    assert wrapped.loss_type is LossType.TOKEN_LEVEL

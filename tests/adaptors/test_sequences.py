@@ -29,41 +29,42 @@ def sequences(batch):
     return [cut(batch.train), cut(batch.rollout), cut(batch.mask)], sides
 
 
-def check(found, expected, rows=slice(None)):
+def check(corrected, expected, rows=slice(None)):
     """Compare with the oracle's result, on the given rows of the batch."""
-    expected_masks, weights = expected.mask[rows], expected.weights
-    assert [mask.tolist() for mask in found.masks] == [
-        row[: len(mask)] for row, mask in zip(expected_masks, found.masks, strict=True)
+    expected_masks = expected.mask[rows]
+    weights = expected.weights
+    assert [mask.tolist() for mask in corrected.masks] == [
+        row[: len(mask)] for row, mask in zip(expected_masks, corrected.masks, strict=True)
     ]
-    assert (found.weights is None) == (weights is None)
-    for weight, row in zip(found.weights or (), (weights or [])[rows], strict=True):
+    assert (corrected.weights is None) == (weights is None)
+    for weight, row in zip(corrected.weights or (), (weights or [])[rows], strict=True):
         torch.testing.assert_close(
             weight.double(), torch.tensor(row[: len(weight)], dtype=torch.float64), rtol=1e-9, atol=0
         )
-    assert found.denominators.tolist() == expected.denominators
-    metrics = found.result.metrics()
+    assert corrected.denominators.tolist() == expected.denominators
+    metrics = corrected.result.metrics()
     assert metrics["rollout_corr/kl"] == pytest.approx(expected.metrics["kl"], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_lists_and_nested_tensors(name):
     batch, expected = clear_batch(name)
-    given, sides = sequences(batch)
-    check(correct_sequences(*given, config_of(name), **sides, **sizes(batch)), expected)
-    given = [torch.nested.nested_tensor(values, layout=torch.jagged) for values in given]
-    found = correct_sequences(*given, config_of(name), **sides, **sizes(batch))
-    assert found.masks.is_nested
-    weights = None if found.weights is None else found.weights.unbind()
-    check(dataclasses.replace(found, weights=weights, masks=found.masks.unbind()), expected)
+    tensors, sides = sequences(batch)
+    check(correct_sequences(*tensors, config_of(name), **sides, **sizes(batch)), expected)
+    tensors = [torch.nested.nested_tensor(values, layout=torch.jagged) for values in tensors]
+    corrected = correct_sequences(*tensors, config_of(name), **sides, **sizes(batch))
+    assert corrected.masks.is_nested
+    weights = None if corrected.weights is None else corrected.weights.unbind()
+    check(dataclasses.replace(corrected, weights=weights, masks=corrected.masks.unbind()), expected)
 
 
 def test_lengths_that_add_up_to_the_number_of_sequences():
     """Versions of tokens are not taken for versions of sequences."""
-    given = [torch.full((2,), -1.0), torch.zeros(0)], [torch.full((2,), -1.0), torch.zeros(0)]
+    log_probs = [torch.full((2,), -1.0), torch.zeros(0)], [torch.full((2,), -1.0), torch.zeros(0)]
     masks = [torch.ones(2, dtype=torch.bool), torch.zeros(0, dtype=torch.bool)]
     versions = [torch.tensor([5, 1]), torch.zeros(0, dtype=torch.int64)]
-    told = {"current_version": 5, "max_staleness": 4, "policy_versions": versions}
-    metrics = correct_sequences(*given, masks, CONFIG, **told).result.metrics()
+    versions_of_tokens = {"current_version": 5, "max_staleness": 4, "policy_versions": versions}
+    metrics = correct_sequences(*log_probs, masks, CONFIG, **versions_of_tokens).result.metrics()
     shares = [metrics[f"rollout_corr/staleness_{age}_token_fraction"] for age in (0, 4)]
     assert shares == [0.5, 0.5]
 
@@ -73,9 +74,9 @@ def without_sequences_on_the_second_rank():
     groups = ParallelGroups.from_megatron()
     values, masks = (TWO, MASKS) if groups.dp.rank() == 0 else ([], [])
     ids = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
-    told = {"current_version": 0, "policy_versions": ids, "turn_ids": ids}
-    found = correct_sequences(values, values, masks, CONFIG, groups, **told)
-    return len(found.masks), found.denominators.tolist()
+    sides = {"current_version": 0, "policy_versions": ids, "turn_ids": ids}
+    corrected = correct_sequences(values, values, masks, CONFIG, groups, **sides)
+    return len(corrected.masks), corrected.denominators.tolist()
 
 
 def test_a_rank_without_sequences(ranks):
@@ -86,8 +87,8 @@ def on_a_rank(clear):
     groups = ParallelGroups.from_megatron()
     mine = slice(groups.dp.rank(), None, 2)
     for name, (batch, expected) in clear.items():
-        given, sides = sequences(batch.rows(torch.arange(len(batch.mask))[mine]))
-        check(correct_sequences(*given, config_of(name), groups, **sides, **sizes(batch)), expected, mine)
+        tensors, sides = sequences(batch.rows(torch.arange(len(batch.mask))[mine]))
+        check(correct_sequences(*tensors, config_of(name), groups, **sides, **sizes(batch)), expected, mine)
 
 
 def test_ranks_with_other_sequences(ranks):
@@ -106,9 +107,9 @@ def test_ranks_with_other_sequences(ranks):
     ],
 )
 def test_wrong_sequences(changed, words):
-    given = {"train_log_probs": TWO, "rollout_log_probs": TWO, "response_masks": MASKS} | changed
+    arguments = {"train_log_probs": TWO, "rollout_log_probs": TWO, "response_masks": MASKS} | changed
     with pytest.raises(ValueError, match=words):
-        correct_sequences(**given, config=CONFIG)
+        correct_sequences(**arguments, config=CONFIG)
 
 
 def test_the_page():
@@ -116,18 +117,22 @@ def test_the_page():
     torch.manual_seed(4)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     layer = torch.nn.Linear(3, 7, bias=False, dtype=torch.float64)
-    labels, advantages = torch.randint(0, 7, (5,)), torch.tensor([1.0, 1, -0.5, -0.5, -0.5], dtype=torch.float64)
+    labels = torch.randint(0, 7, (5,))
+    advantages = torch.tensor([1.0, 1, -0.5, -0.5, -0.5], dtype=torch.float64)
     log_probs = torch.log_softmax(layer(hidden), -1).gather(1, labels.unsqueeze(1)).squeeze(1)
-    old, lengths = log_probs.detach(), [2, 3]
+    old = log_probs.detach()
+    lengths = [2, 3]
     rollout = old - torch.tensor([0.1, -0.3, 0.9, 0.0, -0.1])
     mask = torch.tensor([True, False, True, True, True])
     weights = (old - rollout).exp().clamp(max=2)
-    wanted = -(log_probs * weights * advantages * mask).sum() / 4
-    given = [list(values.split(lengths)) for values in (old, rollout, mask)]
+    expected = -(log_probs * weights * advantages * mask).sum() / 4
+    tensors = [list(values.split(lengths)) for values in (old, rollout, mask)]
     page = documented("A trainer with its own layout and loss")
-    corrected, accepted = page["corrected_weights"](*given, CONFIG, ParallelGroups())
+    corrected, accepted = page["corrected_weights"](*tensors, CONFIG, ParallelGroups())
     parts = zip(*(values.split(lengths) for values in (hidden, labels, advantages)), corrected, strict=True)
-    found = sum(page["loss_of"](part, layer, label, weight, worth, accepted) for part, label, worth, weight in parts)
-    torch.testing.assert_close(found, wanted)
-    (gradient,), (other,) = (torch.autograd.grad(loss, hidden, retain_graph=True) for loss in (found, wanted))
-    torch.testing.assert_close(gradient, other)
+    loss = sum(page["loss_of"](part, layer, label, weight, worth, accepted) for part, label, worth, weight in parts)
+    torch.testing.assert_close(loss, expected)
+    (gradient,), (expected_gradient,) = (
+        torch.autograd.grad(loss, hidden, retain_graph=True) for loss in (loss, expected)
+    )
+    torch.testing.assert_close(gradient, expected_gradient)

@@ -38,63 +38,68 @@ def responses(name):
 def local_tokens(total, response, rank, size):
     """The local tokens of a response on a rank: those that its two chunks of the padded sequence predict."""
     chunk = -(-total // (2 * size))
-    held = [range(rank * chunk, (rank + 1) * chunk), range((2 * size - rank - 1) * chunk, (2 * size - rank) * chunk)]
+    chunks = [range(rank * chunk, (rank + 1) * chunk), range((2 * size - rank - 1) * chunk, (2 * size - rank) * chunk)]
     first = total - response - 1
-    everywhere = [range(total)] if size == 1 else held
+    everywhere = [range(total)] if size == 1 else chunks
     return [position - first for some in everywhere for position in some if 0 <= position - first < response]
 
 
-def run_all(given, fields):
-    return {name: call(given[name], fields[name]) for name in given}
+def run_all(inputs, fields):
+    return {name: call(inputs[name], fields[name]) for name in inputs}
 
 
-def call(given, fields):
+def call(inputs, fields):
     """One micro-batch on this rank as in slime: (local loss, gradients and tokens of each response, results)."""
     cp = ParallelGroups.from_megatron().cp
-    lengths, totals = given["lengths"], given["totals"]
+    lengths = inputs["lengths"]
+    totals = inputs["totals"]
     tokens = [local_tokens(*pair, group_rank(cp), group_size(cp)) for pair in zip(totals, lengths, strict=True)]
 
     def cut(rows):
         return [row[mine] for row, mine in zip(rows, tokens, strict=True)]
 
-    old, moved = cut(given["old"]), cut(given["steps"])
+    old = cut(inputs["old"])
+    moved = cut(inputs["steps"])
     # slime's own ratio is finite, even if the correction's log-probs are not.
     theta = [step.clone().requires_grad_() for step in moved]
     ratio = torch.cat(theta).exp()
-    advantages = torch.cat([value.expand(len(mine)) for value, mine in zip(given["advantages"], tokens, strict=True)])
+    advantages = torch.cat([value.expand(len(mine)) for value, mine in zip(inputs["advantages"], tokens, strict=True)])
     correct = slime.SlimeCorrection(RolloutCorrectionConfig(**fields))
     loss, masks, metrics = correct(
         ARGS,
         pg_loss=-advantages * ratio,
         train_log_probs=old,
-        rollout_log_probs=cut(given["rollout"]),
-        loss_masks=given["masks"],
+        rollout_log_probs=cut(inputs["rollout"]),
+        loss_masks=inputs["masks"],
         total_lengths=totals,
         response_lengths=lengths,
     )
     # Each response's sum over its trained tokens before rejection, as in slime's reducer.
-    sizes, counts = [len(mine) for mine in tokens], [mask.sum().clamp(min=1) for mask in given["masks"]]
+    sizes = [len(mine) for mine in tokens]
+    counts = [mask.sum().clamp(min=1) for mask in inputs["masks"]]
     parts = zip(loss.split(sizes), cut(masks), counts, strict=True)
     total = sum((part * mask).sum() / count for part, mask, count in parts)
     total.backward()
-    trained = torch.cat(cut([mask.bool() for mask in given["masks"]]))
+    trained = torch.cat(cut([mask.bool() for mask in inputs["masks"]]))
     sums = {key: float((value.double() * trained).sum()) for key, value in metrics.items()}
     return float(total.detach()), [row.grad for row in theta], tokens, masks, sums
 
 
-def expected_of(given, expected):
+def expected_of(inputs, expected):
     """(loss, gradients of whole responses, masks) by the formula, from the oracle's weights and mask."""
-    total, gradients, masks = 0.0, [], []
-    for row, length in enumerate(given["lengths"]):
-        count = max(float(given["masks"][row].float().sum()), 1)
-        kept = torch.tensor(expected.mask[row][:length], dtype=torch.bool)
+    total = 0.0
+    gradients = []
+    masks = []
+    for row, length in enumerate(inputs["lengths"]):
+        count = max(float(inputs["masks"][row].float().sum()), 1)
+        accepted = torch.tensor(expected.mask[row][:length], dtype=torch.bool)
         weights = torch.ones(length, dtype=torch.float64)
         if expected.weights is not None:
             weights = torch.tensor(expected.weights[row][:length], dtype=torch.float64)
-        terms = -given["advantages"][row] * given["steps"][row].exp() * weights / count
-        gradients.append(torch.where(kept, terms, 0.0))
+        terms = -inputs["advantages"][row] * inputs["steps"][row].exp() * weights / count
+        gradients.append(torch.where(accepted, terms, 0.0))
         total += float(gradients[-1].sum())
-        masks.append(kept)
+        masks.append(accepted)
     return total, gradients, masks
 
 
@@ -102,11 +107,11 @@ def expected_of(given, expected):
 def test_slime_gets_the_oracles_loss_gradients_and_masks(ranks, cp):
     made = {name: responses(name) for name in IN_A_MICRO_BATCH}
     fields = {name: {**CASES[name].fields, "rejection_denominator": "original"} for name in IN_A_MICRO_BATCH}
-    found = ranks.run(run_all, Layout(cp=cp), {name: given for name, (given, _) in made.items()}, fields)
+    of_ranks = ranks.run(run_all, Layout(cp=cp), {name: inputs for name, (inputs, _) in made.items()}, fields)
     assert len(IN_A_MICRO_BATCH) >= 7
-    for name, (given, expected) in made.items():
-        loss, gradients, masks = expected_of(given, expected)
-        parts = [rank[name] for rank in found]
+    for name, (inputs, expected) in made.items():
+        loss, gradients, masks = expected_of(inputs, expected)
+        parts = [rank[name] for rank in of_ranks]
         assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-9)
         for row, gradient in enumerate(gradients):
             got = torch.zeros_like(gradient)
@@ -114,12 +119,12 @@ def test_slime_gets_the_oracles_loss_gradients_and_masks(ranks, cp):
                 got[tokens[row]] = local[row]
             torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
         for part in parts:
-            for mask, kept, was in zip(part[3], masks, given["masks"], strict=True):
-                assert mask.dtype == was.dtype
-                assert torch.equal(mask.bool(), kept)
+            for mask, accepted, mask_before in zip(part[3], masks, inputs["masks"], strict=True):
+                assert mask.dtype == mask_before.dtype
+                assert torch.equal(mask.bool(), accepted)
         if CASES[name].bad:  # slime's denominators count bad tokens
             continue
-        tokens = sum(int(mask.sum()) for mask in given["masks"])
+        tokens = sum(int(mask.sum()) for mask in inputs["masks"])
         for key in parts[0][4]:
             mean = sum(part[4][key] for part in parts) / tokens
             assert mean == pytest.approx(expected.metrics[key.removeprefix("rollout_corr/")], rel=1e-6, abs=1e-9)
@@ -127,7 +132,7 @@ def test_slime_gets_the_oracles_loss_gradients_and_masks(ranks, cp):
 
 def arguments(**changes):
     """Arguments of three responses of 2, 0 and 3 tokens on one rank."""
-    given = {
+    defaults = {
         "pg_loss": torch.ones(5),
         "train_log_probs": [torch.tensor([-1.0, -0.5]), torch.empty(0), torch.tensor([-2.0, -0.1, -0.4])],
         "rollout_log_probs": [torch.tensor([-1.1, -0.9]), torch.empty(0), torch.tensor([-2.0, -3.1, -0.4])],
@@ -135,7 +140,7 @@ def arguments(**changes):
         "total_lengths": [4, 3, 5],
         "response_lengths": [2, 0, 3],
     }
-    return given | changes
+    return defaults | changes
 
 
 def correct(config=None, args=ARGS, **changes):
@@ -224,9 +229,9 @@ def test_the_page_makes_the_object():
     """slime imports a module by name, and takes the attribute; the library has one without a configuration."""
     assert isinstance(slime.correct, slime.SlimeCorrection)
     assert slime.correct.config is None
-    found = documented("slime")["correct"]
-    found.groups = ParallelGroups()
-    loss, masks, _ = found(ARGS, **arguments())
+    correction = documented("slime")["correct"]
+    correction.groups = ParallelGroups()
+    loss, masks, _ = correction(ARGS, **arguments())
     # The third response's mean of log ρ is 1.5; the first one's is 0.25.
     assert [mask.tolist() for mask in masks] == [[0, 0], [], [0, 0, 0]]
     assert not loss.any()

@@ -19,7 +19,7 @@ def fits(case):
     config = RolloutCorrectionConfig(**case.fields)
     alone = config.rollout_staleness_scale is None and config.rejection_denominator == "accepted"
     alone = alone and "turn_ids" not in case.sides  # verl's batch has none
-    return alone and not config.corrects_in_loss and not any(one.only_negative for one in config.criteria)
+    return alone and not config.corrects_in_loss and not any(criterion.only_negative for criterion in config.criteria)
 
 
 NAMES = [name for name, case in CASES.items() if fits(case)]
@@ -34,8 +34,8 @@ class Config(SimpleNamespace):
 
 
 def actor(info=None, **fields):
-    given = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "global_batch_info": info or {}}
-    return Config(**given | fields)
+    settings = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "global_batch_info": info or {}}
+    return Config(**settings | fields)
 
 
 def proto(batch, **changes):
@@ -51,9 +51,9 @@ def test_the_driver_gets_the_oracles_batch(name):
     assert len(NAMES) >= 8
     batch, expected = clear_batch(name)
     config = RolloutCorrectionConfig(**CASES[name].fields)
-    given = proto(batch)
-    got, metrics = VerlCorrection(config).add_to_batch(given, {"rollout_is": None})
-    assert got is given
+    data = proto(batch)
+    got, metrics = VerlCorrection(config).add_to_batch(data, {"rollout_is": None})
+    assert got is data
     assert got.batch["response_mask"].dtype == torch.int64
     assert got.batch["response_mask"].bool().tolist() == expected.mask
     assert ("rollout_is_weights" in got.batch) == (expected.weights is not None)
@@ -68,8 +68,8 @@ def per_token(log_prob, old, advantages, algorithm, weights):
     """[b, r] by the formula, element by element."""
     bounds = Bounds(algorithm, low=0.2, high=0.3, dual=3.0)
     rows = zip(log_prob, old.tolist(), advantages.tolist(), strict=True)
-    found = [[loss for loss, _ in of_response(bounds, list(new), *row)] for new, *row in rows]
-    return torch.stack([torch.stack(row) for row in found]) * weights
+    losses = [[loss for loss, _ in of_response(bounds, list(new), *row)] for new, *row in rows]
+    return torch.stack([torch.stack(row) for row in losses]) * weights
 
 
 def divided(loss, mask, mode, info):
@@ -95,8 +95,10 @@ def step(seed=0, shape=(6, 8)):
 def assert_loss(loss, expected, log_prob):
     """Assert that a loss is the expected one, and has its gradient."""
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    (gradient,), (wanted,) = (torch.autograd.grad(one, log_prob, retain_graph=True) for one in (loss, expected))
-    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
+    (gradient,), (expected_gradient,) = (
+        torch.autograd.grad(value, log_prob, retain_graph=True) for value in (loss, expected)
+    )
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-15)
 
 
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 12, "loss_scale_factor": 7}
@@ -128,12 +130,15 @@ def test_the_loss_of_bypass_mode(loss_type, info):
     config = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, **fields)
     loss, metrics = VerlCorrection(config).policy_loss(rollout, new, advantages, mask.float(), config=actor(info))
     settings = oracle.Settings(level="sequence", upper=1.5, criteria=CRITERIA)
-    found = oracle.correct(*(value.tolist() for value in (new.detach(), rollout, mask)), settings)
-    kept, weights = torch.tensor(found.mask), torch.tensor(found.weights, dtype=torch.float64)
-    assert 0 < int(kept.sum()) < int(mask.sum())
+    corrected = oracle.correct(*(value.tolist() for value in (new.detach(), rollout, mask)), settings)
+    accepted = torch.tensor(corrected.mask)
+    weights = torch.tensor(corrected.weights, dtype=torch.float64)
+    assert 0 < int(accepted.sum()) < int(mask.sum())
     weights = weights if loss_type == "reinforce" else torch.ones_like(weights)
-    assert_loss(loss, divided(per_token(new, rollout, advantages, loss_type, weights), kept, "token-mean", info), new)
-    assert_metrics({name: value for name, value in metrics.items() if not name.startswith("actor/")}, found, 1e-9)
+    assert_loss(
+        loss, divided(per_token(new, rollout, advantages, loss_type, weights), accepted, "token-mean", info), new
+    )
+    assert_metrics({name: value for name, value in metrics.items() if not name.startswith("actor/")}, corrected, 1e-9)
 
 
 def test_settings_are_verls_own():
@@ -210,7 +215,9 @@ def test_prompts_are_needed_where_a_criterion_looks_at_them():
 
 def test_a_lower_bound_below_0_clips_nothing():
     """verl's examples of CISPO have clip_ratio_low=10."""
-    old, new, ones = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-4.0, -1.0]]), torch.ones(1, 2)
+    old = torch.tensor([[-1.0, -3.0]])
+    new = torch.tensor([[-4.0, -1.0]])
+    ones = torch.ones(1, 2)
     correction = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is(), algorithm="cispo")
     loss, _ = correction.policy_loss(old, new, ones, ones, config=actor(clip_ratio_low=10, clip_ratio_high=0.2))
     assert loss.item() == pytest.approx((4 * math.exp(-3) + 1.2) / 2)

@@ -210,33 +210,20 @@ def test_reference(gamma, lam):
 
 
 def reference_on_ranks():
-    """The largest difference of each rank, by wrong variant."""
-    groups = ParallelGroups.from_megatron()
-    worst = dict.fromkeys(["right", "shards alone", "dp ranks alone"], 0.0)
+    """The largest difference on this rank."""
+    groups, worst = ParallelGroups.from_megatron(), 0.0
     for (form, split), factors in itertools.product(CUTS, FACTORS[1:3]):
         shard = Shard(batch(), form, split, groups)
-        local, layout = shard.take(batch()), shard.layout
-        alone = SequenceLayout.packed(list(itertools.accumulate([0, *layout.local_lengths.tolist()])))
-        flat = {name: value if name in ("outcome", "index") else value.flatten() for name, value in local.items()}
-        variants = {
-            "right": (local, {"layout": layout, "groups": groups}),
-            "shards alone": (flat, {"layout": alone, "groups": ParallelGroups(dp_cp=groups.dp_cp)}),
-            "dp ranks alone": (local, {"layout": layout, "groups": ParallelGroups(cp=groups.cp, dp_cp=groups.cp)}),
-        }
-        want = {name: shard.cut(value).flatten() for name, value in expected(*factors).items()}
-        for name, (tokens, where) in variants.items():
-            for key, got in estimated(tokens, *factors, **where).items():
-                difference = (got.flatten() - want[key]).abs()
-                worst[name] = max(worst[name], float(difference.amax()) if len(difference) else 0.0)
+        found = estimated(shard.take(batch()), *factors, layout=shard.layout, groups=groups)
+        for name, value in expected(*factors).items():
+            difference = (found[name] - shard.cut(value)).abs()
+            worst = max(worst, float(difference.amax()) if difference.numel() else 0.0)
     return worst
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_reference_on_shards(ranks, layout):
-    found = ranks.run(reference_on_ranks, layout)
-    assert max(rank["right"] for rank in found) < 1e-12
-    assert (max(rank["shards alone"] for rank in found) > 0.1) == (layout.cp > 1)
-    assert (max(rank["dp ranks alone"] for rank in found) > 0.01) == (layout.dp > 1)
+    assert max(ranks.run(reference_on_ranks, layout)) < 1e-12
 
 
 def collectives_on_ranks(length):
@@ -319,16 +306,6 @@ def test_weights_of_responses_on_several_ranks(ranks, estimator):
         torch.testing.assert_close(got, want[rank::2], rtol=1e-9, atol=1e-9)
 
 
-def test_only_a_best_response_of_its_own_leads():
-    rewards, prompts = torch.tensor([3.0, 1.0, 5.0, 5.0, 1.0]), torch.tensor([0, 0, 1, 1, 1])
-    assert group_advantages(rewards, prompts, estimator="grpo-passk-no-std").tolist() == [2, 0, 0, 0, 0]
-
-
-def test_weights_of_zero_have_no_mean():
-    got = group_advantages(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 0]), weights=torch.zeros(3))
-    torch.testing.assert_close(got, torch.tensor([1.0, 3.0, 5.0]).double() / (1 + 1e-6))
-
-
 @pytest.mark.parametrize("reward", [0.1, 1.0, -7.7, 1e9])
 def test_equal_rewards_give_exactly_no_advantage_however_they_count(reward):
     rewards, prompts = torch.full((800,), reward, dtype=torch.float64), torch.arange(100).repeat_interleave(8)
@@ -352,24 +329,6 @@ def test_a_wrong_weight_is_seen(wrong):
         got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, weights=weights, kept=kept)
         assert got[0].isnan()
         assert got[2:].isfinite().all()
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.125, 2.0**-40])
-def test_the_mean_of_opo_knows_no_unit_of_length(scale):
-    """Lengths as shares of a budget, for one: 3 and 1 of 4."""
-    rewards, lengths = torch.tensor([1.0, 0.0, 0.5]), scale * torch.tensor([3.0, 1.0, 2.0])
-    got = group_advantages(rewards, torch.tensor([0, 0, 1]), estimator="opo", lengths=lengths)
-    assert got.tolist() == [0.25, -0.75, 0.5]
-
-
-def test_responses_without_tokens_have_no_mean_of_opo():
-    """The first prompt keeps one of its two, the second has one: 0 and the reward, whatever their lengths."""
-    rewards, ids = torch.tensor([0.7, 9.0, 0.3, 1.0, 0.5]), torch.tensor([0, 0, 1, 2, 2])
-    kept = torch.tensor([True, False, True, True, True])
-    for length in (0, 3):
-        lengths = torch.tensor([length, 5, length, 0, 0])
-        got = group_advantages(rewards, ids, estimator="opo", lengths=lengths, kept=kept)
-        assert torch.equal(got, torch.tensor([0.0, 0.0, 0.3, 1.0, 0.5]).double())
 
 
 def test_long_sequences_lose_no_digits():
@@ -400,10 +359,9 @@ def refusal_on_ranks(wrong):
 
 def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
     layout = Layout(cp=2, dp=2)
-    wanted = (
-        "2 of group_ids do not lie in [0, num_groups=2): number the prompts of the batch from 0, alike on every rank"
-    )
-    assert ranks.run(refusal_on_ranks, layout, [-1, 1, 2]) == [wanted] * 4
+    (message,) = set(ranks.run(refusal_on_ranks, layout, [-1, 1, 2]))
+    assert message.startswith("2 of group_ids")
+    assert "num_groups=2" in message
     assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
 
 
@@ -485,21 +443,6 @@ def test_rollouts_of_several_rows_on_ranks(ranks, layout):
             torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_of_a_rollout_do_not_outvote_others():
-    """A response of one row and reward 1, and one of three rows and reward 0."""
-    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64)
-    rollout_ids = torch.tensor([8, 3, 3, 3])
-    found = {
-        name: group_advantages(rewards, ids, estimator=name, rollout_ids=rollout_ids).tolist()
-        for name in ("grpo", "grpo-no-std", "rloo", "grpo-passk-no-std")
-    }
-    root = 2**-0.5
-    assert found["grpo"] == pytest.approx([root, -root, -root, -root], abs=2e-6)
-    assert found["grpo-no-std"] == pytest.approx([0.5, -0.5, -0.5, -0.5])
-    assert found["rloo"] == pytest.approx([1.0, -1.0, -1.0, -1.0])
-    assert found["grpo-passk-no-std"] == pytest.approx([1.0, 0.0, 0.0, 0.0])
-
-
 @pytest.mark.parametrize("what", ["reward", "weight"])
 def test_rows_of_a_rollout_have_one_reward_and_one_weight(what):
     rewards, weights, ids = torch.zeros(4), torch.ones(4), torch.zeros(4, dtype=torch.int64)
@@ -573,31 +516,19 @@ def group(rewards=ONES, ids=IDS, **more):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gae(TOKENS, TOKENS[:1], MASK), r"values is torch.float32 \(1, 4\): expected a float for each of"),
-        (lambda: gae(TOKENS, None, MASK), "values is a NoneType: pass a torch.Tensor"),
-        (lambda: gae(TOKENS, TOKENS, TOKENS), "response_mask is torch.float32: expected bool"),
-        (lambda: gae(TOKENS, TOKENS, [[True] * 4] * 2), "response_mask is a list: pass a torch.Tensor"),
-        (lambda: gae(TOKENS, TOKENS, MASK, gamma=1.5), "gamma=1.5 must be a number between 0 and 1"),
-        (lambda: gae(TOKENS, TOKENS, MASK, gamma="1"), "gamma='1' must be a number between 0 and 1"),
-        (lambda: group([1.0, 0.0]), "rewards is a list: pass a torch.Tensor"),
-        (lambda: group(ids=[0, 0]), "group_ids is a list: pass a torch.Tensor"),
-        (lambda: group(ids=torch.zeros(3).long()), r"group_ids is torch.int64 \(3,\): expected torch.int64 \(2,\)"),
-        (lambda: group(kept=[True, True]), "kept is a list: pass a torch.Tensor"),
-        (lambda: group(kept=ONES), r"kept is torch.float32 \(2,\): expected torch.bool \(2,\)"),
-        (lambda: group(estimator="opo"), "estimator='opo' .* give lengths"),
-        (lambda: group(estimator="opo", lengths=[1, 2]), "lengths is a list: pass"),
-        (lambda: group(estimator="opo", lengths=torch.ones(3)), r"lengths is torch.float32 \(3,\): .* of 2 sequences"),
-        (lambda: group(estimator="opo", lengths=MASK[0, :2]), "lengths is torch.bool"),
-        (lambda: group(estimator="best"), "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, .*, gpg"),
-        (lambda: group(f_norm=0.0), "f_norm=0.0 must be finite and above 0"),
-        (lambda: group(num_groups=1.5), "num_groups=1.5 must be a whole number"),
-        (lambda: group(groups="dp"), "groups is a str: pass ParallelGroups"),
-        (lambda: group(groups=ParallelGroups()), "groups .* without num_groups: pass num_groups="),
-        (lambda: whiten(TOKENS[0], MASK[0]), "without a layout it must be"),
-        (lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 5)), r"local shape is \(2, 5\)"),
-        (lambda: whiten(TOKENS, MASK, layout=HALF), r"rank 1 of 2 .* rank 0 of 1 in groups\.cp"),
-        (lambda: remax(TOKENS, torch.zeros(3), MASK), "baselines is .* expected a float for each of 2 sequences"),
-        (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards is"),
+        (lambda: gae(TOKENS, TOKENS[:1], MASK), r"values .*\(1, 4\)"),
+        (lambda: gae(TOKENS, TOKENS, TOKENS), r"response_mask .*float32"),
+        (lambda: gae(TOKENS, TOKENS, MASK, gamma=1.5), r"gamma=1\.5"),
+        (lambda: group(ids=torch.zeros(3).long()), r"group_ids .*\(3,\)"),
+        (lambda: group(kept=ONES), r"kept .*float32"),
+        (lambda: group(estimator="opo"), r"estimator='opo' .*lengths"),
+        (lambda: group(estimator="opo", lengths=torch.ones(3)), r"lengths .*\(3,\)"),
+        (lambda: group(estimator="best"), r"estimator='best' .*grpo"),
+        (lambda: group(f_norm=0.0), r"f_norm=0\.0"),
+        (lambda: group(groups=ParallelGroups()), "groups .*num_groups"),
+        (lambda: whiten(TOKENS, MASK, layout=HALF), r"groups\.cp"),
+        (lambda: remax(TOKENS, torch.zeros(3), MASK), "baselines"),
+        (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards"),
     ],
 )
 def test_wrong_calls(call, message):
@@ -649,17 +580,3 @@ def token_baselines_on_ranks():
 @pytest.mark.parametrize("layout", [Layout(cp=4), Layout(cp=2, dp=2)], ids=str)
 def test_optimal_token_baseline_on_shards(ranks, layout):
     assert max(ranks.run(token_baselines_on_ranks, layout)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sum_pi_squared": torch.zeros(3, 1)}, r"sum_pi_squared is torch\.float32 \(3, 1\)"),
-        ({"group_ids": torch.zeros(3)}, r"group_ids is torch\.float32 \(3,\): expected torch\.int64 \(3,\)"),
-    ],
-)
-def test_what_does_not_fit_a_token_baseline_is_refused(changed, message):
-    values = torch.zeros(3, 4)
-    given = {"rewards": values, "log_probs": values, "sum_pi_squared": values, "response_mask": values == 0}
-    with pytest.raises(ValueError, match=message):
-        optimal_token_baseline(**given | {"group_ids": torch.arange(3)} | changed)

@@ -15,13 +15,12 @@ from megatron_rc import (
     rollout_correction_config_from_args,
 )
 from megatron_rc.numerics import k2
-from megatron_rc.parallel import SequenceLayout
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
+from megatron_rc.settings.definition import check_criterion
 from tests.correction.test_properties import correct_split
 from tests.support import user_objects
-from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
@@ -133,34 +132,6 @@ def whole(name):
     return result, config, (train, rollout, mask), sides
 
 
-def assert_same(result, want, mask=None, weights=None):
-    assert torch.equal(result.mask if mask is None else mask, want.mask)
-    if want.weights is not None:
-        torch.testing.assert_close(result.weights if weights is None else weights, want.weights, rtol=1e-12, atol=0)
-    assert result.metrics() == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_packed_tokens_micro_batches_and_blocks_give_the_same(name, monkeypatch):
-    want, config, (train, rollout, mask), sides = whole(name)
-    ends = [0, 12, 20, 32, 44, 56, 68]
-    kept = torch.ones(6, 12, dtype=torch.bool)
-    kept[1, 8:] = False  # of other lengths
-    trimmed = correct_rollouts(train, rollout, mask & kept, config, **sides)
-    packed = [tensor[kept] for tensor in (train, rollout, mask)]
-    for num_tokens in (5, 10**6):
-        use_blocks(monkeypatch, num_tokens)
-        assert_same(correct_rollouts(train, rollout, mask, config, **sides), want)
-        result = correct_rollouts(*packed, config, SequenceLayout.packed(ends), **sides)
-        weights = None if result.weights is None else torch.zeros_like(train).masked_scatter(kept, result.weights)
-        assert_same(result, trimmed, torch.zeros_like(mask).masked_scatter(kept, result.mask), weights)
-    pieces = ([tensor[:2] for tensor in (train, rollout, mask)], [tensor[2:] for tensor in (train, rollout, mask)])
-    lists = {key: [value[:2], value[2:]] for key, value in sides.items() if isinstance(value, torch.Tensor)}
-    result = correct_rollouts(*(list(pair) for pair in zip(*pieces, strict=True)), config, **sides | lists)
-    weights = None if result.weights is None else torch.cat(result.weights)
-    assert_same(result, want, torch.cat(result.mask), weights)
-
-
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("name", CASES)
 def test_shards_give_the_same(name, split):
@@ -192,6 +163,7 @@ SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name"
         ({"tested": K3}, "tested, .* token alone"),
         ({"unit": "token", "tested": K3, "only_negative": True}, "only_negative is for the unit sequence"),
         ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "sums .* alone"),
+        ({"follows_others": True}, "follows_others is for the unit prompt"),
         ({"bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
         ({"needs": ()}, "use exactly needs"),
         ({"needs": (Need("max", K3),)}, "use exactly needs .*: max of k3"),
@@ -201,13 +173,26 @@ SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name"
         ({"statistic": lambda values: values.sum(K3) / 0}, "must be finite"),
         ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
         ({**SUM_OF_BOTH, "bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
-        ({"follows_others": True}, r"use exactly needs .*\(follows_others\)"),
+        ({"unit": "prompt", "follows_others": True}, r"use exactly needs .*\(follows_others\)"),
     ],
 )
 def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
-    Criterion(**SOUND)
+    check_criterion(Criterion(**SOUND))
     with pytest.raises(ValueError, match=f"criterion '.*{message}"):
-        Criterion(**SOUND | changed)
+        define(Criterion(**SOUND | changed))
+    assert SOUND["name"] not in CRITERIA
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_the_projects_own_criteria_fit_together(name):
+    check_criterion(CRITERIA[name])
+
+
+def define_with(divergence):
+    """Define a criterion of this divergence."""
+    define(
+        Criterion(**SOUND | {"needs": (Need("sum", divergence),), "statistic": lambda values: values.sum(divergence)})
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +211,7 @@ def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
 )
 def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
-        dataclasses.replace(DISTANCE, **changed)
+        define_with(dataclasses.replace(DISTANCE, **changed))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +227,7 @@ def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, messag
 )
 def test_a_divergence_of_both_log_probs_that_is_not_what_it_says_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=f"divergence 'gap': .*{message}"):
-        dataclasses.replace(BOTH, **changed)
+        define_with(dataclasses.replace(BOTH, **changed))
 
 
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])

@@ -7,11 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_rc import AgreedCounts, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.batch import chain
-from megatron_rc.batch.chain import empty_header
-from megatron_rc.parallel.collectives import flatten
-from megatron_rc.parallel.collectives import pack as pack_record
 from tests.support import correction_oracle as oracle
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
 from tests.support.correction_comparison import assert_same, config_of, correct, pack, use_blocks
@@ -184,7 +181,7 @@ def trace_blocks(monkeypatch):
             return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(chain, "_compiled", functools.cache(chain._compiled.__wrapped__))
+    monkeypatch.setattr(chain, "_compiled_block", functools.cache(chain._compiled_block.__wrapped__))
     return calls
 
 
@@ -228,31 +225,3 @@ def test_packed_tokens_give_the_same(name, monkeypatch):
         weights = torch.zeros(ROWS, WIDTH, dtype=weights.dtype).masked_scatter(kept, weights)
     mask = torch.zeros_like(kept).masked_scatter(kept, result.mask)
     assert_same(dataclasses.replace(result, mask=mask, weights=weights), found)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_form_follows_from_config_and_counts_alone(name):
-    """A rank without a token, and a pipeline stage without log-probs, has the header of every rank."""
-    batch, _ = clear_batch(name)
-    result = correct(name, batch)
-    empty = empty_header(config_of(name), AgreedCounts(**sizes(batch)))
-    for found, wanted in zip(flatten(empty), flatten(result.header), strict=True):
-        assert [value.shape for value in found] == [value.shape for value in wanted]
-    header = result.on_host
-    assert header.policy.valid == result.metrics()["rollout_corr/num_tokens"]
-    assert header.denominators.counts == result.denominators.tolist()
-    assert set(header.criteria) == {criterion.name for criterion in config_of(name).criteria}
-
-
-def test_counts_that_change_every_step_move_nothing():
-    config = RolloutCorrectionConfig()
-    every = [AgreedCounts(current_version=one, max_staleness=two) for one, two in ((3, 0), (4, 0), (4, 2))]
-    lengths = [sum(map(len, pack_record(empty_header(config, counts)))) for counts in every]
-    assert lengths == [lengths[0], lengths[0], lengths[0] + 6]
-
-
-def test_the_version_of_the_weights_needs_no_new_header():
-    """A stage without log-probs asks for one in every plan."""
-    config, third, fourth = RolloutCorrectionConfig(), AgreedCounts(current_version=3), AgreedCounts(current_version=4)
-    assert empty_header(config, third) is empty_header(config, fourth)
-    assert empty_header(config, third) is not empty_header(config, AgreedCounts())

@@ -25,15 +25,6 @@ def test_k3_is_never_negative_and_never_falls(name, dtype, sign):
     assert (values[log_ratio.abs() > 1e-3] > 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("exponent", [-30, -8, -4, -1, 0, 4, 30, 38])
-def test_k3_of_neighbouring_floats_is_not_negative(exponent, dtype):
-    """Where exp(x) - 1 is nearest to x, a rounding of either could turn the sign."""
-    near = torch.linspace(1, 3, 100_001, dtype=torch.float64) * 10.0**exponent
-    for log_ratio in (near.to(dtype), -near.to(dtype)):
-        assert (k3(log_ratio) >= 0).all()
-
-
 def test_k3_is_its_formula_up_to_the_limit_and_constant_beyond():
     log_ratio = torch.tensor([-1e9, -30.0, -1.0, 0.0, 1.0, 20.0, 20.5, 1e9], dtype=torch.float64)
     wanted = [math.expm1(min(x, EXP_LIMIT)) - min(x, EXP_LIMIT) for x in log_ratio.tolist()]

@@ -1,4 +1,4 @@
-"""Quantiles from bins: as near as they say, mergeable, and for any number of tokens."""
+"""Quantiles and distributions from bins: as near as a bin is wide, for any number of tokens."""
 
 import math
 
@@ -6,60 +6,11 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.measures.histogram import (
-    NUM_BINS,
-    NUM_CODES,
-    QUANTILES,
-    CodeCounter,
-    Histogram,
-    bins_from_codes,
-    codes_of,
-    even_bins,
-    quantiles,
-)
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import config_of, correct
 
-RELATIVE, ABSOLUTE = 1 / 32, 2**-14
-
-
-def bins_of(values, num_zeros=0):
-    counter = CodeCounter(values.device)
-    counter.add(codes_of(values))
-    assert counter.counts.shape[1:] == (NUM_CODES,)
-    return bins_from_codes(counter.counts, torch.tensor(values.numel() - num_zeros))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2, 1.0, 6.0])
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_quantiles_keep_their_error_bound(scale, shift, dtype):
-    generator = torch.Generator().manual_seed(int(1e6 * scale) + shift)
-    values = scale * (torch.randn(20001, generator=generator) + shift).to(dtype)
-    bins = bins_of(torch.cat([values, torch.zeros(77, dtype=dtype)]), num_zeros=77)
-    assert bins.shape == (NUM_BINS,)
-    assert float(bins.sum()) == 20001
-    ordered = values.double().sort().values
-    for percent in QUANTILES:
-        got = quantiles(Histogram(bins.cumsum(0).tolist()))[f"log_ratio_p{percent:02d}"]
-        # Between the neighbours of the exact quantile, widened by the width of a bin.
-        below, above = ordered[200 * percent - 1], ordered[200 * percent + 1]
-        width = max(RELATIVE * max(abs(float(below)), abs(float(above))), ABSOLUTE)
-        assert float(below) - width <= got <= float(above) + width
-
-
-def test_histograms_add_up_have_outermost_bins_and_may_be_empty():
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(bins_of(values[:300]) + bins_of(values[300:]), bins_of(values))
-    bins = bins_of(torch.tensor([-1e4, -33.0, 0.0, -0.0, 1e-30, 40.0, 1e30]))
-    assert (bins[0], bins[NUM_BINS // 2], bins[-1]) == (2, 3, 2)
-    assert set(quantiles(Histogram([0.0] * NUM_BINS)).values()) == {0.0}
-    nothing = torch.zeros(2, 3)
-    for level in ("token", "sequence"):
-        config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
-        result = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config)
-        assert result.metrics()["rollout_is_p50"] == result.metrics()["rollout_is_seq_p50"] == 0
-        assert result.distributions() == {}
+RELATIVE, ABSOLUTE = 1 / 32, 2**-14  # the width of a bin
+QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
 def test_more_tokens_than_a_sort_takes_and_a_bad_one_far_from_the_start():
@@ -93,7 +44,7 @@ def weights_of(found, counted):
 
 @pytest.mark.parametrize(("bounds", "mode"), [("0.5_2", "mask"), ("0.5_2", "clamp"), (2.0, "truncate")])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_quantiles_of_many_weights_are_those_of_the_sorted_ones(bounds, mode, level):
+def test_quantiles_are_those_of_the_sorted_values(bounds, mode, level):
     """Weights of 0 come first; as many tokens as it takes for a quantile to be one number."""
     generator = torch.Generator().manual_seed(5)
     rollout = -2 * torch.rand(400, 50, generator=generator, dtype=torch.float64) - 1
@@ -103,11 +54,24 @@ def test_quantiles_of_many_weights_are_those_of_the_sorted_ones(bounds, mode, le
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=bounds, rollout_is_mode=mode)
     result = correct_rollouts(train, rollout, mask, config)
     per_sequence = torch.stack([row[valid].mean() for row, valid in zip(result.weights, mask, strict=True)])
-    for name, weights in (("rollout_is", result.weights[mask]), ("rollout_is_seq", per_sequence)):
-        for percent in (25, 50, 75):
-            want = torch.quantile(weights, percent / 100).item()
-            got = result.metrics()[f"rollout_corr/{name}_p{percent}"]
-            assert got == pytest.approx(want, rel=2 * RELATIVE, abs=1e-9), (name, percent, got, want)
+    for name, values, percents, absolute in (
+        ("log_ratio", (train - rollout)[mask], QUANTILES, 2 * ABSOLUTE),
+        ("rollout_is", result.weights[mask], (25, 50, 75), 1e-9),
+        ("rollout_is_seq", per_sequence, (25, 50, 75), 1e-9),
+    ):
+        for percent in percents:
+            want = torch.quantile(values, percent / 100).item()
+            got = result.metrics()[f"rollout_corr/{name}_p{percent:02d}"]
+            assert got == pytest.approx(want, rel=2 * RELATIVE, abs=absolute), (name, percent, got, want)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_of_no_tokens_there_is_no_distribution(level):
+    nothing = torch.zeros(2, 3)
+    config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
+    result = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config)
+    assert result.metrics()["rollout_is_p50"] == result.metrics()["rollout_is_seq_p50"] == 0
+    assert result.distributions() == {}
 
 
 def assert_counts_of(distribution, values, widened):
@@ -155,7 +119,7 @@ def test_distributions_count_what_the_oracle_has(name):
 
 
 def test_weights_that_are_all_alike_have_a_distribution():
-    """All of them on a bound; an engine that agrees to the last digit; rewards of one value."""
+    """All of them on a bound; an engine that agrees to the last digit."""
     train = torch.full((2, 3), -1.0)
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, metric_prefix="")
     for rollout, weight in ((train - 3, 2.0), (train, 1.0)):
@@ -163,4 +127,3 @@ def test_weights_that_are_all_alike_have_a_distribution():
         edges, counts = found["rollout_is"]
         assert sum(counts) == 6
         assert sum(count for edge, count in zip(edges[1:], counts, strict=True) if edge < weight - 1e-4) == 0
-    assert even_bins(1.0, 1.0, 5.0, lambda value: 5.0 * (value > 1.0)).edges[0] == 0.5

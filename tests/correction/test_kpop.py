@@ -1,17 +1,14 @@
-"""KPop: the larger KL of "this token" and "another one", against its formula with forty digits; what it rejects."""
+"""KPop: the larger KL of "this token" and "another one", against its formula with forty digits."""
 
 import itertools
 import math
 from decimal import Decimal, localcontext
 
-import pytest
 import torch
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.numerics import CERTAIN, larger_two_point_kl
 
 PROBABILITIES = (1e-30, 1e-9, 1e-4, 0.02, 0.3, 0.5, 0.9, 0.99, 1 - 1e-5, 1 - 5e-8)
-KPOP = RolloutCorrectionConfig.decoupled_token_kpop()
 
 
 def formula(log_p, log_q):
@@ -52,32 +49,3 @@ def test_it_is_finite_for_every_usable_log_prob_and_the_same_in_both_directions(
         < 0.1
         < larger_two_point_kl(*tensors([(math.log(0.99), 0.0)]))
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_rejects_likely_tokens_that_differ_and_keeps_rare_ones_with_a_larger_ratio(dtype):
-    """What bounds on the ratio cannot do: ρ is 0.9 and 1.1 where it rejects, 20 and 1/20 where it keeps."""
-    engine = torch.tensor([[1.0, 0.9, 0.001, 0.02, 0.5], [0.3, 0.5, 0.7, 0.2, 0.2]], dtype=dtype)
-    ratios = torch.tensor([[0.9, 1.1, 20.0, 0.05, 1.0], [1.0, 1.5, 1.0, 1.0, 1.0]], dtype=dtype)
-    rollout, train = engine.log(), (engine * ratios).log()
-    result = correct_rollouts(train, rollout, torch.ones(2, 5, dtype=torch.bool), KPOP)
-    result.check()
-    kept = torch.tensor([[False, False, True, True, True], [True, False, True, True, True]])
-    assert torch.equal(result.mask, kept)
-    torch.testing.assert_close(result.weights, ratios, rtol=1e-5, atol=0)
-    assert result.denominators.tolist() == [[10, 2, 7, 2]]
-    assert result.sequence_lengths.tolist() == [5, 5]  # rejected tokens stay in the denominators
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rollout_rs_threshold": None}, "rollout_rs='token_kpop' needs rollout_rs_threshold"),
-        ({"rollout_rs_threshold": "0.05_0.1"}, "token_kpop takes one upper bound, in nats"),
-        ({"rollout_rs_threshold": 0}, "must be a finite positive number"),
-        ({"rollout_rs_threshold_lower": 0.01}, "rollout_rs_threshold_lower=0.01 does nothing for 'token_kpop'"),
-    ],
-)
-def test_bounds_that_it_cannot_have_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig(**KPOP.to_dict() | fields)

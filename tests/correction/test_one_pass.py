@@ -9,13 +9,9 @@ from megatron_rc import (
     RolloutCorrectionConfig,
     StepError,
     correct_rollouts,
-    masked_loss,
-    wrap_finalize,
 )
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from tests.support.on_rank import outcome
-from tests.support.ranks import Layout
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]], dtype=torch.float64)
 ROLLOUT = TRAIN + torch.tensor([[0.4, -0.6, 0.1], [-1.2, 0.2, 0.3]], dtype=torch.float64)
@@ -51,51 +47,27 @@ def test_the_correction_is_that_of_scores_that_were_known_before():
 
 
 def test_a_plan_allows_one_step():
-    with pytest.raises(ValueError, match="train_log_probs would be ignored: one_pass=True"):
+    with pytest.raises(ValueError, match=r"train_log_probs.*one_pass=True"):
         one_pass().plan(PlanInputs(TRAIN, ROLLOUT, MASK))
     correction = one_pass()
-    with pytest.raises(ValueError, match="num_mini_batches=2 is more than 1: with one_pass=True"):
+    with pytest.raises(ValueError, match=r"num_mini_batches=2.*one_pass=True"):
         correction.plan(PlanInputs(None, ROLLOUT, MASK, mini_batch_ids=torch.tensor([0, 1])), num_mini_batches=2)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.finish_step()
-    with pytest.raises(StepError, match="the step of this plan has ended: with one_pass=True"):
+    with pytest.raises(StepError, match="one_pass=True"):
         correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
 
 
-def second_step():
-    """What each stage says at the end of a second step."""
-    groups = ParallelGroups.from_megatron()
-    correction = one_pass(groups=groups)
-    end = wrap_finalize(correction, lambda model: None)
-    inputs = PlanInputs(None, ROLLOUT, MASK, advantages=torch.tensor([1.0, -1.0])) if groups.is_last_stage else None
-    plan = correction.plan(inputs)
-    for _ in range(2):
-        scale = plan.loss_scale(num_microbatches=1)
-        if inputs is not None:
-            (micro_batch,) = plan.micro_batches(inputs)
-            log_probs = TRAIN.clone().requires_grad_()
-            masked_loss(correction, micro_batch, log_probs, None, scale)[0].backward()
-        ended = outcome(correction.finish_step, torch.device("cpu"))
-    del end
-    return ended
-
-
-def test_a_second_step_is_refused_on_every_stage(ranks):
-    first, last = ranks.run(second_step, Layout(pp=2))
-    assert first == last
-    assert "the step of this plan has ended: with one_pass=True" in first
-
-
 @pytest.mark.parametrize(
     ("fields", "loss", "auxiliary", "message"),
     [
-        ({"bypass_mode": True}, {}, False, "one_pass=True does nothing with bypass_mode=True"),
-        ({"proximal_interpolation": True}, {}, False, "one_pass=True does nothing with proximal_interpolation=True"),
+        ({"bypass_mode": True}, {}, False, "one_pass=True.*bypass_mode=True"),
+        ({"proximal_interpolation": True}, {}, False, "one_pass=True.*proximal_interpolation=True"),
         ({"rollout_rs": "group_any,token_k1", "rollout_rs_threshold": "0.5_2"}, {}, False, "rollout_rs=group_any"),
-        ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "in one_pass scales all gradients"),
+        ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "rollout_is_batch_normalize=True.*one_pass"),
     ],
 )
 def test_settings_that_need_a_pass_are_refused(fields, loss, auxiliary, message):

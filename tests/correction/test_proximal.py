@@ -191,25 +191,11 @@ def test_the_data_are_not_vacuous(name):
 INTERPOLATION = {"rollout_is": "token", "proximal_interpolation": True}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"proximal_interpolation": "yes"}, "proximal_interpolation='yes' must be true or false"),
-        (INTERPOLATION | {"bypass_mode": True}, "proximal_interpolation=True contradicts bypass_mode=True"),
-        (INTERPOLATION | {"loss_type": "reinforce"}, "names the objective of bypass mode"),
-        (INTERPOLATION | {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": 2}, "which proximal_interpolation"),
-    ],
-)
-def test_settings_that_contradict_it_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig(**fields)
-
-
 def test_what_would_not_be_exact_is_refused():
     normalized = RolloutCorrectionConfig(**INTERPOLATION, rollout_is_batch_normalize=True)
-    with pytest.raises(ValueError, match="in proximal_interpolation scales all gradients by one factor"):
+    with pytest.raises(ValueError, match=r"rollout_is_batch_normalize=True.*proximal_interpolation"):
         RolloutCorrection(normalized, ALONE, loss=PolicyLossConfig(kl_coef=0.1))
-    with pytest.raises(ValueError, match=r"after the schedule \(proximal_interpolation with"):
+    with pytest.raises(ValueError, match=r"proximal_interpolation.*rejection_denominator"):
         RolloutCorrection(normalized, ALONE, loss=PolicyLossConfig(), has_auxiliary_losses=True)
     RolloutCorrection(RolloutCorrectionConfig(**INTERPOLATION), ALONE, loss=PolicyLossConfig(algorithm="gspo"))
 
@@ -217,27 +203,14 @@ def test_what_would_not_be_exact_is_refused():
 def test_without_versions_it_is_an_error():
     correction = RolloutCorrection(RolloutCorrectionConfig(**INTERPOLATION), ALONE, loss=PolicyLossConfig())
     train, mask = torch.full((2, 3), -1.0), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="proximal_interpolation=True needs the versions of the weights"):
+    with pytest.raises(ValueError, match=r"proximal_interpolation=True.*policy_versions="):
         correction.plan(PlanInputs(None, train, mask))
     versions = torch.tensor([4, 1])
     correction.plan(PlanInputs(None, train, mask, policy_versions=versions), current_version=4)
-    with pytest.raises(ValueError, match="policy_versions and current_version come together"):
+    with pytest.raises(ValueError, match=r"policy_versions.*current_version"):
         correction.in_loss(train, train, mask)
-    with pytest.raises(ValueError, match="rollout_log_probs has shape"):
+    with pytest.raises(ValueError, match="rollout_log_probs"):
         correction.in_loss(train, train[:1], mask, policy_versions=versions)
-
-
-def test_a_bad_rollout_log_prob_is_named_as_such():
-    correction = RolloutCorrection(RolloutCorrectionConfig(**INTERPOLATION), ALONE, loss=PolicyLossConfig())
-    train, mask = torch.full((2, 3), -1.0), torch.ones(2, 3, dtype=torch.bool)
-    versions, rollout = torch.tensor([[4, 3, 1], [2, 2, 2]]), train.clone()
-    rollout[1, 2] = math.nan
-    correction.plan(PlanInputs(None, train, mask, policy_versions=versions), current_version=4)
-    for _ in range(2):
-        correction.in_loss(train, rollout, mask, policy_versions=versions)
-        correction.finish_step()
-        with pytest.raises(ValueError, match="the rollout log-prob of sample 1 of data-parallel rank 0"):
-            correction.step.check()
 
 
 def test_the_launcher_needs_versions_of_this_run(tmp_path):
@@ -245,6 +218,6 @@ def test_the_launcher_needs_versions_of_this_run(tmp_path):
     configure(flags(tmp_path, *words), 1)
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
     words += [f"--load-rollouts={tmp_path}", "--train-iters=2"]
-    with pytest.raises(ConfigurationError, match="--proximal-interpolation needs rollouts whose versions are steps of"):
+    with pytest.raises(ConfigurationError, match="--proximal-interpolation"):
         configure(flags(tmp_path, *words), 1)
     configure(flags(tmp_path, *words, "--rollout-staleness=4"), 1)

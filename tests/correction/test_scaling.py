@@ -159,7 +159,7 @@ def test_the_document_has_the_numbers_of_which_the_constants_are_made(document):
     (numbers,) = re.findall(r"^\| token IS \|.*?BROADCAST pp: (\d+)", document, flags=re.MULTILINE)
     assert int(numbers) > int(constant)
     criteria = sum(criterion.unit != "turn" for criterion in CRITERIA.values())
-    made_of = (sums, maxima, criteria, NUM_BINS, 2 * LENGTH_BUCKETS, f"{8 * int(numbers) / 1000:.0f}")
+    made_of = (sums, maxima, criteria, NUM_BINS, 3 * LENGTH_BUCKETS, f"{8 * int(numbers) / 1000:.0f}")
     prose = re.sub(r"^\|.*", "", document, flags=re.MULTILINE)
     assert set(map(str, made_of)) <= set(re.findall(r"\d+", prose))
     assert re.search(rf"{sums} sums and {maxima} maxima\D*{criteria} criteria", " ".join(prose.split()))

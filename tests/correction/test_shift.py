@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from megatron_rc import PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
-from megatron_rc.measures.data import MIN_CELLS, MIN_PAIRS, _window_places, find_lag, measure_shift, shift_sums
+from megatron_rc import (
+    AgreedCounts,
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    collect_shards,
+    correct_rollouts,
+    sequence_sums,
+)
+from megatron_rc.measures.shift import MIN_DIFFERENT, MIN_PAIRS, find_lag
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.collectives import merged, on_host
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
 
@@ -24,26 +33,9 @@ def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
     return train, rollout, torch.rand(shape, generator=generator) > holes
 
 
-@pytest.mark.parametrize("parts", [1, 5])
-@pytest.mark.parametrize("num_tokens", [1, 64, 16384, 16385, 50001, 400000])
-def test_few_pairs_are_some_of_all_and_none_of_them_twice(num_tokens, parts):
-    """And all of them where they are few, or where responses are what a window holds."""
-    stretch = max(64, -(-num_tokens * parts // 256))
-    mask = torch.zeros(num_tokens, dtype=torch.bool)
-    mask[num_tokens // 3 :] = True
-    places = _window_places(mask, stretch)
-    assert len(places) <= num_tokens / stretch + 1
-    firsts = places[:, :-1][places[:, :-1] < num_tokens - 1]
-    assert len(firsts.unique()) == len(firsts)
-    assert stretch > 64 or len(firsts) == num_tokens - 1
-    assert mask[firsts].sum() >= 64 * (num_tokens * 2 // 3 // stretch - 1)
-
-
-def test_every_pair_of_a_batch_that_is_not_large_is_compared():
-    for shape in ((256, 64), (1, 2**14)):
-        train, rollout, mask = make_batch(shape=shape, holes=0)
-        (part,) = collect_shards(PlanInputs(train, rollout, mask), AgreedCounts()).parts
-        assert shift_sums([part])[0].sum() == shape[0] * (shape[1] - 1)
+def lag_of(train, rollout, mask, layout=None):
+    """The lag that the test finds in a batch, or in micro-batches."""
+    return find_lag(correct_rollouts(train, rollout, mask, CONFIG, layout).on_host.tokens)
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -60,26 +52,28 @@ def test_a_shift_is_refused_and_named(shape, noise, lag):
     correct_rollouts(train, rollout, mask, CONFIG).check()
 
 
-def cells_of(crosswise, lag=1, cells=200, pairs=4.0, more=()):
-    """Sums of cells whose straight distance is 1 a pair on average."""
-    late, early = (crosswise, 3.0)[::lag]
-    return list(zip([0.0] * 5, *[[pairs * value for value in (1, 0.8, late, early, 1.2)]] * cells, *more, strict=True))
+@pytest.mark.parametrize("lag", [1, -1])
+@pytest.mark.parametrize("num_pairs", [MIN_PAIRS - 1, MIN_PAIRS])
+def test_few_pairs_prove_nothing(lag, num_pairs):
+    train, rollout, _ = make_batch(shape=(1, num_pairs + 1), holes=0)
+    found = lag_of(train, rollout.roll(lag, dims=1), torch.ones_like(train, dtype=torch.bool))
+    assert found == (lag if num_pairs == MIN_PAIRS else 0)
+
+
+@pytest.mark.parametrize("num_different", [MIN_DIFFERENT - 10, 2 * MIN_DIFFERENT])
+def test_few_different_log_ratios_prove_nothing(num_different):
+    """A shifted response again and again: as many different numbers as it has tokens."""
+    train, rollout, mask = make_batch(shape=(1, num_different), holes=0)
+    values = (train, rollout.roll(1, dims=1), mask)
+    assert lag_of(*(value.repeat(20, 1) for value in values)) == (num_different > MIN_DIFFERENT)
 
 
 @pytest.mark.parametrize("lag", [1, -1])
-def test_less_than_half_of_the_straight_distance_is_a_lag(lag):
-    assert find_lag(cells_of(0.499, lag)) == lag
-    assert find_lag(cells_of(0.501, lag)) == 0
-    assert find_lag(cells_of(0.499, lag, cells=MIN_CELLS)) == lag
-    assert find_lag(cells_of(0.499, lag, cells=MIN_CELLS - 1, pairs=100.0)) == 0
-    assert find_lag(cells_of(0.499, lag, pairs=(MIN_PAIRS - 1) / 200)) == 0
-
-
-def test_pairs_that_look_alike_count_once():
-    """A cell of a thousand pairs weighs as much as any other one."""
-    sums = cells_of(1.5, more=[[1000.0, 1000.0, 0.0, 3000.0, 1000.0]])
-    assert sum(sums[2]) < 0.8 * sum(sums[1])
-    assert measure_shift(sums).share == pytest.approx(1.5 * 200 / 201)
+@pytest.mark.parametrize(("noise", "is_refused"), [(0.2, True), (0.5, True), (1.5, False), (3.0, False)])
+def test_less_than_half_of_the_straight_distance_is_a_lag(lag, noise, is_refused):
+    """Behind more noise than tokens differ a shift cannot be seen."""
+    train, rollout, mask = make_batch(noise=noise)
+    assert lag_of(train, rollout.roll(lag, dims=1), mask) == lag * is_refused
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -96,37 +90,17 @@ def test_the_same_few_answers_are_no_shift(lag, noise):
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
-def test_shards_compare_true_neighbours_only(split):
-    """The seams between chunks and rows are no pairs; the sums of shards add up to the same verdict."""
+@pytest.mark.parametrize("lag", [0, 1, -1])
+def test_the_sums_of_shards_give_the_same_verdict(split, lag):
+    """Where two chunks meet on a rank, a pair is compared that is none."""
     train, rollout, mask = make_batch(shape=(24, 64), holes=0)
-    for late in (rollout, rollout.roll(1, dims=1)):
-        total = torch.zeros(5, 256, dtype=torch.float64)
-        for rank in range(4):
-            layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
-            inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
-            parts = collect_shards(inputs, AgreedCounts()).parts
-            total += shift_sums(parts)
-        # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
-        assert total[0].sum() == 4 * 24 * (14 if split == "zigzag" else 15)
-        assert find_lag(total.tolist()) == (late is not rollout)
-
-
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
-def test_neighbours_are_next_positions_of_one_sequence(cp_size, split):
-    """Sequences of many lengths, none at all, two chunks each under zigzag."""
-    local = [0, 6, 2, 2, 0, 4, 8, 8, 2]
-    bounds = [sum(local[:index]) for index in range(len(local) + 1)]
-    for layout in (
-        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size, split=split),
-        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size, split=split),
-        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size, split=split),
-        SequenceLayout.packed([0], cp_rank=0, cp_size=cp_size, split=split),
-    ):
-        here, of = layout.positions().view(-1), layout.sequence_index
-        want = (here[1:] == here[:-1] + 1) & (of[1:] == of[:-1])
-        want = torch.cat([want, torch.zeros(min(len(here), 1), dtype=torch.bool)])
-        assert torch.equal(layout.followed(torch.arange(len(here))), want)
+    late = rollout.roll(lag, dims=1)
+    layouts = [SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split) for rank in range(4)]
+    measures = []
+    for layout in layouts:
+        inputs = PlanInputs(*(layout.cut(values) for values in (train, late, mask)), layout)
+        measures.append(sequence_sums(collect_shards(inputs, AgreedCounts()), CONFIG).tokens)
+    assert find_lag(on_host(merged(measures))) == lag
 
 
 @pytest.mark.parametrize(
@@ -148,7 +122,7 @@ def test_a_shift_is_seen_in_short_micro_batches(count, length):
     train, rollout, mask = make_batch(shape=(count, length), holes=0)
     for given, lag in ((rollout, 0), (rollout.roll(1, dims=1), 1)):
         parts = [list(tensor.split(1)) for tensor in (train, given, mask)]
-        assert find_lag(correct_rollouts(*parts, CONFIG).on_host.data.shift) == lag
+        assert lag_of(*parts) == lag
 
 
 @pytest.mark.parametrize(("lag", "count"), [(0, 64), (1, 64), (-1, 64), (1, 16)])
@@ -161,7 +135,7 @@ def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
     for part in zip(train.split(1), rollout.split(1), mask.split(1), strict=True):
         correction.in_loss(*part)
     correction.finish_step()
-    assert find_lag(correction.step.on_host.data.shift) == lag
+    assert find_lag(correction.step.on_host.tokens) == lag
 
 
 @pytest.mark.parametrize(
@@ -179,8 +153,7 @@ def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
         layout = SequenceLayout.packed(range(0, mask.numel() + 1, shape[1]))
         train, rollout, late, mask = (one.view(-1) for one in (train, rollout, late, mask))
     for given, lag in ((rollout, 0), (late, 1)):
-        (part,) = collect_shards(PlanInputs(train, given, mask, layout), AgreedCounts()).parts
-        assert find_lag(shift_sums([part]).tolist()) == lag
+        assert lag_of(train, given, mask, layout) == lag
 
 
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])

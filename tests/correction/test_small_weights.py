@@ -23,14 +23,6 @@ def rows(log_weights, length=LENGTH, dtype=torch.float64):
     return rollout + log_ratio.unsqueeze(1).to(dtype), rollout, torch.ones_like(rollout, dtype=torch.bool)
 
 
-def normal_rows(num_rows, length, sigma):
-    """Responses whose log ρ is N(-σ²/2, σ), so that E[ρ] = 1: k3 is about σ²/2."""
-    generator = torch.Generator().manual_seed(0)
-    log_ratio = sigma * torch.randn(num_rows, length, generator=generator, dtype=torch.float64) - sigma**2 / 2
-    rollout = torch.full_like(log_ratio, -3.0)
-    return rollout + log_ratio, rollout, torch.ones_like(rollout, dtype=torch.bool)
-
-
 def exact_sample_size(logs):
     largest = max(logs)
     weights = [math.exp(x - largest) for x in logs]
@@ -65,35 +57,6 @@ def test_normalised_weights_of_float32_log_probs_are_rounded_once():
     assert result.weights.dtype == torch.float32
     # The log-probs of 2048 tokens, each rounded to 6e-8, and so their sum to 1e-4.
     assert result.weights[:, 0].tolist() == pytest.approx(exact_normalised([-200.0, -201.0, -203.0]), rel=2e-4)
-
-
-def test_prefix_weights_have_no_floor_of_a_single_token():
-    """Log w_t = t · (-2) for 40 tokens: the mean is that of a geometric series."""
-    config = RolloutCorrectionConfig(rollout_is="prefix", rollout_is_batch_normalize=True)
-    result = correct_rollouts(*rows([-80.0], length=40), config)
-    logs = [-2.0 * t for t in range(1, 41)]
-    assert result.weights[0].tolist() == pytest.approx(exact_normalised(logs), rel=1e-9)
-    assert result.metrics()[f"{PREFIX}raw_eff_sample_size"] == pytest.approx(exact_sample_size(logs), rel=1e-9)
-
-
-@pytest.mark.parametrize(("length", "sigma"), [(8192, 0.1), (8192, 0.14), (16384, 0.07), (32768, 0.063)])
-def test_long_responses_at_small_distances(length, sigma):
-    """k3 of 0.002 to 0.01 nats: 64 responses of which one or two carry all the weight."""
-    batch = normal_rows(64, length, sigma)
-    logs = (batch[0] - batch[1]).sum(1).tolist()
-    result = correct_rollouts(*batch, RolloutCorrectionConfig.decoupled_seq_is())
-    assert result.metrics()["rollout_corr/k3_kl"] == pytest.approx(sigma**2 / 2, rel=0.02)
-    want = exact_sample_size(logs)
-    assert want < 0.1
-    assert result.metrics()[f"{PREFIX}raw_eff_sample_size"] == pytest.approx(want, rel=1e-9)
-    assert result.sequence_eff_sample_size == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("shift", [0.0, -14.0, -18.0, -25.0, -120.0, 60.0])
-def test_a_common_factor_of_the_weights_changes_no_sample_size(shift):
-    logs = [shift + 0.3 * x for x in torch.randn(64, generator=torch.Generator().manual_seed(1)).tolist()]
-    result = correct_rollouts(*rows(logs, length=200), RolloutCorrectionConfig(rollout_is=None))
-    assert result.sequence_eff_sample_size == pytest.approx(exact_sample_size(logs), rel=1e-6)
 
 
 @pytest.mark.parametrize("log_weight", [-16.0, -18.5, -19.9, -20.0, -150.0, 0.0, 19.0])

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
-import types
+import gc
 
 import pytest
 import torch
 
 from benchmarks.step import timed_correction
 from megatron_rc import (
+    MicroBatch,
     PlanInputs,
     PolicyLossConfig,
     RolloutCorrection,
@@ -18,7 +19,7 @@ from megatron_rc import (
     masked_loss,
     wrap_finalize,
 )
-from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import on_host
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
@@ -69,12 +70,13 @@ def test_a_second_plan_changes_nothing(training, before):
 
 def test_a_schedule_that_failed_is_not_run_again_before_the_step_is_reset(training):
     plan = training.planned()
+    scale = training.scale(plan, 0)
     with pytest.raises(OSError, match="out of memory"):
-        training.schedule(plan, 0, fails_at=1)
-    for _ in range(2):
+        training.schedule(plan, 0, scale, fails_at=1)
+    for counted in (3, 5):
         training.model.zero_grad_buffer()
-        with pytest.raises(StepError, match=r"sums that no step has finished .* call reset_step\(\)"):
-            training.schedule(plan, 0)
+        with pytest.raises(StepError, match=rf"micro-batches {counted} instead of 2, tokens .* call reset_step\(\)"):
+            training.schedule(plan, 0, scale)
     training.correction.reset_step()
     gradient, metrics = training.step(plan, 0)
     other = Training(training.mode)
@@ -87,46 +89,95 @@ def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
     plan = training.planned()
     with pytest.raises(OSError, match="out of memory"):
         training.schedule(plan, 0, fails_at=1)
-    with pytest.raises(StepError, match="scales of several mini-batches or plans"):
+    with pytest.raises(StepError, match=r"mini_batch=1 in the open step of mini-batch 0 .* reset_step\(\)"):
         training.schedule(plan, 1)
 
 
-@pytest.mark.parametrize("chosen", [(2, 3), (0, 3)], ids=str)
-def test_micro_batches_of_another_mini_batch_are_refused(training, chosen):
-    """Their tokens would be divided by the number of others."""
+# The places of micro-batches that are run for the first mini-batch, whose own are 0 and 1.
+WRONG = {
+    "one missing and one twice": (0, 0),
+    "both twice": (0, 1, 0, 1),
+    "one of the other mini-batch": (0, 3),
+    "those of the other mini-batch": (2, 3),
+    "one missing": (1,),
+    "one twice": (0, 1, 1),
+}
+
+
+@pytest.mark.parametrize("ids", ["default ids", "sequence_ids", "no mini_batch_ids"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_equal_micro_batches_are_told_apart(training, wrong, ids):
+    """All rows have equally many tokens, and weights of 1."""
+    training.make_alike()
+    plan, made = planned(
+        training, sequence_ids=torch.tensor([7, 5, 3, 8, 2, 6, 0, 1]) if ids == "sequence_ids" else None
+    )
+    if ids == "no mini_batch_ids":
+        made = [dataclasses.replace(each, mini_batch_ids=None) for each in made]
+    wrong_places = WRONG[wrong]
+    scale = plan.loss_scale(0, num_microbatches=len(wrong_places))
+    with pytest.raises(StepError, match="not those of its mini-batch in the plan"):
+        run(training, scale, [(place, made[place]) for place in wrong_places])
+    training.correction.reset_step()
+    # In any order.
+    run(training, plan.loss_scale(0, num_microbatches=2), [(1, made[1]), (0, made[0])])
+    torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
+
+
+def test_equal_micro_batches_are_told_apart_after_a_schedule_that_failed(training):
+    """One micro-batch of it is left; the schedule that is run again leaves that one out."""
+    training.make_alike()
     plan, made = planned(training)
     scale = plan.loss_scale(0, num_microbatches=2)
-    with pytest.raises(StepError, match="another mini-batch, as their mini_batch_ids say, than the LossScale"):
-        run(training, scale, {index: made[index] for index in chosen})
+    log_probs = training.model(range(PER_MICRO_BATCH))
+    masked_loss(training.correction, made[0], log_probs, None, scale)[0].backward()
+    with pytest.raises(StepError, match=r"\(sum of \(sequence id \+ 1\) over tokens 36 instead of 60\)"):
+        run(training, scale, [(0, made[0])])
+
+
+@pytest.mark.parametrize("mini_batch", [0, 1])
+def test_a_step_that_nothing_ends_is_found_by_the_next_one(training, mini_batch):
+    """No wrapped function is in Megatron's config, or none that anybody calls."""
+    training.make_alike()
+    plan = training.planned()
+    scales = [training.scale(plan, index) for index in range(2)]
+    training.schedule(plan, 0, scales[0], finalize=False)
+    for read in (lambda: training.correction.loss_metrics(), lambda: training.scale(plan, mini_batch)):
+        with pytest.raises(StepError, match=r"finalize_model_grads_func"):
+            read()
+    if training.mode == "bypass":
+        with pytest.raises(StepError, match=r"step before finish_step\(\)"):
+            assert training.correction.step
+    # With a scale that was made before: found in the loss of another mini-batch, or at the end.
+    with pytest.raises(StepError, match=["micro-batches 4 instead of 2", "mini_batch=1 in the open step"][mini_batch]):
+        training.schedule(plan, mini_batch, scales[mini_batch])
+
+
+def test_an_early_stage_learns_from_the_losses_metrics_alone_that_no_step_was_ended(monkeypatch):
+    monkeypatch.setattr(ParallelGroups, "is_last_stage", False)
+    config = RolloutCorrectionConfig(**CONFIG, **MODES["bypass"])
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    plan = correction.plan(None)
+    for _ in range(2):
+        plan.loss_scale(num_microbatches=1)
+        assert correction.step is None
+        with pytest.raises(StepError, match=r"loss_metrics\(\) before finish_step"):
+            correction.loss_metrics()
 
 
 def test_what_fills_a_step_may_be_of_any_mini_batch(training):
     training.mask[6:] = False
     plan, made = planned(training)
-    run(training, plan.loss_scale(0, num_microbatches=3), {index: made[index] for index in (0, 1, 3)})
+    run(training, plan.loss_scale(0, num_microbatches=3), [(index, made[index]) for index in (0, 1, 3)])
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
 def test_losses_of_half_a_step_are_not_a_step(training):
+    """The gradients would be divided by another number of micro-batches than the losses were multiplied by."""
     plan = training.planned()
     half = plan.loss_scale(0, num_microbatches=4)
-    with pytest.raises(StepError, match="another number of micro-batches than num_microbatches"):
+    with pytest.raises(StepError, match=r"\(micro-batches 2 instead of 4\).* plan\.loss_scale\(\)"):
         training.schedule(plan, 0, half)
-
-
-def test_two_schedules_before_one_optimizer_step_in_bypass():
-    training = Training("bypass")
-    plan = training.planned()
-    for _ in range(2):
-        training.step(plan, 0)
-    with pytest.raises(StepError, match="two schedules without an optimizer step"):
-        training.schedule(plan, 1)
-    # An evaluation before the gradients are zeroed is none of it.
-    training.correction.reset_step()
-    training.step(plan, 0)
-    training.schedule(plan, 1, forward_only=True)
-    gradient, _ = training.step(plan, 1)
-    torch.testing.assert_close(gradient, training.expected(1), rtol=1e-12, atol=1e-15)
 
 
 def test_two_schedules_add_up_where_nothing_is_scaled():
@@ -142,69 +193,47 @@ def test_two_schedules_add_up_where_nothing_is_scaled():
 def test_a_wrapped_function_is_not_wrapped_again(training):
     with pytest.raises(ValueError, match="ends the steps of this correction already"):
         wrap_finalize(training.correction, training.finalize)
-    hidden = wrap_finalize(training.correction, lambda model: training.finalize(model))
-    plan = training.planned()
-    training.schedule(plan, 0, finalize=False)
-    with pytest.raises(StepError, match=r"wrap_finalize\(\) inside another"):
-        hidden([training.model])
     wrap_finalize(Training(training.mode).correction, training.finalize)
 
 
-def test_without_a_wrapped_function_no_step_begins_in_the_loss():
-    """On every pipeline stage, since all of them take the scale. One that nobody keeps is like none."""
-    config = RolloutCorrectionConfig(**CONFIG, **MODES["bypass"])
-    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-    log_probs = torch.full((2, WIDTH), -1.0)
-    plan = correction.plan(PlanInputs(None, log_probs, log_probs < 0))
-    with pytest.raises(ValueError, match=r"finalize_model_grads_func=wrap_finalize\(correction\)"):
-        plan.loss_scale(num_microbatches=1)
-    transformer_config = types.SimpleNamespace(finalize_model_grads_func=wrap_finalize(correction, lambda model: None))
-    assert plan.loss_scale(num_microbatches=1).denominator == 2 * WIDTH
-    transformer_config.finalize_model_grads_func = None
-    with pytest.raises(ValueError, match=r"finalize_model_grads_func=wrap_finalize\(correction\)"):
-        plan.loss_scale(num_microbatches=1)
-    decoupled = RolloutCorrection(RolloutCorrectionConfig(**CONFIG), ParallelGroups(), loss=PolicyLossConfig())
-    plan = decoupled.plan(PlanInputs(log_probs, log_probs, log_probs < 0))
-    plan.check()
-    plan.loss_scale(num_microbatches=1)
+def test_a_loss_that_cannot_be_made_leaves_no_trace(training):
+    """The rank that makes it raises, and so do not the others."""
+    plan, made = planned(training)
+    scale = plan.loss_scale(0, num_microbatches=2)
+    wrong = dataclasses.replace(made[0], rollout_log_probs=made[0].rollout_log_probs[:1])
+    with pytest.raises(ValueError, match="rollout_log_probs has shape"):
+        masked_loss(training.correction, wrong, training.model(range(2)), None, scale)
+    run(training, scale, [(0, made[0]), (1, made[1])])
+    torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
-def test_a_wrapped_function_that_is_not_called_ends_no_step():
-    """It was made, and never given to Megatron's config: known when the next step's scale is asked for."""
-    training = Training("bypass")
-    plan = training.planned()
-    training.schedule(plan, 0, finalize=False)
-    for read in (lambda: training.correction.step, training.correction.loss_metrics):
-        with pytest.raises(StepError, match=r"before finish_step\(\): end every step, as wrap_finalize"):
-            read()
-    with pytest.raises(StepError, match="nothing has ended its step or scaled its gradients"):
-        training.scale(plan, 1)
-    with pytest.raises(StepError, match="nothing has ended its step or scaled its gradients"):
-        training.scale(training.planned(), 0)
+def test_a_step_keeps_no_token():
+    """Its numbers are added up when a loss is made, so that they do not grow with the tokens."""
+    training = Training("bypass", CONFIG | {"rollout_is": "sequence"})
+    correction = training.correction
+    rows, length = 4, 2**14
+    rollout = torch.full((rows, length), -1.0)
+    layout = SequenceLayout.padded(rows, length)
+    plan = correction.plan(PlanInputs(None, [rollout] * 3, [rollout < 0] * 3))
+    scale = plan.loss_scale(num_microbatches=3)
 
+    def bytes_of_step():
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
-def test_an_early_stage_learns_from_the_losses_metrics_alone_that_no_step_was_ended(monkeypatch):
-    monkeypatch.setattr(ParallelGroups, "is_last_stage", False)
-    config = RolloutCorrectionConfig(**CONFIG, **MODES["bypass"])
-    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-    wrapped = wrap_finalize(correction, lambda model: None)
-    assert wrapped
-    plan = correction.plan(None)
-    for _ in range(2):
-        plan.loss_scale(num_microbatches=1)
-        assert correction.step is None
-        with pytest.raises(StepError, match=r"loss_metrics\(\) before finish_step"):
-            correction.loss_metrics()
+    def run_micro_batch():
+        log_probs = torch.full_like(rollout, -1.1, requires_grad=True)
+        micro_batch = MicroBatch(None, rollout, rollout < 0, layout, torch.ones(rows))
+        masked_loss(correction, micro_batch, log_probs, None, scale)[0].backward()
 
-
-def test_a_wrapped_function_that_is_not_called_is_missed_with_scales_made_before_too():
-    training = Training("bypass")
-    plan = training.planned()
-    scales = [training.scale(plan, index) for index in range(2)]
-    for index in range(2):
-        training.schedule(plan, index, scales[index], finalize=False)
-    with pytest.raises(StepError, match="sums that no step has finished"):
-        training.schedule(plan, 0, scales[0], finalize=False)
+    run_micro_batch()
+    correction.reset_step()  # the library's constant tables are made by now
+    before = bytes_of_step()
+    for _ in range(3):
+        run_micro_batch()
+    assert bytes_of_step() - before < rows * length
+    assert correction.finish_step() == 1
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "response_mask", "log_probs"])
@@ -325,7 +354,7 @@ def test_a_step_counts_the_tokens_of_its_mini_batch(rows, bad_log_probs):
     count([(0, 2), (2, 4)])
     factor = correction.finish_step()
     count(rows)
-    with pytest.raises(StepError, match=r"not those of its mini-batch in the plan.*reset_step"):
+    with pytest.raises(StepError, match=r"tokens \d+ instead of \d+.*reset_step"):
         correction.finish_step()
     correction.reset_step()
     count([(0, 2), (2, 4)])
@@ -347,23 +376,44 @@ def test_the_mini_batch_is_named_where_there_are_several():
     training.correction.in_loss(*found, mini_batch=0)
 
 
-def test_a_scale_of_other_counts_is_refused():
-    """The header of a step is as long as the newest plan says, on the stages that see no scale too."""
+def test_a_plan_of_other_counts_between_two_steps_changes_nothing():
+    """A step's header is as long as the plan of its scale says, on the stages that see no loss too."""
     training = Training("bypass")
     plan = training.planned()
     versions = torch.zeros(ROWS, dtype=torch.int64)
     inputs = PlanInputs(None, training.rollout, training.mask, policy_versions=versions)
     training.correction.plan(inputs, current_version=2, max_staleness=2)
-    with pytest.raises(StepError, match="is not that of the newest plan"):
-        training.schedule(plan, 0)
+    gradient, _ = training.step(plan, 0)
+    torch.testing.assert_close(gradient, training.expected(0), rtol=1e-12, atol=1e-15)
+
+
+def test_ids_that_only_the_loss_is_given_are_not_compared():
+    """The plan does not know them. Error messages name them."""
+    training = Training("bypass")
+    plan = training.planned()
+    rollout = training.rollout.clone()
+    rollout[1, training.mask[1]] = torch.nan
+    for start in (0, 2):
+        rows = slice(start, start + 2)
+        ids = torch.tensor([50, 60]) + start
+        training.correction.in_loss(
+            training.old[rows], rollout[rows], training.mask[rows], mini_batch=0, sequence_ids=ids
+        )
+    training.correction.finish_step()
+    with pytest.raises(ValueError, match="sample 60"):
+        training.correction.step.check()
+    assert plan.num_mini_batches == 2
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda one: {"mask": one.mask.float()}, r"MicroBatch\(mask=...\) is torch.float32: expected bool"),
-        (lambda one: {"mask": one.mask[:1]}, r"MicroBatch\(mask=...\) has shape \(1, 6\): expected \(2, 6\)"),
-        (lambda one: {"sequence_lengths": one.sequence_lengths.repeat(2)}, r"MicroBatch\(sequence_lengths=...\) has"),
+        (lambda one: {"mask": one.mask.float()}, "mask is torch.float32: expected bool"),
+        (lambda one: {"mask": one.mask[:1]}, r"mask has shape \(1, 6\): expected \(2, 6\)"),
+        (
+            lambda one: {"sequence_lengths": one.sequence_lengths.repeat(2)},
+            "sequence_lengths has 4 values: expected one for each of 2 sequences",
+        ),
     ],
 )
 def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):
@@ -411,8 +461,9 @@ def test_the_plan_makes_the_micro_batches():
         assert len(found) == 4
         for index, micro_batch in enumerate(found):
             known = training.micro_batch(whole, range(2 * index, 2 * index + 2))
-            assert torch.equal(micro_batch.mini_batch_ids, ids[index])
-            for name, value in vars(dataclasses.replace(known, mini_batch_ids=ids[index])).items():
+            assert micro_batch.plan_ids.tolist() == [2 * index, 2 * index + 1]
+            known = dataclasses.replace(known, mini_batch_ids=ids[index], plan_ids=micro_batch.plan_ids)
+            for name, value in vars(known).items():
                 got = getattr(micro_batch, name)
                 assert type(got) is type(value), name
                 if isinstance(value, torch.Tensor):
@@ -431,4 +482,4 @@ def test_the_benchmark_of_steps_times_methods_that_are_there():
         correction.plan(PlanInputs(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)))
         assert len(calls) == 1
     assert not {"plan", "corrected", "finish_step"} & set(vars(correction))
-    assert not {"count", "record"} & set(vars(correction.steps))
+    assert "count" not in vars(correction.open_step)

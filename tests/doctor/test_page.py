@@ -10,7 +10,7 @@ from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.report import GRADES, HEALTHY, TOO_LITTLE, UNUSABLE, WRONG, in_words
 from megatron_rc.doctor.rules import BY_NAME, RULES
-from megatron_rc.measures.data import MIN_PAIRS
+from megatron_rc.measures.shift import MIN_PAIRS
 from tests.doctor.test_inputs import metrics_of, write_lines
 from tests.doctor.test_report import report_of
 from tests.settings.test_documents import rows

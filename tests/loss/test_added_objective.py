@@ -87,21 +87,18 @@ def test_one_of_sequences_that_clips_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "named"),
     [
-        ({"name": "Good Only"}, "letters, digits and underscores"),
-        ({"words": ""}, "words and loss must be given"),
-        ({"weighed_in_bypass": None}, "must be True or False"),
-        ({"clips": True}, "clips=True does not agree with"),
-        ({"loss": tight}, "clips=False does not agree"),
-        ({"loss": lambda terms: TokenLoss((terms.log_probs + 1).abs().sqrt())}, "loss and gradient must be finite"),
-        ({"loss": lambda terms: TokenLoss(terms.log_probs, terms.advantages, terms.advantages), "clips": True}, "bool"),
-        ({"loss": lambda terms: terms.log_probs}, "must give a TokenLoss"),
-        ({"loss": lambda terms: TokenLoss(terms.log_probs.detach())}, "one differentiable number a token"),
+        ({"name": "Good Only"}, "name"),
+        ({"weighed_in_bypass": None}, "weighed_in_bypass"),
+        ({"clips": True}, "clips=True"),
+        ({"loss": tight}, "clips=False"),
+        ({"loss": lambda terms: TokenLoss((terms.log_probs + 1).abs().sqrt())}, "gradient"),
+        ({"loss": lambda terms: terms.log_probs}, "TokenLoss"),
     ],
 )
-def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
-    with pytest.raises(ValueError, match=f"objective '.*{message}"):
+def test_one_that_does_not_fit_together_cannot_be_defined(changed, named):
+    with pytest.raises(ValueError, match=f"objective '.*{named}"):
         dataclasses.replace(GOOD, **changed)
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
+from megatron_rc.loss.kl import KL_ESTIMATORS, kl_penalty
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.training.plan import LossScale
-from megatron_rc.training.schedule import schedule_return
 from tests.support.far_device import far_device
 from tests.support.on_rank import outcome
 from tests.support.ranks import Layout
@@ -38,7 +37,9 @@ def kl_by_hand(estimator, difference):
     clamped = max(difference, -20.0)
     inside = float(difference >= -20)
     of_k3 = math.exp(-clamped) - 1 + clamped, (1 - math.exp(-clamped)) * inside
-    value, slope = {"k1": (difference, 1.0), "k2": (difference**2 / 2, difference), "k3": of_k3}[estimator[:2]]
+    of_abs = abs(difference), float(difference > 0) - float(difference < 0)
+    known = {"k1": (difference, 1.0), "k2": (difference**2 / 2, difference), "k3": of_k3, "abs": of_abs}
+    value, slope = known[estimator.removesuffix("+")]
     return value, difference if estimator.endswith("+") else slope
 
 
@@ -58,19 +59,6 @@ def test_kl_estimators_follow_loops(estimator):
     torch.testing.assert_close(penalty, values, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(log_probs.grad, slopes * coefficients, rtol=1e-12, atol=1e-12)
     assert ref.grad is None
-
-
-def test_reinforce_by_hand():
-    log_probs, old = float64([[-0.5, -2.0]]).requires_grad_(), float64([[-1.5, -1.5]]).requires_grad_()
-    weights = float64([[0.25, 4.0]]).requires_grad_()
-    loss = policy_loss(log_probs, old, float64([[3.0, -2.0]]), log_probs < 0, algorithm="reinforce", weights=weights)
-    loss.per_token.sum().backward()
-    assert loss.per_token.tolist() == [[0.25 * 3 * 0.5, 4 * -2 * 2]]
-    assert log_probs.grad.tolist() == [[0.25 * -3, 4 * 2]]
-    assert weights.grad is None
-    assert old.grad is None
-    assert sums_of(loss.statistics, "tokens", "log_ratio", "abs_log_ratio", "clipped_low") == [2, 0.5, 1.5, 0]
-    assert loss.statistics.maxima.tolist() == [1, 0.5]
 
 
 def test_gspo_takes_the_mean_that_is_known():
@@ -102,18 +90,28 @@ def test_masked_positions_change_no_bit(algorithm):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"algorithm": "ppo"}, "algorithm='ppo' is unknown: use one of ppo_clip, reinforce, gspo, cispo, dppo_tv"),
+        ({"algorithm": "ppo"}, r"algorithm='ppo' .*ppo_clip"),
         ({"clip_low": 1.1}, "clip_low=1.1"),
         ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"clip_high": "0.2"}, "clip_high='0.2'"),
         ({"dual_clip": 1.0}, "dual_clip=1.0"),
-        ({"dual_clip": 3.0, "algorithm": "reinforce"}, "dual_clip=3.0 does nothing with algorithm='reinforce'"),
+        ({"dual_clip": 3.0, "algorithm": "reinforce"}, r"dual_clip=3.0 .*'reinforce'"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+        ({"kl_coef": True}, "kl_coef=True"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
+        ({"kl_importance_weight": 1}, "kl_importance_weight=1 must be True or False"),
+        *(
+            (
+                {"kl_importance_weight": True, "kl_estimator": name},
+                f"^kl_importance_weight=True .*{re.escape(repr(name))}",
+            )
+            for name in ("k2", "abs", "abs+")
+        ),
         ({"entropy_coef": math.inf}, "entropy_coef=inf"),
         ({"aggregation": "mean"}, "aggregation='mean'"),
         ({"aggregation": "token-sum"}, "loss_scale_factor=None"),
-        ({"algorithm": ["gspo"]}, r"^algorithm=\['gspo'\] is unknown"),
-        *(({name: None}, f"^{name}=None must ") for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef")),
+        ({"algorithm": "ppo_clip", "tau_pos": 1.0}, "tau_pos=1.0"),
+        ({"algorithm": "sapo", "tau_neg": 0.0}, "tau_neg=0.0"),
     ],
 )
 def test_objectives_that_cannot_work_are_refused_and_those_at_the_edge_are_not(fields, message):
@@ -123,31 +121,15 @@ def test_objectives_that_cannot_work_are_refused_and_those_at_the_edge_are_not(f
     PolicyLossConfig(clip_low=0.0, aggregation="token-sum", loss_scale_factor=0.5)
 
 
-NUMBERS = ("clip_low", "clip_high", "dual_clip", "loss_scale_factor", "kl_coef", "entropy_coef")
-
-
-@pytest.mark.parametrize("value", ["0.2", True, math.nan, -1], ids=str)
-@pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number_is_named(name, value):
-    aggregation = "token-sum" if name == "loss_scale_factor" else "token-mean"
-    message = rf"^{re.escape(f'{name}={value!r}')} must "
-    with pytest.raises(ValueError, match=message):
-        PolicyLossConfig(aggregation=aggregation, **{name: value})
-    if name in ("clip_low", "clip_high", "dual_clip"):
-        tokens, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-        with pytest.raises(ValueError, match=message):
-            policy_loss(tokens, tokens, torch.ones(1), mask, **{name: value})
-
-
 def test_calls_that_cannot_be_are_refused():
     some, tokens, layout = torch.zeros(1, 1), torch.zeros(2, 3), SequenceLayout.padded(2, 1)
     with pytest.raises(ValueError, match="algorithm='gpg'"):
         policy_loss(some, some, some, some.bool(), algorithm="gpg")
-    with pytest.raises(ValueError, match=r"log_probs has shape \(2, 3\): the layout's local shape is \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"log_probs .*\(2, 3\).*\(2, 1\)"):
         policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
-    with pytest.raises(ValueError, match=r"ref_log_probs has shape \(3,\): expected \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"ref_log_probs .*\(3,\)"):
         kl_penalty(tokens, torch.zeros(3))
-    with pytest.raises(ValueError, match="estimator='k4' is unknown"):
+    with pytest.raises(ValueError, match="estimator='k4'"):
         kl_penalty(some, some, "k4")
 
 
@@ -161,24 +143,6 @@ def test_shapes_that_do_not_fit_are_named(name):
     }
     with pytest.raises(ValueError, match=name):
         policy_loss(**(arguments | {name: torch.zeros(3, 3).bool() if name == "response_mask" else torch.zeros(3, 3)}))
-
-
-@pytest.mark.parametrize(
-    "name", ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout", "sequence_log_ratio"]
-)
-def test_what_is_no_tensor_is_named(name):
-    tokens = torch.zeros(2, 3)
-    given = {"log_probs": tokens, "old_log_probs": tokens, "advantages": torch.ones(2), "response_mask": tokens > -1}
-    with pytest.raises(ValueError, match=f"^{name} is a list: pass"):
-        policy_loss(**given | {name: [1.0]})
-
-
-@pytest.mark.parametrize("algorithm", sorted(set(OBJECTIVES) - {"gspo", "gmpo", "cppo"}))
-def test_slices_need_no_group_where_nothing_is_summed(algorithm):
-    tokens, layout = -torch.ones(2, 4), SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
-    given = [tokens, tokens, torch.ones(2), tokens < 0]
-    found = policy_loss(*given, algorithm=algorithm, layout=layout).per_token
-    assert torch.equal(found, policy_loss(*given, algorithm=algorithm).per_token)
 
 
 def test_advantages_of_either_shape_are_those_of_sequences():
@@ -227,15 +191,6 @@ def test_statistics_merge():
     assert torch.equal(merged.maxima, whole.maxima)
     assert min(sums_of(whole, *SUMS[:6])[3:]) > 0
     assert torch.equal(of[3].maxima, LossStatistics.nothing().maxima)
-
-
-def test_extremes_are_those_of_the_tokens_that_count():
-    log_probs, mask = float64([[-0.5, -0.7, -3.0]]), torch.tensor([[True, True, False]])
-    for sign in (1, -1):
-        found = policy_loss(log_probs, log_probs - sign * log_probs.abs(), float64([1.0]), mask).statistics
-        metrics = derived(found)
-        extremes = [metrics["policy/log_ratio_min"], metrics["policy/log_ratio_max"]]
-        assert extremes == pytest.approx(sorted([sign * 0.5, sign * 0.7]))
 
 
 def test_statistics_take_more_sums_and_become_metrics():
@@ -293,16 +248,6 @@ def test_aggregations_by_hand(mode, factor, loss, gradient, original_loss, origi
     assert aggregate_loss(ones, ones > 0, "token-sum", loss_scale_factor=1.0).item() == 2**24 + 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
-def test_an_empty_mask_gives_no_loss_and_no_gradient(mode, dtype):
-    per_token = torch.tensor(PER_TOKEN, dtype=dtype, requires_grad=True)
-    loss = aggregate_loss(per_token, torch.zeros_like(MASK), **MODES[mode])
-    loss.backward()
-    assert loss.item() == 0
-    assert per_token.grad.tolist() == [[0] * 3] * 3
-
-
 @pytest.mark.parametrize("filler", [math.nan, math.inf])
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregation_does_not_see_masked_positions(mode, filler):
@@ -319,13 +264,11 @@ def test_aggregation_does_not_see_masked_positions(mode, filler):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "mean"}, "aggregation='mean' is unknown: use one of token-mean"),
-        ({"mode": "token-sum"}, "loss_scale_factor=None with aggregation='token-sum'"),
-        ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0 with aggregation='token-mean'"),
-        ({"mode": "token-sum", "loss_scale_factor": 0.0}, "loss_scale_factor=0.0 must be positive"),
-        ({"mask": MASK[:2]}, r"^mask has shape \(2, 3\): expected \(3, 3\)"),
-        ({"denominator_mask": MASK[:, :2]}, r"^denominator_mask has shape \(3, 2\): expected \(3, 3\)"),
-        ({"per_token": torch.zeros(3), "mask": MASK[0]}, r"per_token has shape \(3,\): without a layout"),
+        ({"mode": "mean"}, "aggregation='mean'"),
+        ({"mode": "token-sum"}, r"loss_scale_factor=None .*'token-sum'"),
+        ({"loss_scale_factor": 2.0}, r"loss_scale_factor=2.0 .*'token-mean'"),
+        ({"mask": MASK[:2]}, r"mask .*\(2, 3\)"),
+        ({"denominator_mask": MASK[:, :2]}, r"denominator_mask .*\(3, 2\)"),
     ],
 )
 def test_aggregations_that_cannot_work_are_refused(arguments, message):
@@ -338,7 +281,7 @@ def test_accepted_tokens_lie_in_the_denominator(mode):
     """A mean of ones would be 2.25: nine of them over four."""
     ones, everything, some = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool), torch.zeros(3, 3, dtype=torch.bool)
     some[0], some[1, 0] = True, True
-    with pytest.raises(ValueError, match=r"5 tokens of mask .* outside denominator_mask"):
+    with pytest.raises(ValueError, match=r"5 .*denominator_mask"):
         aggregate_loss(ones, everything, denominator_mask=some, **MODES[mode])
     assert aggregate_loss(ones, some, denominator_mask=everything, **MODES[mode]).item() > 0
 
@@ -354,7 +297,8 @@ def stray_on_ranks():
 def test_tokens_outside_the_denominator_are_one_error_on_all_ranks(ranks):
     found = ranks.run(stray_on_ranks, Layout(cp=2, dp=2))
     assert len(set(found)) == 1
-    assert found[0].startswith("2 tokens of mask lie outside denominator_mask")
+    assert found[0].startswith("2 ")
+    assert "denominator_mask" in found[0]
 
 
 def test_on_a_gpu_the_host_does_not_wait_for_the_loss():
@@ -365,25 +309,15 @@ def test_on_a_gpu_the_host_does_not_wait_for_the_loss():
         device.waits.clear()
         loss = aggregate_loss(values, accepted, denominator_mask=accepted)
         assert not device.waits
-        with pytest.raises(RuntimeError, match="outside denominator_mask"):
+        with pytest.raises(RuntimeError, match="denominator_mask"):
             aggregate_loss(values, accepted, denominator_mask=empty)
         assert loss.cpu().item() == 1
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_the_schedule_gets_a_count_of_its_own_dtype_and_a_log_of_its_own(per_token):
-    """Megatron divides what it gets, in place."""
-    scale = LossScale(torch.tensor(7.0, dtype=torch.float64), 3, 4, per_token, local_tokens=10, total_tokens=120)
-    shown = torch.ones(())
-    _, count, log = schedule_return(torch.ones(()), {"x": shown}, scale, 10)
-    assert (count.dtype, count.dim()) == (torch.int32, 0)
-    assert log["x"].data_ptr() != shown.data_ptr()
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int64)], ids=["float", "int"])
 def test_masks_are_bool(mask):
     values = float64([[-1.0, -2.0]])
-    with pytest.raises(ValueError, match=r"response_mask is torch\.\w+: expected bool.*pass response_mask\.bool\(\)"):
+    with pytest.raises(ValueError, match=r"response_mask .*bool"):
         policy_loss(values, values, float64([1.0]), mask)
-    with pytest.raises(ValueError, match=r"denominator_mask is torch\.\w+: expected bool"):
+    with pytest.raises(ValueError, match=r"denominator_mask .*bool"):
         aggregate_loss(values, values < 0, denominator_mask=mask)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from megatron_rc import (
     whiten,
     wrap_finalize,
 )
-from megatron_rc.advantages.group import GROUP_ESTIMATORS
-from megatron_rc.correction.inputs import Shards
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.correction.test_bypass import bypass
 from tests.correction.test_shards import assert_as_expected, my_layout, my_part, my_places, row_lengths
@@ -42,7 +39,7 @@ ROUNDS = (
     (((1, 6), (0, 1)), ((8, 10), (2, 3))),
     (((3,), (0,)), ((11,), (0,)), ((4,), (1,)), ((9,), (2,)), ((2,), (3,))),
 )
-DEALT = [one for dealt in ROUNDS for one in dealt]
+DEALT = [micro_batch for dealt in ROUNDS for micro_batch in dealt]
 # Ranks 1 and 3 have micro-batches of one group, which their neighbours have beside another.
 UNEVEN = (
     *(((0, 5), (0, 1)), ((7, 2), (0, 1)), ((1, 6), (2, 3)), ((8, 10), (2, 3)), ((9,), (2, 3))),
@@ -69,37 +66,42 @@ def my_micro_batches(batch, by_size, dealt=DEALT):
 
     Odd ranks have the small groups first, the others the large ones.
     """
-    found, sign = {}, 1 if dist.get_rank() % 2 else -1
-    for number, (rows, members) in sorted(enumerate(dealt), key=lambda one: sign * len(one[1][1])):
+    micro_batches = {}
+    small_groups_first = dist.get_rank() % 2 == 1
+    by_group_size = sorted(enumerate(dealt), key=lambda entry: len(entry[1][1]), reverse=not small_groups_first)
+    for number, (rows, members) in by_group_size:
         if dist.get_rank() in members:
-            part, size, form = batch.rows(torch.tensor(rows)), len(members), form_of(number)
+            part = batch.rows(torch.tensor(rows))
+            size = len(members)
+            form = form_of(number)
             layout = my_layout(row_lengths(part, form), form, {"cp_group": by_size[size], "cp_size": size})
-            found[number] = (torch.tensor(rows), *my_part(part, form, layout))
-    return found
+            micro_batches[number] = (torch.tensor(rows), *my_part(part, form, layout))
+    return micro_batches
 
 
 def columns_of(mine):
     """(rows, layouts, [tensors of each kind], sides): lists with one entry a micro-batch."""
     rows, layouts, tensors, sides = zip(*mine.values(), strict=True)
-    sides = {key: [one[key] for one in sides] for key in sides[0]}
+    sides = {key: [of_micro_batch[key] for of_micro_batch in sides] for key in sides[0]}
     return rows, list(layouts), [list(column) for column in zip(*tensors, strict=True)], sides
 
 
-def correct_dealt(batches, counts_here=None, dealt=DEALT):
-    """(the results as ``correct_shards`` of test_shards gives them, the collectives); ``counts_here``: a wrong one."""
+def correct_dealt(batches, dealt=DEALT):
+    """(the results as ``correct_shards`` of test_shards gives them, the collectives)."""
     groups, by_size = own_groups()
-    found, seen = {}, {}
+    results = {}
+    seen = {}
     for name, batch in batches.items():
         rows, layouts, tensors, sides = columns_of(my_micro_batches(batch, by_size, dealt))
-        with recorded() as seen[name], mock.patch.object(Shards, "counts_here", counts_here or Shards.counts_here):
+        with recorded() as seen[name]:
             result = correct_rollouts(*tensors, config_of(name), layouts, groups, **sides, **sizes(batch))
         result.check()
-        weights = None if result.weights is None else torch.cat([one.flatten() for one in result.weights])
-        mask = torch.cat([one.flatten() for one in result.mask])
-        place = (torch.cat(one) for one in zip(*map(my_places, rows, layouts), strict=True))
+        weights = None if result.weights is None else torch.cat([weights.flatten() for weights in result.weights])
+        mask = torch.cat([mask.flatten() for mask in result.mask])
+        places = (torch.cat(indices) for indices in zip(*map(my_places, rows, layouts), strict=True))
         numbers = (result.denominators, result.skip, result.sequence_lengths, result.metrics())
-        found[name] = (torch.cat(rows), tuple(place), weights, mask, numbers)
-    return found, seen
+        results[name] = (torch.cat(rows), tuple(places), weights, mask, numbers)
+    return results, seen
 
 
 # Each way in which numbers of whole sequences, prompts or turns are made, without those that differ in bounds alone.
@@ -113,8 +115,8 @@ NAMES = [
 def test_a_mix_of_sizes_matches_the_oracle(ranks):
     clear = {name: clear_batch(name) for name in NAMES}
     batches = {name: batch for name, (batch, _) in clear.items()}
-    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches), strict=True)
-    assert_as_expected(found, clear)
+    results, seen = zip(*ranks.run(correct_dealt, RANKS, batches), strict=True)
+    assert_as_expected(results, clear)
     # One sum over each CP group, by its ranks: (0, 1), (0, 1, 2, 3), (2, 3); then those of the whole batch.
     for rank, calls in enumerate(seen):
         of_cp = [("SUM", 2), ("SUM", 4)] if rank < 2 else [("SUM", 4), ("SUM", 2)]
@@ -124,31 +126,11 @@ def test_a_mix_of_sizes_matches_the_oracle(ranks):
 def test_a_rank_with_one_group_beside_ranks_with_more_matches_the_oracle(ranks):
     clear = {name: clear_batch(name) for name in ("token", "maxima and veto", "turns by id", "groups")}
     batches = {name: batch for name, (batch, _) in clear.items()}
-    found, seen = zip(*ranks.run(correct_dealt, RANKS, batches, None, UNEVEN), strict=True)
-    assert_as_expected(found, clear)
+    results, seen = zip(*ranks.run(correct_dealt, RANKS, batches, UNEVEN), strict=True)
+    assert_as_expected(results, clear)
     for calls in seen:
         assert [call[:2] for call in calls["token"]] == [("SUM", 2), ("SUM", 4), ("MAX", 4)]
         assert [call[:2] for call in calls["maxima and veto"]][:2] == [("SUM", 2), ("MAX", 2)]
-
-
-WRONG = {
-    "on every rank": lambda shards: torch.ones(len(shards.sequence_ids), dtype=torch.bool),
-    "on the first rank of all": lambda shards: torch.full((len(shards.sequence_ids),), dist.get_rank() == 0),
-    "by the first micro-batch": lambda shards: torch.full_like(
-        shards.sequence_ids, shards.parts[0].layout.cp_rank == 0, dtype=torch.bool
-    ),
-}
-
-
-def correct_wrongly(batches, wrong):
-    return correct_dealt(batches, property(WRONG[wrong]))[0]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_sequences_that_do_not_count_once_are_noticed(ranks, wrong):
-    batch, expected = clear_batch("groups")
-    for rank in ranks.run(correct_wrongly, RANKS, {"groups": batch}, wrong):
-        assert rank["groups"][4][0].tolist() != expected.denominators
 
 
 # (case, mode, objective, aggregation, Megatron's calculate_per_token_loss)
@@ -185,17 +167,21 @@ def arguments_of(step):
 def by_loops(step):
     """(gradient of the loss, its metrics), from the oracles."""
     name, mode, algorithm, aggregation, _ = step
-    (batch, found), (theta, behind, worths) = clear_batch(name), drawn(name, mode)
-    theta, total, seen = theta.requires_grad_(), torch.zeros(()).double(), {"low": 0, "high": 0, "": 0}
+    batch, expected = clear_batch(name)
+    theta, behind, worths = drawn(name, mode)
+    theta = theta.requires_grad_()
+    total = torch.zeros(()).double()
+    seen = {"low": 0, "high": 0, "": 0}
     for row in range(ROWS):
         tokens = batch.mask[row].nonzero().flatten().tolist()
         of_row = [theta[row, t] for t in tokens], behind[row, tokens].tolist(), [worths[row].item()] * len(tokens)
         for t, (loss, kind) in zip(tokens, of_response(Bounds(algorithm), *of_row), strict=True):
             seen[kind] += 1
-            share = found.sequence_lengths[row] if aggregation == "seq-mean-token-mean" else 1
-            total = total + (found.weights[row][t] * loss / share if found.mask[row][t] else 0.0)
-    tokens, sequences = torch.tensor(found.denominators).sum(0).tolist()[2:]
-    loss, number = total / divides(aggregation, tokens, sequences, 1.0), sum(seen.values())
+            share = expected.sequence_lengths[row] if aggregation == "seq-mean-token-mean" else 1
+            total = total + (expected.weights[row][t] * loss / share if expected.mask[row][t] else 0.0)
+    tokens, sequences = torch.tensor(expected.denominators).sum(0).tolist()[2:]
+    loss = total / divides(aggregation, tokens, sequences, 1.0)
+    number = sum(seen.values())
     loss.backward()
     metrics = {"loss/total": loss.item()}
     metrics |= {f"policy/clip_fraction_{side}": seen[side] / number for side in ("low", "high")}
@@ -210,7 +196,9 @@ class Model(torch.nn.Module):
         from megatron.core.enums import ModelType
 
         super().__init__()
-        self.theta, self.config, self.model_type = torch.nn.Parameter(theta), config, ModelType.encoder_or_decoder
+        self.theta = torch.nn.Parameter(theta)
+        self.config = config
+        self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, _):
         """Nothing comes from another stage."""
@@ -228,7 +216,7 @@ def finalize(group, model, num_tokens, **_):
     gradient /= dist.get_world_size(group) if num_tokens is None else num_tokens
 
 
-def train_dealt(step, batch, theta, worths, local_microbatches=None):
+def train_dealt(step, batch, theta, worths):
     """(gradient, metrics of the loss, of the correction, counts) of a step in Megatron's hybrid CP schedule."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
     from megatron.core.transformer import TransformerConfig
@@ -251,9 +239,11 @@ def train_dealt(step, batch, theta, worths, local_microbatches=None):
     made = dict(zip(mine, plan.micro_batches(inputs), strict=True))
     scale = plan.loss_scale(
         num_microbatches=DIVISOR,
-        local_microbatches=len(mine) if local_microbatches is None else local_microbatches,
+        local_microbatches=len(mine),
         calculate_per_token_loss=per_token,
-        total_tokens=sum(sum(row_lengths(batch.rows(torch.tensor(one[0])), form_of(n))) for n, one in enumerate(DEALT)),
+        total_tokens=sum(
+            sum(row_lengths(batch.rows(torch.tensor(rows)), form_of(number))) for number, (rows, _) in enumerate(DEALT)
+        ),
     )
 
     def forward(iterator, model):
@@ -262,9 +252,13 @@ def train_dealt(step, batch, theta, worths, local_microbatches=None):
         log_probs = model.theta[my_places(rows, layout)].view(layout.shape)
         return log_probs, lambda output: masked_loss(correction, made[number], output, None, scale)
 
-    model, numbers = Model(theta, megatron), iter(range(len(DEALT)))
+    model = Model(theta, megatron)
+    numbers = iter(range(len(DEALT)))
     rounds = [[(next(numbers), members) for _, members in dealt] for dealt in ROUNDS]
-    dealt = [[[number for number, members in one if rank in members] for rank in range(4)] for one in rounds]
+    dealt = [
+        [[number for number, members in micro_batches if rank in members] for rank in range(4)]
+        for micro_batches in rounds
+    ]
     forward_backward_no_pipelining(
         forward_step_func=forward,
         data_iterator=iter([([{"number": number} for number in range(len(DEALT))], dealt)]),
@@ -286,11 +280,13 @@ def train_all(steps):
 
 def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
     """Weights, masks and denominators are in the gradient."""
-    wanted = [by_loops(step) for step in STEPS]
+    expected_steps = [by_loops(step) for step in STEPS]
     for rank in ranks.run(train_all, RANKS, [arguments_of(step) for step in STEPS]):
-        for step, (gradient, metrics), (found, of_loss, of_correction, counts) in zip(STEPS, wanted, rank, strict=True):
+        for step, (gradient, metrics), (got_gradient, of_loss, of_correction, counts) in zip(
+            STEPS, expected_steps, rank, strict=True
+        ):
             expected = clear_batch(step[0])[1]
-            assert (found - gradient).norm() < 1e-9 * gradient.norm(), step
+            assert (got_gradient - gradient).norm() < 1e-9 * gradient.norm(), step
             assert {name: of_loss[name] for name in metrics} == pytest.approx(metrics, rel=1e-9, abs=1e-12)
             assert counts == torch.tensor(expected.denominators).sum(0).tolist()
             if step[1] == "decoupled":
@@ -299,52 +295,38 @@ def test_steps_of_a_mix_of_sizes_match_the_oracles(ranks):
                 assert of_correction[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
-def wrong_uses(step):
-    """{words: the message of the error that should have them} on this rank."""
+def wrong_uses():
+    """{fragment: the message of the error that should have it} on this rank."""
     groups, by_size = own_groups()
-    pair, four = by_size[2], by_size[4]
-    others, rank = dist.new_group([0, 1]), dist.get_rank()
+    pair = by_size[2]
+    four = by_size[4]
+    rank = dist.get_rank()
 
     def correct(layout, groups=groups):
         tokens = torch.full(layout.shape, -1.0)
         correct_rollouts(tokens, tokens, tokens < 0, config_of("token"), layout, groups)
 
-    def advantages(number, **more):
-        group_advantages(torch.ones(number), torch.zeros(number).long(), **more)
+    def advantages(number, layout):
+        ids = torch.zeros(number, dtype=torch.int64)
+        group_advantages(torch.ones(number), ids, num_groups=1, groups=groups, layout=layout)
 
-    padded, among = SequenceLayout.padded, {"num_groups": 1, "groups": groups}
-    others_rank, mine = 1 + (rank == 1), [0, 1] if rank < 2 else [2, 3]
+    padded = SequenceLayout.padded
+    other_rank = 1 + (rank == 1)
     uses = {
-        f"cp_rank={others_rank}: this process has {rank} in cp_group": lambda: padded(
-            2, 4, cp_rank=others_rank, cp_group=four
-        ),
-        "cp_size=2: this process has 4 in cp_group": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
+        f"cp_rank={other_rank}": lambda: padded(2, 4, cp_rank=other_rank, cp_group=four),
+        "cp_size=2": lambda: SequenceLayout.packed([0, 4], cp_size=2, cp_group=four),
         "cp_group is a list": lambda: padded(2, 4, cp_group=[0, 1]),
-        f"cp_group has the ranks [0, 1, 2, 3], groups.dp_cp {mine}": lambda: correct(
-            padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)
-        ),
-        f"cp_group has the ranks {mine}, groups.dp_cp []": lambda: correct(
-            padded(2, 4, cp_group=pair), ParallelGroups()
-        ),
-        f"rank {rank % 2} of 2 context-parallel ranks; this process is rank 0 of 1": lambda: correct(
-            padded(2, 4, cp_rank=rank % 2, cp_size=2)
-        ),
-        "layout has 2 sequences: expected one for each of 3 group_ids": lambda: advantages(
-            3, layout=padded(2, 4), **among
-        ),
-        "rank 0 of 2 context-parallel ranks": lambda: advantages(2, layout=padded(2, 4, cp_size=2), **among),
-        "layout does nothing without groups": lambda: advantages(2, layout=padded(2, 4)),
-        "local_microbatches": lambda: train_dealt(*step, 3),
+        "groups.dp_cp": lambda: correct(padded(2, 4, cp_group=four), ParallelGroups(dp_cp=pair)),
+        f"rank {rank % 2} of 2": lambda: correct(padded(2, 4, cp_rank=rank % 2, cp_size=2)),
+        "layout has 2 sequences": lambda: advantages(3, padded(2, 4)),
     }
-    if rank >= 2:
-        uses["cp_group is a int: pass the process group of this rank"] = lambda: padded(2, 4, cp_group=others)
-    return {message: outcome(use) for message, use in uses.items()}
+    return {fragment: outcome(use) for fragment, use in uses.items()}
 
 
 def test_wrong_groups_are_refused(ranks):
-    for found in ranks.run(wrong_uses, RANKS, arguments_of(STEPS[1])):
-        for message, said in found.items():
-            assert message in said
+    for messages in ranks.run(wrong_uses, RANKS):
+        for fragment, message in messages.items():
+            assert fragment in message
 
 
 def bad_data(batch):
@@ -357,7 +339,8 @@ def bad_data(batch):
 def test_bad_data_are_the_same_error_on_all_ranks(ranks):
     """Ranks 2 and 3 hold a half of row 8 each. Without ids it is the sample's place in a rank's lists."""
     batch, _ = clear_batch("token")
-    position, rollout = int(batch.mask[8].nonzero()[0]), batch.rollout.clone()
+    position = int(batch.mask[8].nonzero()[0])
+    rollout = batch.rollout.clone()
     rollout[8, position] = torch.nan
     (message,) = set(ranks.run(bad_data, RANKS, dataclasses.replace(batch, rollout=rollout)))
     assert f"sample 3 of data-parallel rank 2 (no sequence_ids given), position {position} is NaN" in message
@@ -368,28 +351,32 @@ def advantages_dealt(batch, rewards, values):
     groups, by_size = own_groups()
     mine = my_micro_batches(batch, by_size)
     rows, layouts, *_ = columns_of(mine)
-    rows, found = torch.cat(rows), {"rewards": [], "gae": []}
-    for estimator in GROUP_ESTIMATORS:
+    rows = torch.cat(rows)
+    results = {"rewards": [], "gae": []}
+    for estimator in advantages_oracle.GROUP_ESTIMATORS:
         told = {"lengths": batch.mask[rows].sum(1), "num_groups": 5, "groups": groups, "layout": layouts}
         advantages = group_advantages(rewards[rows], batch.sides["group_ids"][rows], estimator=estimator, **told)
-        found[estimator] = [(rows, None, advantages)]
-    tokens = [torch.cat(one) for one in zip(*(my_places(one[0], one[1]) for one in mine.values()), strict=True)]
+        results[estimator] = [(rows, None, advantages)]
+    places_of_all = (my_places(rows, layout) for rows, layout, *_ in mine.values())
+    tokens = [torch.cat(indices) for indices in zip(*places_of_all, strict=True)]
     row = values[tuple(tokens)].unsqueeze(0), batch.mask[tuple(tokens)].unsqueeze(0)
-    found["whiten"] = [(*tokens, whiten(*row, groups=groups)[0])]
+    results["whiten"] = [(*tokens, whiten(*row, groups=groups)[0])]
     for number in sorted(mine):
         rows, layout, (*_, mask), _ = mine[number]
-        place, given = my_places(rows, layout), {"layout": layout, "groups": groups}
-        value = values[place].view(layout.shape)
-        scores = outcome_rewards(rewards[rows], mask, **given)
-        found["rewards"].append((*place, scores.flatten()))
-        estimated = gae(scores, value, mask, gamma=0.9, lam=0.8, **given).advantages
-        found["gae"].append((*place, estimated.flatten()))
+        places = my_places(rows, layout)
+        options = {"layout": layout, "groups": groups}
+        value = values[places].view(layout.shape)
+        scores = outcome_rewards(rewards[rows], mask, **options)
+        results["rewards"].append((*places, scores.flatten()))
+        estimated = gae(scores, value, mask, gamma=0.9, lam=0.8, **options).advantages
+        results["gae"].append((*places, estimated.flatten()))
         if number in ONE_EACH:
             per_token = value.requires_grad_()
-            loss = aggregate_loss(per_token, mask, "seq-mean-token-mean", **given)
+            loss = aggregate_loss(per_token, mask, "seq-mean-token-mean", **options)
             loss.backward()
-            found["gradient"], found["loss"] = [(*place, per_token.grad.flatten())], float(loss)
-    return found
+            results["gradient"] = [(*places, per_token.grad.flatten())]
+            results["loss"] = float(loss)
+    return results
 
 
 ONE_EACH = (2, 7, 8)  # micro-batches of which every rank has one: a pair's, and two of one rank
@@ -398,25 +385,24 @@ ONE_EACH = (2, 7, 8)  # micro-batches of which every rank has one: a pair's, and
 def test_advantages_and_losses_of_a_mix_of_sizes_match_the_oracle(ranks):
     batch, _ = clear_batch("groups")
     generator = torch.Generator().manual_seed(3)
-    values, rewards = (
-        torch.randn(ROWS, WIDTH, generator=generator).double(),
-        torch.randn(ROWS, generator=generator).double(),
-    )
-    mask, ids = batch.mask.tolist(), batch.sides["group_ids"].tolist()
+    values = torch.randn(ROWS, WIDTH, generator=generator).double()
+    rewards = torch.randn(ROWS, generator=generator).double()
+    mask = batch.mask.tolist()
+    ids = batch.sides["group_ids"].tolist()
     ended = advantages_oracle.at_the_end(rewards.tolist(), mask)
     some = torch.tensor(sorted(row for number in ONE_EACH for row in DEALT[number][0]))
     shares = torch.zeros(ROWS, WIDTH).double()
     counts = batch.mask[some].sum(1, keepdim=True)
     shares[some] = batch.mask[some] / counts.double().clamp(min=1) / (counts > 0).sum()
-    wanted = {"rewards": ended, "gae": advantages_oracle.gae(ended, values.tolist(), mask, 0.9, 0.8)[0]}
-    for estimator in GROUP_ESTIMATORS:
+    expected = {"rewards": ended, "gae": advantages_oracle.gae(ended, values.tolist(), mask, 0.9, 0.8)[0]}
+    for estimator in advantages_oracle.GROUP_ESTIMATORS:
         lengths = batch.mask.sum(1).tolist()
-        wanted[estimator] = advantages_oracle.group(estimator, rewards.tolist(), ids, [True] * ROWS, lengths)
-    wanted |= {"whiten": advantages_oracle.whiten(values.tolist(), mask), "gradient": shares}
+        expected[estimator] = advantages_oracle.group(estimator, rewards.tolist(), ids, [True] * ROWS, lengths)
+    expected |= {"whiten": advantages_oracle.whiten(values.tolist(), mask), "gradient": shares}
     for rank in ranks.run(advantages_dealt, RANKS, batch, rewards, values):
         assert rank.pop("loss") == pytest.approx(float((shares * values).sum()), rel=1e-12)
         for name, pieces in rank.items():
-            for rows, positions, found in pieces:
-                whole = torch.as_tensor(wanted[name], dtype=torch.float64)
+            for rows, positions, got in pieces:
+                whole = torch.as_tensor(expected[name], dtype=torch.float64)
                 want = whole[rows] if positions is None else whole[rows, positions]
-                torch.testing.assert_close(found.double(), want, rtol=1e-9, atol=1e-12, msg=name)
+                torch.testing.assert_close(got.double(), want, rtol=1e-9, atol=1e-12, msg=name)

@@ -56,27 +56,37 @@ def test_sums_are_float64():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SequenceLayout.padded(2, 3, cp_size=2), "does not divide into 4 chunks"),
-        (lambda: SequenceLayout.padded(2, 4, cp_rank=2, cp_size=2), r"cp_rank=2 is not in \[0, 2\)"),
-        (lambda: SequenceLayout.padded(2, 4, split="striped"), "split='striped' is unknown"),
-        (lambda: SequenceLayout.packed([1, 4]), "must start with 0"),
-        (lambda: SequenceLayout.packed([0, 4, 2]), "never fall"),
-        (
-            lambda: SequenceLayout.padded(2, 8, cp_size=2).cut(torch.zeros(2, 8)),
-            r"shape \(2, 8\), expected whole sequences of this layout, \(2, 16\) in front: .* 8 tokens on each of 2",
-        ),
-        (lambda: SequenceLayout.packed(torch.tensor([0.0, 2.7])), r"local_cu_seqlens=tensor.* must be whole numbers"),
-        (lambda: SequenceLayout.padded(2, 4).cut([1]), r"whole sequences is a list: pass a torch\.Tensor"),
-        (lambda: SequenceLayout.packed(None), "local_cu_seqlens=None must be whole numbers"),
-        (lambda: SequenceLayout.padded(2.0, 4), r"batch_size=2\.0 must be a whole number"),
-        (lambda: SequenceLayout.padded(2, -4), "local_length=-4 must be 0 or more"),
-        (lambda: SequenceLayout.padded(2, 4, cp_size="2"), "cp_size='2' must be a whole number"),
-        (lambda: SequenceLayout.padded(2, 4, cp_size=0), "cp_size=0 must be at least 1"),
-        (lambda: SequenceLayout.padded(2, 4).restore([]), "0 shards given"),
-        (lambda: SequenceLayout.padded(2, 4).sum_sequences(torch.zeros(3, 4)), "expected"),
-        (lambda: SequenceLayout.padded(2, 4).expand(torch.zeros(3)), "one value for each of 2"),
+        (lambda: SequenceLayout.padded(2, 3, cp_size=2), "3|6 tokens.*4 chunks"),
+        (lambda: SequenceLayout.padded(2, 4, cp_rank=2, cp_size=2), "cp_rank=2"),
+        (lambda: SequenceLayout.padded(2, 4, split="striped"), "split='striped'"),
+        (lambda: SequenceLayout.packed([1, 4]), "local_cu_seqlens"),
+        (lambda: SequenceLayout.packed([0, 4, 2]), "local_cu_seqlens"),
+        (lambda: SequenceLayout.packed(torch.tensor([0.0, 2.7])), "local_cu_seqlens"),
+        (lambda: SequenceLayout.padded(2, 8, cp_size=2).cut(torch.zeros(2, 8)), r"\(2, 8\).*\(2, 16\)"),
+        (lambda: SequenceLayout.padded(2, 4).restore([]), "0 shards"),
+        (lambda: SequenceLayout.padded(2, 4).expand(torch.zeros(3)), r"\(3,\)"),
     ],
 )
 def test_wrong_cuts_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+def test_neighbours_are_next_positions_of_one_sequence(cp_size, split):
+    """Sequences of many lengths, none at all, two chunks each under zigzag."""
+    local = [0, 6, 2, 2, 0, 4, 8, 8, 2]
+    bounds = [sum(local[:index]) for index in range(len(local) + 1)]
+    for layout in (
+        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.packed([0], cp_rank=0, cp_size=cp_size, split=split),
+    ):
+        positions = layout.positions().view(-1)
+        sequences = layout.sequence_index
+        is_next = (positions[1:] == positions[:-1] + 1) & (sequences[1:] == sequences[:-1])
+        last_has_none = torch.zeros(min(len(positions), 1), dtype=torch.bool)
+        expected = torch.cat([is_next, last_has_none])
+        assert torch.equal(layout.followed(torch.arange(len(positions))), expected)

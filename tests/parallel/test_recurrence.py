@@ -30,27 +30,30 @@ def draw():
 
 def looped(coefficients, offsets, backward, algebra):
     """The same with one token after the other, in lists."""
-    found, start = [], 0
+    neighbours = []
+    start = 0
     for length in LENGTHS:
         tokens = range(start, start + length)
-        value, row = (0.0 if algebra == "sums" else math.inf), {}
+        value = 0.0 if algebra == "sums" else math.inf
+        row = {}
         for t in reversed(tokens) if backward else tokens:
             row[t] = value
-            c, o = coefficients[t].item(), offsets[t].item()
+            c = coefficients[t].item()
+            o = offsets[t].item()
             value = o + c * value if algebra == "sums" else min(o, c + value)
-        found += [row[t] for t in tokens]
+        neighbours += [row[t] for t in tokens]
         start += length
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(neighbours, dtype=torch.float64)
 
 
-def on_slices(split, given):
+def on_slices(split, drawn):
     """The values of this rank's tokens of all kinds at once, with their places, and the collectives."""
     where = cp_place()
     local = [length // where["cp_size"] for length in LENGTHS]
     layout = SequenceLayout.packed([0, *itertools.accumulate(local)], split=split, **where)
     algebras = {"sums": SUMS, "minima": MINIMA}
     recurrences = [
-        Recurrence(layout, *map(layout.cut, given[algebra]), backward, algebras[algebra]) for backward, algebra in KINDS
+        Recurrence(layout, *map(layout.cut, drawn[algebra]), backward, algebras[algebra]) for backward, algebra in KINDS
     ]
     with recorded() as seen:
         values = neighbouring_values(recurrences, ParallelGroups.from_megatron().cp)
@@ -60,11 +63,11 @@ def on_slices(split, given):
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(cp=4)], ids=str)
 def test_slices_give_the_values_of_whole_sequences(ranks, layout, split):
-    given = draw()
+    drawn = draw()
     chunks = 1 if layout.cp == 1 else layout.cp * (2 if split == "zigzag" else 1)
-    for places, values, seen in ranks.run(on_slices, layout, split, given):
+    for places, values, seen in ranks.run(on_slices, layout, split, drawn):
         for (backward, algebra), value in zip(KINDS, values, strict=True):
-            expected = looped(*given[algebra], backward, algebra)[places]
+            expected = looped(*drawn[algebra], backward, algebra)[places]
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
         size = len(LENGTHS) * chunks * 2 * len(KINDS)
         assert seen == ([("SUM", layout.cp, size)] if layout.cp > 1 else [])

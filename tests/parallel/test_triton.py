@@ -44,13 +44,13 @@ def interpret(path):
     from megatron_rc.parallel import triton_kernels
 
     kernels.uses_triton = lambda logits: True
-    found = {name: results(case) for name, case in CASES.items() if case.large}
+    outcomes = {name: results(case) for name, case in CASES.items() if case.large}
     vars(triton_kernels).update(SMALL)
-    found |= {name: results(case) for name, case in CASES.items() if name not in found}
-    found["bad"] = bad_logits()
+    outcomes |= {name: results(case) for name, case in CASES.items() if name not in outcomes}
+    outcomes["bad"] = bad_logits()
     # Rows without any probability, and a rank whose columns are all padding.
-    found["nothing"] = [triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(n)) for n in (200, 0)]
-    torch.save(found, path)
+    outcomes["nothing"] = [triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(n)) for n in (200, 0)]
+    torch.save(outcomes, path)
 
 
 # The public functions, against the textbook in float64.
@@ -81,24 +81,27 @@ def rounding(dtype):
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_match_the_textbook(interpreted, name):
-    case, found = CASES[name], interpreted[name]
+    case = CASES[name]
+    outcome = interpreted[name]
     *expected, grad = textbook(case)
-    for got, value in zip(found["values"], expected, strict=False):
+    for got, value in zip(outcome["values"], expected, strict=False):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), value, rtol=3e-6, atol=3e-6)
-    assert found["grad"].dtype == case.dtype
-    torch.testing.assert_close(found["grad"].double(), grad, rtol=2e-5 + rounding(case.dtype), atol=2e-6)
+    assert outcome["grad"].dtype == case.dtype
+    torch.testing.assert_close(outcome["grad"].double(), grad, rtol=2e-5 + rounding(case.dtype), atol=2e-6)
     exact = torch.zeros_like(grad, dtype=torch.bool)
-    exact[3], exact[:, case.columns :] = True, True
-    assert torch.equal(found["grad"][exact], torch.zeros_like(found["grad"][exact]))
+    exact[3] = True
+    exact[:, case.columns :] = True
+    assert torch.equal(outcome["grad"][exact], torch.zeros_like(outcome["grad"][exact]))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_logits_are_written_to_in_place_alone(interpreted, name):
-    case, found = CASES[name], interpreted[name]
-    expected = found["grad"] if case.inplace else case.logits().detach()
-    torch.testing.assert_close(found["after"], expected, rtol=0, atol=0, equal_nan=True)
+    case = CASES[name]
+    outcome = interpreted[name]
+    expected = outcome["grad"] if case.inplace else case.logits().detach()
+    torch.testing.assert_close(outcome["after"], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.processes
@@ -110,8 +113,8 @@ def test_a_bad_logit_is_not_hidden(interpreted):
 @pytest.mark.processes
 def test_a_row_without_any_probability_adds_nothing(interpreted):
     """Another rank of the vocabulary may have probabilities."""
-    for found in interpreted["nothing"]:
-        assert found.tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
+    for statistics in interpreted["nothing"]:
+        assert statistics.tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
 
 
 # The kernels themselves, against PyTorch's.
@@ -119,7 +122,7 @@ def test_a_row_without_any_probability_adds_nothing(interpreted):
 
 def whole(columns, entropy=True, squares=True):
     """The options for rows of this number of columns."""
-    return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
+    return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, allow_minus_inf=True)
 
 
 def test_cpu_tensors_do_not_go_to_triton():
@@ -151,7 +154,8 @@ class Compiled:
     """A stand-in of a kernel that keeps the assembly instead of launching it."""
 
     def __init__(self, kernel, assembly):
-        self.kernel, self.assembly = kernel, assembly
+        self.kernel = kernel
+        self.assembly = assembly
 
     def __getitem__(self, grid):
         return functools.partial(self.launch, grid)
@@ -169,24 +173,35 @@ def assembly(request, monkeypatch, tmp_path):
     from megatron_rc.parallel import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = []
+    sources = []
     for name in ("_statistics_kernel", "_gradient_kernel"):
-        monkeypatch.setattr(triton_kernels, name, Compiled(getattr(triton_kernels, name), found))
+        monkeypatch.setattr(triton_kernels, name, Compiled(getattr(triton_kernels, name), sources))
     # triton.runtime.driver.set_active cannot be undone where there is no GPU.
     monkeypatch.setattr("triton.runtime.jit.driver", types.SimpleNamespace(active=NoGpu(request.param)))
-    return found
+    return sources
 
 
 def test_the_kernels_compile_for_a_gpu(assembly):
     """The interpreter passes much that the compiler rejects."""
     from megatron_rc.parallel import triton_kernels
 
-    rows, factor = torch.ones(4, dtype=torch.bool), torch.zeros(4)
+    rows = torch.ones(4, dtype=torch.bool)
+    factor = torch.zeros(4)
     for dtype, width, columns, all_terms in ((torch.bfloat16, 2048, 2001, True), (torch.float32, 1, 1, False)):
-        logits, optional = torch.zeros(4, width, dtype=dtype), factor if all_terms else None
+        logits = torch.zeros(4, width, dtype=dtype)
+        optional = factor if all_terms else None
         options = whole(columns, all_terms, all_terms)
         triton_kernels.row_statistics(logits, options)
-        gradients = RowGradients(factor, factor, optional, optional, rows.long(), rows, factor, rows)
+        gradients = RowGradients(
+            log_normalizer=factor,
+            constant=factor,
+            log_pi_factor=optional,
+            pi_factor=optional,
+            label_column=rows.long(),
+            owns_label=rows,
+            label_gradient=factor,
+            counted=rows,
+        )
         triton_kernels.write_gradient(logits, logits, gradients, options)
     forward, backward, *single = assembly
     assert len(single) == 2

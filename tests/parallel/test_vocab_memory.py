@@ -8,7 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_rc.parallel import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
-TOKENS, WIDTH = 256, 8192
+TOKENS = 256
+WIDTH = 8192
 COPY = 4 * TOKENS * WIDTH  # bytes of the logits in float32
 
 
@@ -17,13 +18,13 @@ def allocated(function):
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         alive = function()
-    held = largest = 0
+    current = largest = 0
     for event in record.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            largest = max(largest, held)
+            current += event.nbytes()
+            largest = max(largest, current)
     del alive
-    return largest, held
+    return largest, current
 
 
 def make(dtype, trained=True):
@@ -47,25 +48,25 @@ def test_the_profiler_sees_what_is_allocated_and_held():
         first = torch.zeros(TOKENS, WIDTH)
         return first[:1] + (first + 1)[:1]
 
-    peak, held = allocated(two_copies)
+    peak, at_end = allocated(two_copies)
     assert peak == 2 * COPY + 4 * WIDTH
-    assert held == 4 * WIDTH
+    assert at_end == 4 * WIDTH
 
 
 @pytest.mark.parametrize(("dtype", "sum_squares", "results"), [(torch.float32, False, 8), (torch.bfloat16, True, 12)])
 def test_the_forward_needs_one_chunk_and_a_few_bytes_a_token(dtype, sum_squares, results):
     for trained in (True, False):
         inputs = make(dtype, trained)
-        peak, held = allocated(lambda inputs=inputs: forward(*inputs, sum_squares=sum_squares))
+        peak, at_end = allocated(lambda inputs=inputs: forward(*inputs, sum_squares=sum_squares))
         assert peak <= 0.05 * COPY
-        assert held <= (results + 4 * trained) * TOKENS
+        assert at_end <= (results + 4 * trained) * TOKENS
 
 
 def test_log_probs_alone_hold_two_numbers_a_token():
     logits, labels, mask = make(torch.float32)
-    peak, held = allocated(lambda: vocab_parallel_log_probs(logits, labels, mask=mask, chunk_size=4))
+    peak, at_end = allocated(lambda: vocab_parallel_log_probs(logits, labels, mask=mask, chunk_size=4))
     assert peak <= 0.05 * COPY
-    assert held <= 8 * TOKENS
+    assert at_end <= 8 * TOKENS
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,6 @@ def test_log_probs_alone_hold_two_numbers_a_token():
 )
 def test_the_backward_needs_the_gradient_and_one_chunk(dtype, inplace, sum_squares, limit):
     inputs = make(dtype)
-    peak, held = allocated(lambda: gradient(*inputs, sum_squares=sum_squares, inplace_backward=inplace))
+    peak, at_end = allocated(lambda: gradient(*inputs, sum_squares=sum_squares, inplace_backward=inplace))
     assert peak <= limit * COPY
-    assert held == (0 if inplace else inputs[0].nbytes)
+    assert at_end == (0 if inplace else inputs[0].nbytes)

@@ -85,7 +85,8 @@ def test_wrong_sampling_is_refused(change, message):
 def zeros(length, rows=(0,), top_k=0):
     """Two sequences of ``length`` sampled tokens; log-probs are 0.0 in ``rows``."""
     batch = dataclasses.replace(example(False).rows([0, 1]), sampling=SamplingParams(top_k=top_k))
-    shape, mask = (2, length + 1), torch.arange(length + 1).expand(2, -1) > 0
+    shape = (2, length + 1)
+    mask = torch.arange(length + 1).expand(2, -1) > 0
     log_probs = torch.full(shape, -0.1)
     log_probs[list(rows)] = 0.0
     return dataclasses.replace(

@@ -30,9 +30,9 @@ def test_files_keep_every_bit(tmp_path_factory, batch, bits):
     log_probs = torch.where(batch.response_mask, batch.rollout_log_probs, integers.view(torch.float32))
     batch = dataclasses.replace(batch, rollout_log_probs=log_probs)
     save_rollouts(batch, path)
-    found = load_rollouts(path)
-    assert identical(found, batch)
-    assert torch.equal(found.rollout_log_probs.view(torch.int32), log_probs.view(torch.int32))
+    loaded = load_rollouts(path)
+    assert identical(loaded, batch)
+    assert torch.equal(loaded.rollout_log_probs.view(torch.int32), log_probs.view(torch.int32))
 
 
 def test_a_file_holds_views_wide_dtypes_and_bad_values(tmp_path):
@@ -57,11 +57,11 @@ def test_the_header_is_json_that_others_can_read(tmp_path):
     save_rollouts(example(False), tmp_path / "file")
     raw = (tmp_path / "file").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    own = json.loads(header["__metadata__"]["megatron_rc"])
-    assert own["schema_version"] == 1
-    assert own["sampling"] == dataclasses.asdict(HALF)
-    assert own["shapes"]["tokens"] == [3, 8]
-    assert "routed_experts" not in own["shapes"]
+    our_header = json.loads(header["__metadata__"]["megatron_rc"])
+    assert our_header["schema_version"] == 1
+    assert our_header["sampling"] == dataclasses.asdict(HALF)
+    assert our_header["shapes"]["tokens"] == [3, 8]
+    assert "routed_experts" not in our_header["shapes"]
 
 
 def test_a_file_that_is_cut_off_is_refused_wherever_it_is_cut(tmp_path):
@@ -82,9 +82,10 @@ def rewritten(path, tensors=None, header=None, metadata=None):
     tensors = batch.tensors() | (tensors or {})
     tensors = {name: value for name, value in tensors.items() if value is not None}
     shapes = {name: list(value.shape) for name, value in tensors.items()}
-    own = {"schema_version": 1, "sampling": dataclasses.asdict(batch.sampling), "shapes": shapes} | (header or {})
-    own = {name: value for name, value in own.items() if value is not None}
-    save_file(tensors, path, metadata={"megatron_rc": json.dumps(own)} if metadata is None else metadata)
+    new_header = {"schema_version": 1, "sampling": dataclasses.asdict(batch.sampling), "shapes": shapes}
+    new_header |= header or {}
+    new_header = {name: value for name, value in new_header.items() if value is not None}
+    save_file(tensors, path, metadata={"megatron_rc": json.dumps(new_header)} if metadata is None else metadata)
     return path
 
 

@@ -31,14 +31,15 @@ def with_support(batch, lists=LISTS):
 
 
 def lists_of(batch):
-    ids, found = batch.support_ids.tolist(), []
+    ids = batch.support_ids.tolist()
+    lists = []
     for row in batch.support_counts.tolist():
-        found.append([])
+        lists.append([])
         for count in row:
-            found[-1].append(ids[:count])
+            lists[-1].append(ids[:count])
             ids = ids[count:]
     assert not ids
-    return found
+    return lists
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,9 +48,9 @@ def test_positions_are_taken_as_from_a_list(data):
     lists = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=8))
     index = data.draw(st.lists(st.integers(-1, len(lists) - 1), max_size=8))
     ids, counts = take_support(*support_of(lists), torch.tensor(index, dtype=torch.int64))
-    wanted = [[] if one < 0 else lists[one] for one in index]
-    assert counts.tolist() == [len(one) for one in wanted]
-    assert ids.tolist() == [one for own in wanted for one in own]
+    expected = [[] if position < 0 else lists[position] for position in index]
+    assert counts.tolist() == [len(tokens) for tokens in expected]
+    assert ids.tolist() == [token for tokens in expected for token in tokens]
     assert ids.dtype == counts.dtype == torch.int32
 
 
@@ -92,7 +93,7 @@ def test_labels_have_the_ids_of_the_next_token_if_it_was_sampled():
     lists[0][3] = [1, 2]  # a tool's answer
     ids, counts = with_support(example(), lists).label_support()
     assert counts.tolist() == [[len(ids) for ids in (*row[1:], [])] for row in LISTS]
-    assert ids.tolist() == [one for row in LISTS for ids in row for one in ids]
+    assert ids.tolist() == [token for row in LISTS for tokens in row for token in tokens]
     assert example().label_support() is None
 
 
@@ -102,8 +103,8 @@ def test_files_and_lines_keep_them(tmp_path):
     assert identical(load_rollouts(tmp_path / "file"), batch)
     lines = list(to_json_lines(batch))
     assert json.loads(lines[1])["support"] == LISTS[1][:4]
-    (found,) = from_json_lines(lines, batch_size=3)
-    assert lists_of(found) == LISTS
+    (read_batch,) = from_json_lines(lines, batch_size=3)
+    assert lists_of(read_batch) == LISTS
     plain = to_json_lines(dataclasses.replace(batch, support_ids=None, support_counts=None))
     assert len(list(from_json_lines([*lines, *plain], batch_size=6))) == 2
     wrong = json.loads(lines[1]) | {"support": [[1]]}
@@ -127,7 +128,7 @@ def test_slime_has_offsets_for_the_response_alone():
 
 
 def test_the_four_forms_are_one():
-    wanted = ([5, 6, 7], [2, 0, 1])
+    expected = ([5, 6, 7], [2, 0, 1])
     for kept, more in (
         ([[5, 6], [], [7]], {}),
         ([5, 6, 7], {"offsets": [0, 2, 2, 3]}),
@@ -135,7 +136,7 @@ def test_the_four_forms_are_one():
         ([5, 6, 7], {"counts": [2, 0, 1]}),
     ):
         ids, counts = support_of(kept, **more)
-        assert (ids.tolist(), counts.tolist()) == wanted
+        assert (ids.tolist(), counts.tolist()) == expected
         assert ids.dtype == counts.dtype == torch.int32
 
 
@@ -191,9 +192,9 @@ def test_log_probs_of_zero_are_right_if_one_token_was_kept():
     batch = RolloutBatch.concatenate([example().rows([0]).at_length(24)])
     mask = (torch.arange(24) > 2).unsqueeze(0)
     batch = dataclasses.replace(batch, response_mask=mask, rollout_log_probs=torch.zeros(1, 24), sampling=TRUNCATED)
-    own = batch.tokens[mask].int()
-    dataclasses.replace(batch, support_ids=own, support_counts=mask.int()).validate()
-    two = dataclasses.replace(batch, support_ids=own.repeat_interleave(2), support_counts=2 * mask.int())
+    sampled_ids = batch.tokens[mask].int()
+    dataclasses.replace(batch, support_ids=sampled_ids, support_counts=mask.int()).validate()
+    two = dataclasses.replace(batch, support_ids=sampled_ids.repeat_interleave(2), support_counts=2 * mask.int())
     with pytest.raises(ValueError, match=r"all rollout log-probs of sample 7 are 0\.0, at 21 sampled tokens"):
         two.validate()
 

@@ -19,7 +19,7 @@ from megatron_rc.replay.outcome import outcome
 from megatron_rc.replay.reading import NamedBatch
 from megatron_rc.replay.report import as_dict
 from megatron_rc.replay.tokens import recorded
-from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.replay.batches import scored_batch
 from tests.support import correction_oracle as oracle
 from tests.support.made_rollouts import made_batch
@@ -28,7 +28,7 @@ from tests.support.rounding import assert_equal_but_rounding
 
 # Each with the settings of the oracle, and the objective that it trains with.
 CASES = {
-    "token": (preset("decoupled_token_is"), oracle.Settings("token"), "ppo_clip"),
+    "token": (RolloutCorrectionConfig.preset("decoupled_token_is"), oracle.Settings("token"), "ppo_clip"),
     "sequence": (
         RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.1"),
         oracle.Settings("sequence", criteria=(("seq_mean_k1", math.log(0.9), math.log(1.1)),)),
@@ -52,7 +52,7 @@ CASES = {
         ),
         "ppo_clip",
     ),
-    "bypass": (preset("bypass_ppo_clip"), oracle.Settings(None), "bypass_ppo_clip"),
+    "bypass": (RolloutCorrectionConfig.preset("bypass_ppo_clip"), oracle.Settings(None), "bypass_ppo_clip"),
     "reinforce": (
         RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce"),
         oracle.Settings("token"),
@@ -209,7 +209,7 @@ def test_several_batches_are_one():
     """Whatever files they lie in: prompts of one are never those of another, ages are against the own step."""
     one, two = scored_batch(0), scored_batch(1, length=26)
     together = dataclasses.replace(two, group_ids=two.group_ids + 3, sample_ids=two.sample_ids + 50)
-    config = preset("decoupled_seq_is_rs")
+    config = RolloutCorrectionConfig.preset("decoupled_seq_is_rs")
     _, apart = replayed([one, two], config)
     _, joined = replayed([type(one).concatenate([one, together])], config)
     assert apart.total == joined.total
@@ -225,7 +225,7 @@ def test_tokens_without_a_score_count_nowhere():
     holes = batch.response_mask & (torch.arange(20) % 5 == 0)
     some = dataclasses.replace(batch, old_log_probs=torch.where(holes, torch.nan, batch.old_log_probs))
     fewer = dataclasses.replace(batch, response_mask=batch.response_mask & ~holes)
-    config = preset("decoupled_token_is")
+    config = RolloutCorrectionConfig.preset("decoupled_token_is")
     data, found = replayed([some], config)
     _, same = replayed([fewer], config)
     assert data.unscored == int(holes.sum()) > 0
@@ -252,14 +252,16 @@ def test_tokens_of_no_step_are_as_they_were_scored():
     left_out = torch.arange(12).unsqueeze(1) >= 6
     some = dataclasses.replace(batch, log_probs=torch.where(left_out, torch.nan, batch.log_probs))
     same = dataclasses.replace(batch, log_probs=torch.where(left_out, batch.old_log_probs, batch.log_probs))
-    (data, found), (_, expected) = (replayed([one], preset("bypass_ppo_clip")) for one in (some, same))
+    (data, found), (_, expected) = (
+        replayed([one], RolloutCorrectionConfig.preset("bypass_ppo_clip")) for one in (some, same)
+    )
     assert data.unscored == 0
     assert found.metrics == expected.metrics
     assert found.effect.cosine == expected.effect.cosine
 
 
 def test_nothing_corrected_changes_nothing_and_everything_rejected_has_no_direction():
-    data, found = replayed([scored_batch()], preset("disabled"))
+    data, found = replayed([scored_batch()], RolloutCorrectionConfig.preset("disabled"))
     assert found.effect.cosine == pytest.approx(1, abs=1e-12)
     assert found.effect.length == pytest.approx(1, abs=1e-12)
     assert as_dict(data, [found], 5)["corrections"][0]["most_affected"] == []
@@ -272,7 +274,7 @@ def test_nothing_corrected_changes_nothing_and_everything_rejected_has_no_direct
 
 def test_rewards_that_are_alike_leave_the_mean_log_prob():
     batch = dataclasses.replace(scored_batch(), rewards=torch.ones(12))
-    data, found = replayed([batch], preset("decoupled_token_is"))
+    data, found = replayed([batch], RolloutCorrectionConfig.preset("decoupled_token_is"))
     assert not data.has_advantages
     assert as_dict(data, [found], 0)["gradient_of"].startswith("gradient of the mean log")
     kept = found.token_weights[0][batch.response_mask].double()

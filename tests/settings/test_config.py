@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rc import correct_rollouts
-from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.description import flag_of
 from megatron_rc.settings.fields import FIELDS
 from megatron_rc.settings.flags import rollout_correction_config_from_args
@@ -41,7 +41,7 @@ def test_criteria_are_parsed_into_bounds_on_the_statistic():
     ]
     assert config.needs_prompts
     assert config.rejects
-    assert not preset("decoupled_token_is").rejects
+    assert not RolloutCorrectionConfig.decoupled_token_is().rejects
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import shlex
 
 import pytest
 
-from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.presets import PRESETS
 from tests.settings.test_flags import from_flags
 from tests.support.tables import table
 
 DESCRIBED = [
-    *(preset(name) for name in PRESETS),
+    *(RolloutCorrectionConfig.preset(name) for name in PRESETS),
     RolloutCorrectionConfig(),
     RolloutCorrectionConfig(
         rollout_is="geometric",
@@ -64,7 +64,7 @@ decoupled_token_is | token weights w_t = ρ_t, truncated at 2
 decoupled_token_icepop | token weights w_t = ρ_t, 0 outside [0.5, 5]
 decoupled_geo_rs | rejects sequences whose geometric mean ρ is outside [0.999, 1.001] (seq_mean_k1)
 bypass_ppo_clip | bypass: π_old := π_rollout, ρ = π_θ / π_rollout; PPO clips ρ itself
-bypass_ppo_clip@2025-11 | the weights are measured, not applied: the ratio of the loss is the correction
+measured | the weights are measured, not applied: the ratio of the loss is the correction
 pg_is | bypass: π_old := π_rollout, ρ = π_θ / π_rollout; REINFORCE, without clipping
 slime | token weights w_t = ρ_t, not truncated
 slime | the weights are divided by their mean over the valid tokens of the global batch
@@ -73,7 +73,8 @@ slime | the weights are divided by their mean over the valid tokens of the globa
 
 @table("name fact", FACTS)
 def test_facts_of_a_description(name, fact):
-    config = DESCRIBED[-1] if name == "slime" else preset(*name.split("@"))
+    made = {"slime": DESCRIBED[-1], "measured": RolloutCorrectionConfig.ppo_is_bypass(2.0)}
+    config = made.get(name) or RolloutCorrectionConfig.preset(name)
     assert fact in config.describe().splitlines()
 
 

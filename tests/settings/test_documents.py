@@ -5,9 +5,9 @@ import re
 import pytest
 import yaml
 
-from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import CRITERIA
-from megatron_rc.settings.presets import PRESETS
+from megatron_rc.settings.presets import ALIASES, NAMES, PRESETS
 from tests.support.paths import ROOT
 
 
@@ -38,13 +38,18 @@ TABLE = rows("docs/presets.md", "name | aliases | what it does | fields | paper"
 def test_a_preset_has_the_fields_of_its_row(cells):
     (name,), aliases, _, fields, _ = (quoted(cell) for cell in cells)
     wanted = RolloutCorrectionConfig(**yaml.safe_load("\n".join(fields)))
-    assert {preset(one) for one in (name, *aliases)} == {wanted}
+    assert RolloutCorrectionConfig.preset(name) == wanted
+    assert aliases == [alias for alias, preset in ALIASES.items() if preset == name]
+
+
+def of_2025_11(name):
+    return RolloutCorrectionConfig.from_dict({"preset": name}, "verl-2025-11")
 
 
 def test_the_tables_have_every_preset_and_criterion():
-    assert sorted(name for cells in TABLE for name in quoted(cells[0]) + quoted(cells[1])) == sorted(PRESETS)
-    changed = [name for cells in rows("docs/presets.md", "names | 2026-08 | 2025-11") for name in quoted(cells[0])]
-    assert sorted(changed) == sorted(name for name in PRESETS if preset(name, "2025-11") != preset(name))
+    assert sorted(name for cells in TABLE for name in quoted(cells[0])) == sorted(PRESETS)
+    changed = [name for cells in rows("docs/presets.md", "names | now | 2025-11") for name in quoted(cells[0])]
+    assert sorted(changed) == sorted(name for name in NAMES if of_2025_11(name) != RolloutCorrectionConfig.preset(name))
     named = [name for cells in rows("docs/presets.md", "paper | config | equation") for name in quoted(cells[1])]
     assert set(named) <= set(PRESETS)
     named = [name for cells in rows("docs/presets.md", "criterion | rejects | if") for name in quoted(cells[0])]

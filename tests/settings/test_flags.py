@@ -7,8 +7,9 @@ import re
 import pytest
 
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.description import flag_of
+from megatron_rc.settings.fields import FIELDS
 from megatron_rc.settings.flags import (
     LOSS_FLAGS,
     add_rollout_correction_args,
@@ -73,8 +74,8 @@ decoupled_token_is | --rollout-is-threshold 5 | rollout_is: token, rollout_is_th
 decoupled_token_is | --rollout-is none | rollout_is: null
 decoupled_k3_rs | --rollout-rs token_k1 --rollout-rs-threshold 2
     | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 2.0
-decoupled_geo_rs@2025-11 | --rollout-token-veto-threshold none
-    | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 1.001
+geo_rs | --rollout-token-veto-threshold none
+    | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.999_1.001
 bypass_pg_is | --no-bypass-mode | rollout_is: sequence, rollout_is_threshold: 2.0
 disabled | --bypass-mode | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false, bypass_mode: true
 disabled | --rollout-is-apply | rollout_is: token, rollout_is_threshold: 2.0
@@ -189,12 +190,13 @@ REFUSED = """
 --rollout-is batch | --rollout-is: rollout_is='batch' is unknown
 --bad-log-probs none | --bad-log-probs: bad_log_probs=None is unknown
 --rollout-correction-preset best | --rollout-correction-preset best: preset='best' is unknown
---rollout-correction-preset geo_rs@2024 | --rollout-correction-preset geo_rs@2024: release='2024' is unknown
+--rollout-correction-preset geo_rs@2025-11 | --rollout-correction-preset geo_rs@2025-11: preset='geo_rs@2025-11' is
 --rollout-correction-preset geo_rs --rollout-rs token_k3 | --rollout-rs: rollout_rs='token_k3' needs
 --rollout-correction-preset decoupled_token_icepop --rollout-is-mode truncate
     | --rollout-is-threshold: rollout_is_threshold='0.5_5.0' has a lower bound that
 --rollout-correction-preset disabled --rollout-correction-config x.yaml | contradict: give one of them
 --rollout-correction-config x/none.yaml | --rollout-correction-config x/none.yaml: x/none.yaml cannot be read: No such
+--rollout-correction-config configs/rollout_correction/token_is.yaml | give --rollout-correction-preset token_is
 --rl-importance-sampling-truncation-coef 2 | does nothing without --rl-inference-logprobs-is-correction
 --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef -2
     | --rl-importance-sampling-truncation-coef -2.0: rollout_is_threshold=-2.0 must be
@@ -241,7 +243,7 @@ def test_a_file_of_another_program_by_flag(tmp_path, caplog):
     changed = from_flags(*words, "--rollout-is", "sequence")
     assert changed == RolloutCorrectionConfig(**wanted | {"rollout_is": "sequence"}, rollout_rs_threshold="0.25_2.0")
     assert changed.notes == config.notes
-    assert over_a_file(" ".join(words), "--rollout-correction-preset disabled") == preset("disabled")
+    assert over_a_file(" ".join(words), "--rollout-correction-preset disabled") == RolloutCorrectionConfig.disabled()
 
 
 @pytest.mark.parametrize(
@@ -264,12 +266,13 @@ def test_the_objective_has_flags_and_they_are_read():
     """Megatron-LM's own defaults stay for its flags."""
     words = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
     words += "--loss-scale-factor 9 --kl-estimator k3+ --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
+    words += ["--kl-importance-weight"]
     alone = add_rollout_correction_args(argparse.ArgumentParser())
     assert policy_loss_config_from_args(alone.parse_args([])) == PolicyLossConfig()
     assert policy_loss_config_from_args(argparse.Namespace()) == PolicyLossConfig()
     some = argparse.Namespace(grpo_clamp_eps_lower=0.1, grpo_kl_beta=0.0, ppo_dual_clip=None)
     assert policy_loss_config_from_args(some) == PolicyLossConfig(clip_low=0.1, kl_coef=0.0)
-    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2)
+    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2, kl_importance_weight=True)
     assert policy_loss_config_from_args(alone.parse_args(words)) == wanted
     megatrons = argparse.ArgumentParser()
     megatrons.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)

@@ -8,7 +8,7 @@ import yaml
 
 from megatron_rc.doctor.metric_names import NAMES_OF
 from megatron_rc.launch.flags.parser import build_parser
-from megatron_rc.loss.policy import KL_ESTIMATORS
+from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.dialects import BY_NAME
 from tests.settings.test_documents import quoted, rows, rows_of

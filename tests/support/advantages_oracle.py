@@ -6,6 +6,17 @@ import math
 from collections.abc import Sequence
 
 Rows = Sequence[Sequence[float]]
+# The estimators that ``group`` knows: the library's own.
+GROUP_ESTIMATORS = (
+    "grpo",
+    "grpo-no-std",
+    "rloo",
+    "rloo-vectorized",
+    "opo",
+    "grpo-passk",
+    "grpo-passk-no-std",
+    "gpg",
+)
 
 
 def group(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction import decisions
+from megatron_rc.correction import tokens
 from megatron_rc.parallel import SequenceLayout
 from megatron_rc.parallel.collectives import pack as pack_record
 from tests.support.correction_cases import CASES, sizes
@@ -32,8 +32,8 @@ def numbers(result):
 
 def use_blocks(monkeypatch, num_tokens):
     """Cut all shards into blocks of this size."""
-    monkeypatch.setattr(decisions, "MIN_BLOCK", num_tokens)
-    monkeypatch.setattr(decisions, "MAX_BLOCK", num_tokens)
+    monkeypatch.setattr(tokens, "MIN_BLOCK", num_tokens)
+    monkeypatch.setattr(tokens, "WHOLE", 0)
 
 
 def moved(batch, device):

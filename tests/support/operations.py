@@ -1,11 +1,20 @@
-"""The number of PyTorch operations that a function asks for, forward and backward."""
+"""The operations that a function asks PyTorch for: what a host does one after the other to keep a GPU busy."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations that start no kernel.
+VIEWS = frozenset(
+    """
+    view expand slice select detach unsqueeze squeeze t transpose alias as_strided permute split split_with_sizes unbind
+    reshape
+    """.split()
+)
 
 
 class Operations(TorchDispatchMode):
@@ -17,8 +26,17 @@ class Operations(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        return sum(self.by_name.values())
+        """All operations, views among them."""
+        return self.by_name.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.by_name[str(func)] += 1
+        name = func._schema.name.partition("::")[2]
+        self.by_name[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def count_operations(function: Callable[[], object]) -> collections.Counter[str]:
+    """The operations of one call of the function by name, without views."""
+    with Operations() as operations:
+        function()
+    return collections.Counter({name: count for name, count in operations.by_name.items() if name not in VIEWS})

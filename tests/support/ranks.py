@@ -57,20 +57,35 @@ class Layout:
         return self.tp * self.cp * self.pp * self.dp
 
     def flags(self) -> list[str]:
-        """The launcher's flags for it."""
-        flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
-        flags += [f"--context-parallel-size={self.cp}", f"--expert-model-parallel-size={self.ep}"]
-        flags += [f"--expert-tensor-parallel-size={self.etp}"] * bool(self.etp)
-        flags += ["--sequence-parallel"] * self.sp + [f"--pipeline-model-parallel-layout={self.stages}"] * bool(
-            self.stages
-        )
-        return flags + ["--num-layers-per-virtual-pipeline-stage=1"] * (self.vpp and not self.stages)
+        """The launcher's flags that make this layout."""
+        flags = [
+            f"--tensor-model-parallel-size={self.tp}",
+            f"--pipeline-model-parallel-size={self.pp}",
+            f"--context-parallel-size={self.cp}",
+            f"--expert-model-parallel-size={self.ep}",
+        ]
+        if self.etp:
+            flags.append(f"--expert-tensor-parallel-size={self.etp}")
+        if self.sp:
+            flags.append("--sequence-parallel")
+        if self.stages:
+            flags.append(f"--pipeline-model-parallel-layout={self.stages}")
+        elif self.vpp:
+            flags.append("--num-layers-per-virtual-pipeline-stage=1")
+        return flags
 
     def __str__(self) -> str:
         names = ("tp", "cp", "pp", "dp", "ep")
-        sizes = [f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1]
-        sizes += [f"etp{self.etp}"] * bool(self.etp)
-        return "-".join([*sizes, *["vpp"] * self.vpp, *["sp"] * self.sp, *filter(None, [self.stages])]) or "single"
+        parts = [f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1]
+        if self.etp:
+            parts.append(f"etp{self.etp}")
+        if self.vpp:
+            parts.append("vpp")
+        if self.sp:
+            parts.append("sp")
+        if self.stages:
+            parts.append(self.stages)
+        return "-".join(parts) or "single"
 
 
 class RankFailure(AssertionError):
@@ -97,7 +112,7 @@ class RankPool:
         self.layout: Layout | None = None
 
     def run(self, function: Callable[..., Any], layout: Layout, *args: Any, timeout: float = 400) -> list[Any]:
-        """The results of ``function(*args)`` on the layout's ranks; a list of tuples as ``args`` differs by rank.
+        """The results of ``function(*args)`` on the layout's ranks, in rank order.
 
         The function is found by its module and name. Megatron's groups are the layout's.
         """
@@ -124,32 +139,37 @@ class RankPool:
             process.join(seconds)
             process.kill()
             process.join()
-        self.workers, self.layout = [], None
+        self.workers = []
+        self.layout = None
 
     def _start(self) -> None:
-        ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_serve, args=(theirs,))
+        """Start one more worker."""
+        our_end, workers_end = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(workers_end,))
         process.start()
-        theirs.close()
-        self.workers.append((process, ours))
+        workers_end.close()
+        self.workers.append((process, our_end))
 
     def _collect(self, connections: Sequence[Connection], timeout: float) -> list[Any]:
+        """The answers of all ranks; RankFailure with the first failure, or if some do not answer in time."""
         results: dict[int, Any] = {}
         failures: list[tuple[float, int, str]] = []
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < len(connections):
-            left = deadline - time.monotonic()
-            waiting = [c for rank, c in enumerate(connections) if rank not in results and rank not in _ranks(failures)]
-            ready = wait(waiting, timeout=max(left, 0))
+            answered = results.keys() | {rank for _, rank, _ in failures}
+            waiting = [connection for rank, connection in enumerate(connections) if rank not in answered]
+            ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
             if not ready:
                 break
             for connection in ready:
                 rank = connections.index(connection)
                 try:
-                    good, value, when = connection.recv()
+                    succeeded, value, when = connection.recv()
                 except EOFError:
-                    good, value, when = False, "the process died", time.time()
-                if good:
+                    succeeded = False
+                    value = "the process died"
+                    when = time.time()
+                if succeeded:
                     results[rank] = value
                 else:
                     failures.append((when, rank, value))
@@ -178,11 +198,8 @@ def _tensor_of(numbers: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) ->
     return torch.from_numpy(numbers).view(dtype).view(shape)
 
 
-def _ranks(failures: Sequence[tuple[float, int, str]]) -> set[int]:
-    return {rank for _, rank, _ in failures}
-
-
 def _serve(connection: Connection) -> None:
+    """Run the calls that come over the connection, until it is closed: the main function of a worker."""
     import gc
     import importlib
     import logging
@@ -200,8 +217,8 @@ def _serve(connection: Connection) -> None:
     logging.disable(logging.WARNING)
     joined = None
     # Drawing takes half the time of a run of a few steps.
-    without = mock.patch.object(picture, "draw_run", return_value=None)
-    with cpu_backend(), without, contextlib.suppress(EOFError):
+    without_pictures = mock.patch.object(picture, "draw_run", return_value=None)
+    with cpu_backend(), without_pictures, contextlib.suppress(EOFError):
         while True:
             layout, rank, meeting = connection.recv()
             call = connection.recv_bytes()
@@ -216,7 +233,7 @@ def _serve(connection: Connection) -> None:
     os._exit(0)  # at once, without closing connections
 
 
-_KEPT: list[Any] = []
+_EARLIER_GROUPS: list[Any] = []  # never read: a group that nothing refers to would be closed
 
 
 @functools.cache
@@ -226,13 +243,14 @@ def _store(port: int) -> TCPStore:
 
 
 def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
+    """Leave the groups of the earlier layout, and make those of this one as ``rank`` of it."""
     import gc
 
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
     if dist.is_initialized():
-        _KEPT.extend(dist.distributed_c10d._world.pg_map)
+        _EARLIER_GROUPS.extend(dist.distributed_c10d._world.pg_map)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         # Models and trainers are reference cycles, which hold memory.

@@ -49,11 +49,14 @@ def changed(batch, name, value, at=...):
 
 
 def known(batch):
-    """The tensors that every format keeps, with fillers after the last sampled token and at unsampled tokens."""
+    """The batch with fillers at all values that some format loses.
+
+    These are values after a sequence's last sampled token, and log-probs and versions of unsampled tokens.
+    """
     position = torch.arange(batch.tokens.shape[1])
-    used = (position < (batch.response_mask * (position + 1)).amax(dim=1, keepdim=True)) | ~batch.response_mask.any(
-        dim=1, keepdim=True
-    )
+    end_of_sampled = (batch.response_mask * (position + 1)).amax(dim=1, keepdim=True)
+    has_no_sampled = ~batch.response_mask.any(dim=1, keepdim=True)
+    used = (position < end_of_sampled) | has_no_sampled
     routes = batch.routed_experts
     scored = {
         name: torch.where(batch.response_mask, getattr(batch, name), 0.0)
@@ -72,8 +75,11 @@ def known(batch):
 
 def cut(batch):
     """The record without columns that are padding in every sequence."""
-    used = batch.response_mask.any(dim=0).nonzero()
-    width = int(used[-1]) + 1 if batch.response_mask.any(dim=1).all() and len(used) else batch.tokens.shape[1]
+    sampled_columns = batch.response_mask.any(dim=0).nonzero()
+    width = batch.tokens.shape[1]
+    # A sequence without a sampled token may use all its columns.
+    if batch.response_mask.any(dim=1).all() and len(sampled_columns):
+        width = int(sampled_columns[-1]) + 1
     return dataclasses.replace(
         batch, **{name: value[:, :width] for name, value in batch.tensors().items() if RECORD[name].per_token}
     )
@@ -82,7 +88,8 @@ def cut(batch):
 @st.composite
 def batches(draw, ordinary=False):
     """A random valid record; ``ordinary`` ones sample a token of each sequence, and not its first token."""
-    rows, length = draw(st.integers(1, 4)), draw(st.integers(2, 7))
+    rows = draw(st.integers(1, 4))
+    length = draw(st.integers(2, 7))
     integers = st.integers(0, 2**40)
 
     def tensor(elements, *shape, dtype):
@@ -117,17 +124,22 @@ def batches(draw, ordinary=False):
     )
 
 
-def identical(one, other):
-    """Whether all fields have the same dtypes, shapes and bits, NaN included; devices may differ."""
-    mine, theirs = one.tensors(), other.tensors()
+def identical(batch, expected):
+    """Return whether all fields have the same dtypes, shapes and bits, NaN included; devices may differ."""
+    tensors = batch.tensors()
+    expected_tensors = expected.tensors()
     return (
-        one.sampling == other.sampling
-        and mine.keys() == theirs.keys()
-        and all(_same_bits(value, theirs[name]) for name, value in mine.items())
+        batch.sampling == expected.sampling
+        and tensors.keys() == expected_tensors.keys()
+        and all(_same_bits(value, expected_tensors[name]) for name, value in tensors.items())
     )
 
 
-def _same_bits(one, other):
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same_bits(tensor, expected):
+    if tensor.dtype != expected.dtype or tensor.shape != expected.shape:
         return False
-    return torch.equal(*(value.cpu().contiguous().flatten().view(torch.uint8) for value in (one, other)))
+    return torch.equal(_bytes_of(tensor), _bytes_of(expected))
+
+
+def _bytes_of(tensor):
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)

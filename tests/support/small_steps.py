@@ -1,5 +1,7 @@
 """Optimizer steps of the correction on a model of one number a token, with the expected gradient."""
 
+import dataclasses
+
 import torch
 
 from megatron_rc import (
@@ -73,6 +75,11 @@ class Training:
         self.advantages = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
         self.finalize = wrap_finalize(self.correction, lambda model: None)
 
+    def make_alike(self):
+        """Give every row equally many accepted tokens, with weights of 1."""
+        self.rollout = self.old.clone()
+        self.mask = torch.ones_like(self.mask)
+
     def planned(self):
         """The plan of both mini-batches."""
         old = None if self.mode == "bypass" else self.old
@@ -141,19 +148,21 @@ def listed(training):
     return PlanInputs(old, *tensors, advantages=[training.advantages[row] for row in rows], mini_batch_ids=ids)
 
 
-def planned(training):
+def planned(training, sequence_ids=None):
     """(the plan of the inputs in micro-batches, the four that it makes; the first two are a mini-batch)."""
     inputs = listed(training)
+    if sequence_ids is not None:
+        inputs = dataclasses.replace(inputs, sequence_ids=list(sequence_ids.split(PER_MICRO_BATCH)))
     plan = training.correction.plan(inputs, num_mini_batches=2)
     plan.check()
     return plan, plan.micro_batches(inputs)
 
 
 def run(training, scale, micro_batches):
-    """One step of these micro-batches by their places, at which the model has its rows."""
+    """One step of (place, micro-batch): the model has the micro-batch's rows at its place."""
     training.model.zero_grad_buffer()
-    for index, micro_batch in micro_batches.items():
-        log_probs = training.model(range(PER_MICRO_BATCH * index, PER_MICRO_BATCH * (index + 1)))
+    for place, micro_batch in micro_batches:
+        log_probs = training.model(range(PER_MICRO_BATCH * place, PER_MICRO_BATCH * (place + 1)))
         loss, count, _ = masked_loss(training.correction, micro_batch, log_probs, None, scale)
         (loss / count / scale.num_microbatches).backward()
     training.finalize([training.model])

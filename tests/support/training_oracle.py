@@ -229,6 +229,7 @@ class Objective:
     scale: float = 1.0
     kl: float = 0.0
     estimator: str = "k3"
+    kl_is_weighted: bool = False  # each token's KL has its ratio π_θ/π_rollout, which is differentiated
     entropy: float = 0.0
     interpolation: bool = False
     tau_pos: float = 1.0
@@ -373,6 +374,8 @@ def add_up(
         )
         for t, (loss, clipped) in zip(tokens, found, strict=True):
             penalty = divergence(objective.estimator, log_probs[row, t] - ref[row, t])
+            if objective.kl_is_weighted:
+                penalty = penalty * (log_probs[row, t] - data.rollout[row, t]).exp()
             measured["log_ratio"].append(log_probs[row, t].item() - before[t])
             measured["entropy"].append(entropy[row, t].item())
             measured["kl"].append(penalty.item())

@@ -27,7 +27,7 @@ class Case:
     kept: int = 0  # number of kept tokens of all rows but the last, which counts the whole vocabulary; 0: no support
 
     def logits(self, device: str | torch.device = "cpu") -> Tensor:
-        """[5, width]; NaN in columns that must not be read."""
+        """The logits, [5, width]; NaN in columns that must not be read."""
         logits = 4 * torch.randn(5, self.width + self.gap, generator=self.generator(), dtype=torch.float64)
         logits[0] += 100  # would overflow without the maximum
         logits[1, : self.columns // 2] = -torch.inf  # whole blocks, from the first
@@ -48,15 +48,16 @@ class Case:
 
     def supports(self) -> list[Tensor]:
         """The kept tokens of each row, the label among them."""
-        order = [torch.randperm(self.columns, generator=self.generator()) for _ in range(4)]
-        rows = [
-            torch.cat([label[None], ids[ids != label][: self.kept - 1]])
-            for label, ids in zip(self.labels(), order, strict=False)
-        ]
-        return [*rows, order[0][:0]]
+        orders = [torch.randperm(self.columns, generator=self.generator()) for _ in range(4)]
+        rows = []
+        for label, order in zip(self.labels(), orders, strict=False):
+            other_ids = order[order != label][: self.kept - 1]
+            rows.append(torch.cat([label[None], other_ids]))
+        no_ids = orders[0][:0]
+        return [*rows, no_ids]
 
     def coefficients(self) -> Tensor:
-        """[3, 5]: coefficients of the results in the loss."""
+        """Coefficients of the results in the loss, [3, 5]."""
         return torch.randn(3, 5, generator=self.generator(), dtype=torch.float64)
 
     def generator(self) -> torch.Generator:
@@ -66,39 +67,48 @@ class Case:
 
 def results(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
     """The results that were asked for, the gradient, and the logits after the backward."""
-    logits, labels = case.logits(device), case.labels().to(device)
-    options: dict[str, Any] = {"vocab_size": case.columns, "temperature": case.temperature}
-    options |= {"mask": torch.stack([case.mask().to(device)] * 2, dim=1)[:, 0], "inplace_backward": case.inplace}
+    logits = case.logits(device)
+    labels = case.labels().to(device)
+    mask = case.mask().to(device)
+    options: dict[str, Any] = {
+        "vocab_size": case.columns,
+        "temperature": case.temperature,
+        "mask": torch.stack([mask, mask], dim=1)[:, 0],  # not contiguous
+        "inplace_backward": case.inplace,
+    }
     if case.kept:
-        rows = case.supports()
-        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-        options |= {"support_ids": torch.cat(rows).to(device), "support_offsets": offsets.to(device)}
+        kept_ids = case.supports()
+        offsets = torch.tensor([0, *map(len, kept_ids)]).cumsum(0)
+        options["support_ids"] = torch.cat(kept_ids).to(device)
+        options["support_offsets"] = offsets.to(device)
     if case.entropy:
-        found = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True, **options)
+        values = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True, **options)
     else:
-        found = (vocab_parallel_log_probs(logits, labels, **options),)
+        values = (vocab_parallel_log_probs(logits, labels, **options),)
+
     coefficients = case.coefficients().to(device)
-    sum((coefficients[index] * found[index]).sum() for index in case.used).backward()
-    return {"values": [value.detach() for value in found], "grad": logits.grad, "after": logits.detach()}
+    sum((coefficients[index] * values[index]).sum() for index in case.used).backward()
+    return {"values": [value.detach() for value in values], "grad": logits.grad, "after": logits.detach()}
 
 
 def textbook(case: Case) -> list[Tensor]:
-    """[log-probs, entropy, Σπ², gradient at the logits] in float64."""
+    """Log-probs, entropy, Σπ² and the gradient at the logits, in float64, by autograd of the formulas."""
     logits = case.logits().detach().double().requires_grad_()
     rows = case.mask().nonzero().squeeze(1)
     counted = logits[rows, : case.columns] / case.temperature
     log_pi = torch.log_softmax(counted, dim=1)
     pi = log_pi.exp()
-    outside = torch.zeros_like(counted, dtype=torch.bool)
+    is_not_kept = torch.zeros_like(counted, dtype=torch.bool)
     if case.kept:
-        for row, ids in zip(outside, (case.supports()[row] for row in rows), strict=True):
-            row[:] = len(ids) > 0
-            row[ids] = False
-    own = torch.log_softmax(counted.masked_fill(outside, -torch.inf), dim=1)
+        supports = case.supports()
+        for flags, row in zip(is_not_kept, rows, strict=True):
+            flags[:] = len(supports[row]) > 0
+            flags[supports[row]] = False
+    kept_log_pi = torch.log_softmax(counted.masked_fill(is_not_kept, -torch.inf), dim=1)
     values = torch.zeros(3, 5, dtype=torch.float64)
-    values[0, rows] = own.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
+    values[0, rows] = kept_log_pi.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
     values[1, rows] = -(pi * log_pi.masked_fill(log_pi == -torch.inf, 0)).sum(1)
-    values[2, rows] = own.exp().square().sum(1)
+    values[2, rows] = kept_log_pi.exp().square().sum(1)
     sum((case.coefficients()[index] * values[index]).sum() for index in case.used).backward()
     return [*values.detach(), logits.grad]
 
@@ -108,6 +118,7 @@ def bad_logits(device: str | torch.device = "cpu") -> Tensor:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
     for row, column, value in ((0, 3, torch.nan), (1, 299, torch.nan), (2, 3, torch.inf), (3, 299, torch.inf)):
         logits[row, column] = value
-    logits, labels = logits.to(device), torch.full((5,), 7, device=device)
-    found = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True)
-    return torch.stack([*found, vocab_parallel_log_probs(logits, labels)])
+    logits = logits.to(device)
+    labels = torch.full((5,), 7, device=device)
+    values = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True)
+    return torch.stack([*values, vocab_parallel_log_probs(logits, labels)])

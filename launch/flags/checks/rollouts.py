@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.engines.vllm_args import read_engine_args
@@ -13,9 +14,6 @@ from megatron_rc.launch.flags.checks.refuse import refuse
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
-
-# Estimators that give the only response to a prompt the advantage 0.
-_OF_SEVERAL = ("grpo-passk", "grpo-passk-no-std", "rloo-vectorized")
 
 
 def check_recorded(config: RunConfig) -> None:
@@ -132,7 +130,9 @@ def check_advantages(config: RunConfig) -> None:
     """Check that advantages and values have the responses and the correction that they are made from."""
     wanted, correction, load = config.advantages, config.correction, config.rollouts.load_rollouts
     of_accepted, weighs = wanted.advantage_scope == "accepted", wanted.advantage_baseline != "group"
-    is_alone = wanted.advantage_estimator in _OF_SEVERAL and config.rollouts.grpo_group_size == 1
+    of_responses = GROUP_ESTIMATORS.get(wanted.advantage_estimator)
+    needs_several = of_responses is not None and of_responses.needs_several
+    is_alone = needs_several and config.rollouts.grpo_group_size == 1
     corrects = config.critic.correct_values if config.critic else "none"
     in_loss = "--proximal-interpolation" if correction.proximal_interpolation else "--bypass-mode"
     early = " before the loss, which {in_loss} does without: "

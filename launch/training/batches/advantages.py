@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax, whiten
 from megatron_rc.advantages.token_baseline import optimal_token_baseline
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch
-from megatron_rc.loss.policy import kl_penalty
+from megatron_rc.loss.kl import kl_penalty
 from megatron_rc.numerics import exp_weight, is_log_prob
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
@@ -63,9 +64,9 @@ class Advantages:
             weights: the correction's weights, like the tokens, for ``--advantage-baseline-weights correction`` and
                 ``optimal-token-baseline``; without them all responses count alike in a baseline.
 
-        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to six SUMs of [n]
-        over ``cp``: for estimators per token, for rewards of turns, for ``accepted``, for a KL in the rewards, and two
-        for the weights of responses.
+        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and those that use the whole batch,
+            as ``gpg``. Up to six SUMs of [n] over ``cp``: for estimators per token, for rewards of turns, for
+            ``accepted``, for a KL in the rewards, and two for the weights of responses.
         """
         mask = scores.cut.local.response_mask
         kl = self._kl(scores) if self.wanted.kl_in_reward else None
@@ -99,7 +100,8 @@ class Advantages:
             kept=kept,
             rollout_ids=scores.batch.rollout_ids,
             f_norm=self.wanted.gpg_f_norm,
-            groups=self.groups if name == "gpg" else None,  # all responses to a prompt are on one rank
+            # All responses to a prompt are on one rank: only sums over the whole batch need the others.
+            groups=self.groups if GROUP_ESTIMATORS[name].uses_batch else None,
         )
 
     def _kept(self, scores: Scores, accepted: Tensor | None) -> Tensor:

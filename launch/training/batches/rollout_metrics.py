@@ -32,10 +32,7 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     scales = _scale(max(highest, lowest)), _scale(longest)
     turns = (batch.turn_ids.amax(dim=1) + 1).double()
     columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, turns, ages.sum(dim=1)])
-    bins = [
-        bins_of(values * scale, ones[None])[0].cumsum(0)
-        for values, scale in zip((rewards, lengths), scales, strict=True)
-    ]
+    bins = [bins_of(values * scale, ones[None])[0] for values, scale in zip((rewards, lengths), scales, strict=True)]
     sums = all_reduce_sum(torch.cat([columns.sum(dim=1), *bins]), groups.dp).tolist()
     count, reward, squared, tokens, stops, turn, age = sums[:7]
     metrics = {

@@ -82,7 +82,7 @@ def losses_of_chunks(seed: int) -> dict[str, list[float]]:
     chunks = Chunks(given["total_lengths"], given["response_lengths"], group)
 
     def cut(values: Sequence[Tensor]) -> list[Tensor]:
-        return list(chunks.cut("values", values).split(chunks.counts))
+        return list(chunks.select_local("values", values).split(chunks.counts))
 
     places = torch.cat(cut(torch.arange(len(given["pg_loss"])).split(given["response_lengths"])))
     local = given | {name: cut(given[name]) for name in ("train_log_probs", "rollout_log_probs")}

@@ -1,4 +1,4 @@
-"""Rollout batches from and to single sequences, the records of other programs."""
+"""What the formats of other programs share: batches from single sequences, checked fields, moved rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
 
 FILLERS = {"routed_experts": NO_EXPERT}  # values of padding that are not 0, by field
-_STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
+_STOP = FINISH_REASONS.index("stop")
+_LENGTH = FINISH_REASONS.index("length")
 
 
 def one_sequence(
@@ -27,17 +28,30 @@ def one_sequence(
 ) -> RolloutBatch:
     """A batch of one sequence without padding.
 
-    ``columns`` are the fields of :class:`RolloutBatch` for each of its l tokens, [l, ...], None for one that is not
-    recorded; ``support`` the kept tokens and their number [l] at each position.
+    Args:
+        columns: the fields of :class:`RolloutBatch` with a value for each of the sequence's l tokens, [l, ...]; None
+            for a field that is not recorded.
+        sample_id: the number of the sequence.
+        group_id: the number of its prompt.
+        reward: its reward.
+        finish_reason: one of :data:`FINISH_REASONS`.
+        sampling: the sampling parameters.
+        support: the tokens that the engine kept, (ids of all positions, their number at each position [l]).
+        rollout_id: the number of the rollout that the sequence is a part of.
     """
-    held = {name: value.unsqueeze(0) for name, value in columns.items() if value is not None}
+    fields = {name: value.unsqueeze(0) for name, value in columns.items() if value is not None}
     if support is not None:
-        held |= {"support_ids": support[0], "support_counts": support[1].unsqueeze(0)}
-    numbers = {"sample_ids": sample_id, "group_ids": group_id, "finish_reasons": FINISH_REASONS.index(finish_reason)}
+        support_ids, support_counts = support
+        fields["support_ids"] = support_ids
+        fields["support_counts"] = support_counts.unsqueeze(0)
+
+    integers = {"sample_ids": sample_id, "group_ids": group_id, "finish_reasons": FINISH_REASONS.index(finish_reason)}
     if rollout_id is not None:
-        numbers["rollout_ids"] = rollout_id
-    held |= {name: torch.tensor([value], device=held["tokens"].device) for name, value in numbers.items()}
-    return RolloutBatch(**held, rewards=held["rollout_log_probs"].new_tensor([reward]), sampling=sampling)
+        integers["rollout_ids"] = rollout_id
+    for name, integer in integers.items():
+        fields[name] = torch.tensor([integer], device=fields["tokens"].device)
+    fields["rewards"] = fields["rollout_log_probs"].new_tensor([reward])
+    return RolloutBatch(**fields, sampling=sampling)
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
@@ -49,28 +63,36 @@ def as_int32(name: str, values: Tensor) -> Tensor:
 
 
 def spans(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """First sampled token of every row, and the end after its last one, each [n] int64.
+    """Return the column of the first sampled token of every row, and that behind its last one, each [n] int64.
 
-    In a row without a sampled token both are the length: the row is all prompt, with its padding.
+    In a row without a sampled token both are the number of columns: the row is all prompt, with its padding.
     """
     length = batch.tokens.shape[1]
     position = torch.arange(length, device=batch.tokens.device)
-    nowhere = ~batch.response_mask
-    first = torch.nn.functional.pad(torch.where(nowhere, length, position), (0, 1), value=length).amin(dim=1)
-    end = torch.nn.functional.pad(torch.where(nowhere, 0, position + 1), (0, 1)).amax(dim=1)
+    first_or_length = torch.where(batch.response_mask, position, length)
+    end_or_zero = torch.where(batch.response_mask, position + 1, 0)
+    # One column more, because a batch without columns has no minimum.
+    first = torch.nn.functional.pad(first_or_length, (0, 1), value=length).amin(dim=1)
+    end = torch.nn.functional.pad(end_or_zero, (0, 1)).amax(dim=1)
     return first, torch.where(end == 0, length, end)
 
 
 def shifted(values: Tensor, offset: Tensor, keep: Tensor, filler: float) -> Tensor:
-    """Every row moved by its own distance: out[i, t] = values[i, t + offset[i]] if ``keep[i, t]``, else the filler.
+    """Move every row by its own distance: out[i, t] = values[i, t + offset[i]] if ``keep[i, t]``, else the filler.
 
-    From ``values`` [n, s, ...], ``offset`` [n] int64 and ``keep`` [n, width] bool to [n, width, ...]. For True in
-    ``keep``, t + offset[i] lies in [0, s).
+    Args:
+        values: [n, s, ...].
+        offset: [n], int64.
+        keep: [n, width], bool; where True, t + offset[i] lies in [0, s).
+        filler: the value of the cells that are not kept.
+
+    Returns:
+        [n, width, ...].
     """
-    column = torch.arange(keep.shape[1], device=values.device) + offset.unsqueeze(1)
-    row = torch.arange(len(values), device=values.device).unsqueeze(1)
+    source_column = torch.arange(keep.shape[1], device=values.device) + offset.unsqueeze(1)
+    source_row = torch.arange(len(values), device=values.device).unsqueeze(1).expand_as(source_column)
     out = values.new_full((*keep.shape, *values.shape[2:]), filler)
-    out[keep] = values[row.expand_as(column)[keep], column[keep]]
+    out[keep] = values[source_row[keep], source_column[keep]]
     return out
 
 
@@ -82,13 +104,15 @@ def sampled_log_probs(batch: RolloutBatch) -> Tensor:
 def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
     """Log π_old [n, s], 0.0 at tokens that were not sampled; None if the record has none.
 
-    ValueError if the trainer scored only some of the sampled tokens: the program's records have no place for that.
+    Raises:
+        ValueError: the trainer scored only some of the sampled tokens, for which the ``program``, named in the
+            sentence, has no place in its records.
     """
     if batch.old_log_probs is None:
         return None
-    bad = batch.response_mask & batch.old_log_probs.isnan()
-    if bad.any():
-        sample = int(batch.sample_ids[bad.any(dim=1)][0])
+    is_unscored = batch.response_mask & batch.old_log_probs.isnan()
+    if is_unscored.any():
+        sample = int(batch.sample_ids[is_unscored.any(dim=1)][0])
         raise ValueError(
             f"sample {sample} has tokens without old_log_probs (NaN), which {program} does not have: keep other "
             "rows, or set old_log_probs to None"
@@ -108,17 +132,27 @@ def check_whole_rollouts(batch: RolloutBatch, program: str) -> None:
 def trainer_log_probs(
     fields: Mapping[str, Any], name: str, shape: Sequence[int | None], mask: Tensor, unscored: Tensor | float
 ) -> Tensor | None:
-    """A field of log π_old; None if it is missing, or is ``unscored`` (the program's filler) at all sampled tokens."""
+    """A field of log π_old in another program's record; None if the trainer did not score its tokens.
+
+    Args:
+        fields: the record's fields.
+        name: the field's name.
+        shape: the shape that it must have.
+        mask: whether each token was sampled.
+        unscored: what the program writes in place of log-probs that the trainer did not compute. A field with it at
+            all sampled tokens is as good as missing.
+    """
     if fields.get(name) is None:
         return None
-    found = tensor_of(fields, name, shape)
-    return None if mask.any() and (found == unscored)[mask].all() else found
+    log_probs = tensor_of(fields, name, shape)
+    is_unscored = (log_probs == unscored)[mask]
+    return None if mask.any() and is_unscored.all() else log_probs
 
 
 def versions_of(batch: RolloutBatch) -> list[list[int]]:
     """The different weight versions that sampled each sequence, ascending; empty without a sampled token."""
     rows = zip(batch.policy_versions, batch.response_mask, strict=True)
-    return [versions[mask].unique().tolist() for versions, mask in rows]
+    return [versions[is_sampled].unique().tolist() for versions, is_sampled in rows]
 
 
 def numbered(keys: Iterable[Hashable]) -> list[int]:
@@ -135,8 +169,15 @@ def tensor_of(
 ) -> Tensor:
     """A field of another program's record as a tensor, from a tensor or nested lists, with its shape checked.
 
-    ``shape`` has None for dimensions of any size; ``integers`` refuses other dtypes (an empty list passes). ValueError
-    if it is missing, with the ``remedy``, or does not fit.
+    Args:
+        fields: the record's fields.
+        name: the field's name.
+        shape: the shape that it must have; None for a dimension of any size.
+        remedy: the end of the error's sentence if the field is missing.
+        integers: refuse other dtypes; an empty list passes.
+
+    Raises:
+        ValueError: the field is missing or does not fit.
     """
     if fields.get(name) is None:
         raise ValueError(f"{name} is missing" + (f": {remedy}" if remedy else ""))
@@ -156,14 +197,14 @@ def tensor_of(
 def flags_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None]) -> Tensor:
     """A field as a bool mask; ValueError for values other than 0 and 1."""
     value = tensor_of(fields, name, shape)
-    odd = (value != 0) & (value != 1)
-    if odd.any():
-        raise ValueError(f"{name} has {value[odd][0].item()}: expected 0 or 1 throughout, no weights")
+    is_wrong = (value != 0) & (value != 1)
+    if is_wrong.any():
+        raise ValueError(f"{name} has {value[is_wrong][0].item()}: expected 0 or 1 throughout, no weights")
     return value != 0
 
 
 def log_probs_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "") -> Tensor:
-    """A field of log-probs; ValueError for half precision, which a wider dtype would hide."""
+    """A field of log-probs, as :func:`tensor_of`; ValueError for half precision, which a wider dtype would hide."""
     value = tensor_of(fields, name, shape, remedy)
     if value.is_floating_point() and torch.finfo(value.dtype).bits < 32:
         raise ValueError(f"{name} is {value.dtype}, which shifts the ratios by percents: expected float32 or float64")
@@ -178,30 +219,38 @@ def experts_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None]
 
 
 def finish_reasons(is_cut_off: Tensor) -> Tensor:
-    """[n]: ``length`` if the limit was reached, else ``stop``: for programs that know no more."""
+    """Indices into :data:`FINISH_REASONS`, [n]: ``length`` if cut off at the limit, else ``stop``.
+
+    For programs that record nothing else about the end of a response.
+    """
     return torch.where(is_cut_off, _LENGTH, _STOP)
 
 
 def cut_off(batch: RolloutBatch) -> Tensor:
-    """[n] bool: whether the limit was reached, the inverse of :func:`finish_reasons`."""
+    """Whether each response was cut off at the limit, [n] bool: the inverse of :func:`finish_reasons`."""
     return batch.finish_reasons == _LENGTH
 
 
-def version_of(policy_version: int | None, found: Iterable[Any], sample: int) -> int:
+def version_of(policy_version: int | None, recorded: Iterable[Any], sample: int) -> int:
     """The weight version of a sequence: the caller's, or the oldest in its record; 0 if the record has none.
 
-    ``found`` are the record's versions, as numbers or as text; ValueError names the ``sample`` if one is no integer, or
-    does not fit 32 bits.
+    Args:
+        policy_version: the caller's version, or None.
+        recorded: the record's versions, as numbers or as text.
+        sample: number of the sequence, for the error.
+
+    Raises:
+        ValueError: a version is no integer, or does not fit 32 bits.
     """
-    found = list(found) if policy_version is None else [policy_version]
+    versions = list(recorded) if policy_version is None else [policy_version]
     try:
         # A record without versions is of a synchronous run, whose weights have one version.
-        version = min(map(int, found), default=0)
-        if any(not isinstance(one, str) and int(one) != one for one in found):
+        version = min(map(int, versions), default=0)
+        if any(not isinstance(value, str) and int(value) != value for value in versions):
             raise ValueError("a fraction")
     except (OverflowError, TypeError, ValueError):
         raise ValueError(
-            f"sequence {sample} has the weight versions {found!r}: pass policy_version instead, an integer"
+            f"sequence {sample} has the weight versions {versions!r}: pass policy_version instead, an integer"
         ) from None
     if abs(version) >= 2**31:
         raise ValueError(

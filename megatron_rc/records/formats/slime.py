@@ -23,8 +23,8 @@ from megatron_rc.records.formats.rows import (
 from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
 from megatron_rc.records.support import offsets_of, support_of
 
-_STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
-_OWN_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+_REASON_OF_STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
+_STATUS_OF_REASON = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 
 def from_slime(
@@ -59,32 +59,35 @@ def from_slime(
         try:
             sequences.append(_sequence(sample, row, sampling, policy_version, reward_key))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as problem:
-            words = f"{problem} is missing" if isinstance(problem, KeyError) else problem
-            raise ValueError(f"sample {row} of the list: {words}") from None
+            reason = f"{problem} is missing" if isinstance(problem, KeyError) else problem
+            raise ValueError(f"sample {row} of the list: {reason}") from None
     return RolloutBatch.concatenate(sequences)
 
 
 def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
-    """One dict a sequence, with the fields that slime's trainer reads; ``Sample.from_dict`` takes it.
+    """Make one dict for each sequence, with the fields that slime's trainer reads; ``Sample.from_dict`` takes it.
 
     The response is the tokens from the first sampled one to the last.
 
     Raises:
         ValueError: old_log_probs lack some of the tokens.
     """
-    columns = {"rollout_log_probs": sampled_log_probs(batch), "log_probs": scored_log_probs(batch, "slime")}
-    known = {name: values for name, values in columns.items() if values is not None}
-    first, end = (values.tolist() for values in spans(batch))
+    rollout_log_probs = sampled_log_probs(batch)
+    old_log_probs = scored_log_probs(batch, "slime")
+    first, end = spans(batch)
+    ranges = zip(first.tolist(), end.tolist(), strict=True)
     supports = batch.support_of_rows()
-    return [
-        {
-            **_sample(batch, row, first[row], end[row]),
-            **_own_support(supports[row], first[row], end[row]),
-            **{name: values[row, first[row] : end[row]].tolist() for name, values in known.items()},
-            "weight_versions": [str(version) for version in versions],
-        }
-        for row, versions in enumerate(versions_of(batch))
-    ]
+    versions = versions_of(batch)
+    samples = []
+    for row, (row_first, row_end) in enumerate(ranges):
+        sample = _sample(batch, row, row_first, row_end)
+        sample |= _support_fields(supports[row], row_first, row_end)
+        sample["rollout_log_probs"] = rollout_log_probs[row, row_first:row_end].tolist()
+        if old_log_probs is not None:
+            sample["log_probs"] = old_log_probs[row, row_first:row_end].tolist()
+        sample["weight_versions"] = [str(version) for version in versions[row]]
+        samples.append(sample)
+    return samples
 
 
 def _sequence(
@@ -94,34 +97,39 @@ def _sequence(
     policy_version: int | None,
     reward_key: str | None,
 ) -> RolloutBatch:
+    """A batch of the one sequence of a sample, the ``row``-th of the list."""
     tokens = tensor_of(sample, "tokens", (None,), integers=True).long()
-    length, response = len(tokens), sample["response_length"]
-    if not isinstance(response, int) or not 0 <= response <= length:
-        raise ValueError(f"response_length is {response!r}: expected 0 to {length}, the number of tokens")
+    length = len(tokens)
+    response_length = sample["response_length"]
+    if not isinstance(response_length, int) or not 0 <= response_length <= length:
+        raise ValueError(f"response_length is {response_length!r}: expected 0 to {length}, the number of tokens")
+    prompt_length = length - response_length
 
-    def placed(name: str, remedy: str = "") -> Tensor:
-        """[length]: the response's log-probs behind zeros for the prompt."""
-        values = log_probs_of(sample, name, (response,), remedy).float()
-        return torch.nn.functional.pad(values, (length - response, 0))
+    def behind_prompt(name: str, remedy: str = "") -> Tensor:
+        """The response's log-probs behind zeros for the prompt, [length]."""
+        values = log_probs_of(sample, name, (response_length,), remedy).float()
+        return torch.nn.functional.pad(values, (prompt_length, 0))
 
-    log_probs = (
-        placed("rollout_log_probs", "the engine was not asked for log-probs") if response else torch.zeros(length)
-    )
-    old = None if sample.get("log_probs") is None else placed("log_probs")
+    rollout_log_probs = torch.zeros(length)
+    if response_length:
+        rollout_log_probs = behind_prompt("rollout_log_probs", "the engine was not asked for log-probs")
+    old_log_probs = None if sample.get("log_probs") is None else behind_prompt("log_probs")
+
     mask = torch.zeros(length, dtype=torch.bool)
     if not sample.get("remove_sample"):
         # Without a mask, slime trains on every token of the response.
-        given = sample.get("loss_mask") is not None
-        mask[length - response :] = flags_of(sample, "loss_mask", (response,)) if given else True
+        mask[prompt_length:] = True
+        if sample.get("loss_mask") is not None:
+            mask[prompt_length:] = flags_of(sample, "loss_mask", (response_length,))
     version = version_of(policy_version, sample.get("weight_versions") or (), row)
     return one_sequence(
         {
             "tokens": tokens,
             "response_mask": mask,
-            "rollout_log_probs": log_probs,
+            "rollout_log_probs": rollout_log_probs,
             "policy_versions": torch.full_like(tokens, version, dtype=torch.int32),
             "routed_experts": _experts(sample, length),
-            "old_log_probs": old,
+            "old_log_probs": old_log_probs,
         },
         sample_id=_index(sample, "index"),
         group_id=_index(sample, "group_index"),
@@ -134,6 +142,7 @@ def _sequence(
 
 
 def _sample(batch: RolloutBatch, row: int, first: int, end: int) -> dict[str, Any]:
+    """The fields of one row for slime but log-probs and kept tokens; its response has columns ``first`` to ``end``."""
     mask = batch.response_mask[row, first:end]
     experts = None if batch.routed_experts is None else batch.routed_experts[row, : max(end - 1, 0)].clone()
     return {
@@ -144,13 +153,16 @@ def _sample(batch: RolloutBatch, row: int, first: int, end: int) -> dict[str, An
         "response_length": end - first,
         "loss_mask": mask.int().tolist(),
         "reward": float(batch.rewards[row]),
-        "status": _OWN_STATUS[FINISH_REASONS[int(batch.finish_reasons[row])]],
+        "status": _STATUS_OF_REASON[FINISH_REASONS[int(batch.finish_reasons[row])]],
         "rollout_routed_experts": experts,
     }
 
 
-def _own_support(support: tuple[Tensor, Tensor] | None, first: int, end: int) -> dict[str, Any]:
-    """The fields of the kept tokens of one response, in columns ``first`` to ``end``."""
+def _support_fields(support: tuple[Tensor, Tensor] | None, first: int, end: int) -> dict[str, Any]:
+    """The fields for slime of the tokens that the engine kept for a response, which has columns ``first`` to ``end``.
+
+    ``support``: (ids, counts) of all positions of the row; None: no fields.
+    """
     if support is None:
         return {}
     ids, counts = support
@@ -162,7 +174,10 @@ def _own_support(support: tuple[Tensor, Tensor] | None, first: int, end: int) ->
 
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
-    """[length, layers, top_k]: SGLang has no route for the last token, after which no token follows."""
+    """The routed experts, [length, layers, top_k]; None if they are not recorded.
+
+    SGLang has no route for the last token, since no token was sampled after it: it gets no experts.
+    """
     experts = experts_of(sample, "rollout_routed_experts", (length - 1,))
     if experts is None:
         return None
@@ -170,26 +185,32 @@ def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
 
 
 def _support(sample: Mapping[str, Any], length: int) -> tuple[Tensor, Tensor] | None:
-    """(ids, counts [length]) of the tokens that SGLang kept; slime has offsets for the response alone."""
+    """The tokens that SGLang kept, as (ids, counts [length]); None if they are not recorded.
+
+    slime has offsets for the response alone; a position of the prompt gets no ids.
+    """
     for name in ("rollout_top_p_token", "rollout_sampling_mask"):
         if sample.get(f"{name}_ids") is not None:
             ids, counts = support_of(sample[f"{name}_ids"], offsets=sample[f"{name}_offsets"])
-            response = sample["response_length"]
-            if len(counts) != response:
-                raise ValueError(f"{name}_offsets has {len(counts) + 1} numbers: expected {response + 1}")
-            return ids, torch.nn.functional.pad(counts, (length - response, 0))
+            response_length = sample["response_length"]
+            if len(counts) != response_length:
+                raise ValueError(f"{name}_offsets has {len(counts) + 1} numbers: expected {response_length + 1}")
+            return ids, torch.nn.functional.pad(counts, (length - response_length, 0))
     return None
 
 
 def _finish_reason(sample: Mapping[str, Any]) -> str:
+    """The record's finish reason for slime's ``status``."""
     status = sample["status"]
+    # The status may be a member of slime's enumeration.
     status = getattr(status, "value", status)
-    if status not in _STATUS:
-        raise ValueError(f"status is {status!r}: expected one of {', '.join(_STATUS)}")
-    return _STATUS[status]
+    if status not in _REASON_OF_STATUS:
+        raise ValueError(f"status is {status!r}: expected one of {', '.join(_REASON_OF_STATUS)}")
+    return _REASON_OF_STATUS[status]
 
 
 def _reward(sample: Mapping[str, Any], key: str | None) -> float:
+    """The sample's reward: the number, or that under the ``key`` of a dict of rewards."""
     reward = sample["reward"]
     if isinstance(reward, Mapping):
         if key not in reward:
@@ -201,6 +222,7 @@ def _reward(sample: Mapping[str, Any], key: str | None) -> float:
 
 
 def _index(sample: Mapping[str, Any], name: str) -> int:
+    """A field that is an integer of 64 bits; ValueError if it is none."""
     index = sample[name]
     if not isinstance(index, int) or isinstance(index, bool) or abs(index) >= 2**63:
         raise ValueError(f"{name} is {index!r}: expected an integer of 64 bits")

@@ -7,101 +7,159 @@ before. A setting that the program would have ignored is dropped with a note; an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.parallel.arguments import one_of
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
 from megatron_rc.settings.dialects.reader import Dialect, Settings
 from megatron_rc.settings.dialects.slime import SLIME
+from megatron_rc.settings.dialects.trl import TRL
 from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
 from megatron_rc.settings.fields import FIELDS
 
-BY_NAME = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL)}
+BY_NAME = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL, TRL)}
 DIALECTS = tuple(BY_NAME)
 
 
 def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """(this package's fields, notes) from another program's settings, alone or inside the sections of its files.
+    """Return this package's fields, and notes, from another program's settings.
 
-    The notes are lines: first the translation, then settings that changed or were dropped. ValueError for an unknown
-    dialect or setting, or a value that the program would refuse or that cannot work here.
+    Args:
+        fields: the settings, alone or inside the sections of the program's files.
+        dialect: a name of ``DIALECTS``.
+
+    Returns:
+        (fields by name, notes). The first note is the whole translation; the others are about settings that changed
+        their meaning or were dropped, a line each.
+
+    Raises:
+        ValueError: an unknown dialect or setting, or a value that the program would refuse or that cannot work here.
     """
     one_of("dialect", dialect, DIALECTS)
     program = BY_NAME[dialect]
-    given, unread = _given(fields, program)
-    for name in given:
+    own_settings, other_keys = _own_settings(fields, program)
+    for name in own_settings:
         if name not in program.defaults:
-            raise ValueError(f"unknown setting {name!r}{known_elsewhere(name, dialect, program.defaults, fields)}")
-    settings = Settings(given, program.defaults)
+            remedy = other_dialects(name, fields, dialect) or f"known are {', '.join(program.defaults)}"
+            raise ValueError(f"unknown setting {name!r} of {dialect}: {remedy}")
+
+    settings = Settings(own_settings, program.defaults)
     try:
-        own = program.read(settings)
+        translated = program.read(settings)
     except ValueError as error:
-        others = " or ".join(f"dialect={name!r}" for name in probable_dialects(fields))
-        raise ValueError(f"{error}{'; these settings can be read with ' * bool(others)}{others}") from error
-    became = ", ".join(f"{name}={value!r}" for name, value in own.items())
+        others = probable_dialects(fields)
+        if not others:
+            raise
+        raise ValueError(f"{error}; these settings can be read with {_choice_of(others)}") from error
+
+    became = ", ".join(f"{name}={value!r}" for name, value in translated.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
-    if unread:
-        notes.append(f"not read, no part of the correction: {', '.join(map(str, unread))}")
-    return own, notes
+    if other_keys:
+        notes.append(f"not read, no part of the correction: {', '.join(other_keys)}")
+    return translated, notes
 
 
 def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
-    """The dialects that can read all these settings and know most of their names; empty if no name is known."""
-    known: dict[str, int] = {}
+    """Return the dialects that can read all these settings and know most of their names; empty if none knows one."""
+    known_names: dict[str, int] = {}
     for name, program in BY_NAME.items():
         try:
-            given, _ = _given(fields, program)
-            if given.keys() <= program.defaults.keys():
-                program.read(Settings(given, program.defaults))
-                known[name] = len(given)
+            own_settings, _ = _own_settings(fields, program)
+            if own_settings.keys() <= program.defaults.keys():
+                program.read(Settings(own_settings, program.defaults))
+                known_names[name] = len(own_settings)
         except ValueError:
             continue
-    most = max(known.values(), default=0)
-    return [name for name, number in known.items() if 0 < number == most]
+
+    most = max(known_names.values(), default=0)
+    return [name for name, count in known_names.items() if 0 < count == most]
 
 
-def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
-    """The end of an error about an unknown name: the dialects that have it, or else the known names.
+def other_dialects(name: object, fields: Mapping[str, Any], dialect: str) -> str:
+    """Return the remedy for a name that a dialect does not have: other dialects that have it; empty if none has it.
 
-    If several dialects have the name, those that can read the other settings are preferred.
+    Dialects that can read all the settings are preferred.
+
+    Args:
+        name: the unknown name.
+        fields: all settings, as the user gave them.
+        dialect: the dialect that they were read with.
     """
     owners = ["megatron_rc"] if name in FIELDS else []
     for program in BY_NAME.values():
-        if name in program.sections or name in program.elsewhere or program.spelled(str(name)) in program.defaults:
+        is_section = name in program.sections or name in program.elsewhere
+        if is_section or program.spelled(str(name)) in program.defaults:
             owners.append(program.name)
+    # A section of the dialect itself may stand in the wrong place.
     if not owners or dialect in owners:
-        return f": known are {', '.join(known)}"
-    owners = [owner for owner in owners if owner in probable_dialects(fields)] or owners
-    return f", a name of {' and '.join(owners)}: read these settings with dialect={' or '.join(map(repr, owners))}"
+        return ""
+
+    probable = [owner for owner in owners if owner in probable_dialects(fields)] or owners
+    return f"it is a name of {' and '.join(probable)}: read these settings with {_choice_of(probable)}"
 
 
-def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[Any]]:
-    """The settings inside their sections, with the names of the program's defaults, and keys outside.
+def _choice_of(dialects: list[str]) -> str:
+    return " or ".join(f"dialect={name!r}" for name in dialects)
 
-    ValueError for a setting with two values.
+
+def _own_settings(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[str]]:
+    """Return the program's settings, out of their sections and under the names of its defaults, and the other keys.
+
+    Raises:
+        ValueError: a section that holds no settings, or a setting with two values.
     """
-    elsewhere: list[dict[str, Any]] = []
-    unread: list[Any] = []
+    fields, moved, other_keys = _out_of_other_sections(fields, program)
+
+    for section in program.sections:
+        if section not in fields:
+            continue
+        other_keys += [str(name) for name in fields if name != section]
+        inner = program.switched_off if fields[section] is None else fields[section]
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"{section}={inner!r} must hold settings, one `name: value` a line")
+        fields = inner
+        if program.shares_section and section == program.sections[-1]:
+            fields = _without_others(fields, program, other_keys)
+    if program.shares_section and not program.sections:
+        fields = _without_others(fields, program, other_keys)
+
+    settings: dict[str, Any] = {}
+    for key, value in [*fields.items(), *moved]:
+        name = program.spelled(str(key))
+        if name in settings and settings[name] != value:
+            raise ValueError(f"{name} has two values, {settings[name]!r} and {value!r}: keep one of them")
+        settings[name] = value
+    return settings, other_keys
+
+
+def _out_of_other_sections(
+    fields: Mapping[str, Any], program: Dialect
+) -> tuple[Mapping[str, Any], list[tuple[str, Any]], list[str]]:
+    """Return (the fields without these sections, their settings of the correction, their other keys)."""
+    moved: list[tuple[str, Any]] = []
+    other_keys: list[str] = []
     for section, names in program.elsewhere.items():
         inner = fields.get(section)
-        if isinstance(inner, Mapping) and set(names) & set(inner):
-            elsewhere.append({name: inner[name] for name in names if name in inner})
-            unread += [f"{section}.{name}" for name in inner if name not in names]
-            fields = {name: value for name, value in fields.items() if name != section}
-    for section in program.sections:
-        if section in fields:
-            unread += [name for name in fields if name != section]
-            # null switches the section off
-            fields = program.switched_off if fields[section] is None else fields[section]
-            if not isinstance(fields, Mapping):
-                raise ValueError(f"{section}={fields!r} must hold settings, one `name: value` a line")
-            if program.shares_section and section == program.sections[-1]:
-                unread += [name for name in fields if name not in program.defaults]
-                fields = {name: value for name, value in fields.items() if name in program.defaults}
-    given: dict[str, Any] = {}
-    for key, value in (pair for settings in (fields, *elsewhere) for pair in settings.items()):
-        name = program.spelled(str(key))
-        if given.setdefault(name, value) != value:
-            raise ValueError(f"{name} has two values, {given[name]!r} and {value!r}: keep one of them")
-    return given, unread
+        if not isinstance(inner, Mapping) or not set(names) & set(inner):
+            continue
+        moved += [(name, inner[name]) for name in names if name in inner]
+        other_keys += [f"{section}.{name}" for name in inner if name not in names]
+        fields = {name: value for name, value in fields.items() if name != section}
+    return fields, moved, other_keys
+
+
+def _without_others(fields: Mapping[str, Any], program: Dialect, other_keys: list[str]) -> dict[str, Any]:
+    """Return the settings of a section that belong to the correction; the others are added to ``other_keys``.
+
+    An unknown name with the correction's prefix stays, so that a misspelt setting is an error.
+    """
+    settings = {}
+    for key, value in fields.items():
+        name = str(key)
+        is_reserved = program.reserved_prefix is not None and name.startswith(program.reserved_prefix)
+        if name in program.defaults or is_reserved:
+            settings[name] = value
+        else:
+            other_keys.append(name)
+    return settings

@@ -7,7 +7,6 @@ with each of them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_rc.numerics import UNTRUNCATED
@@ -50,67 +49,88 @@ _DEFAULTS: dict[str, Any] = {
     **_EXAMPLE,
     **_EARLIER,
 }
+# Bounds (lower, upper) on ρ, by the name of the criterion that they belong to.
+_Bounds = dict[str, tuple[float, float]]
 
 
 def slime(settings: Settings) -> dict[str, Any]:
-    """The weights and rejection of any spelling, and off-policy sequence masking."""
-    used = _spelling(settings)
-    own: dict[str, Any] = {"rollout_is": None}
-    criteria: dict[str, tuple[float, float]] = {}
+    """Return the fields of the weights and the rejection of any spelling, and of off-policy sequence masking."""
+    spelling = _spelling(settings)
+    fields: dict[str, Any] = {"rollout_is": None}
+    bounds: _Bounds = {}
     if not settings.boolean("use_tis") and not settings.boolean("use_mis"):
-        settings.drop(*used, because="slime does nothing, not even use_rs, without use_tis")
-    elif used is BUILT_IN:
-        own = {"rollout_is": "token", **clamped(settings, "tis_clip_low", "tis_clip")}
-    elif used is _EARLIER:
-        own, criteria = _weights(settings, "mis", masks_weights="use_mis" in settings.given)
-        own |= settings.veto("mis_veto_threshold")
+        settings.drop(*spelling, because="slime does nothing, not even use_rs, without use_tis")
+    elif spelling is BUILT_IN:
+        fields = {"rollout_is": "token", **clamped(settings, "tis_clip_low", "tis_clip")}
+    elif spelling is _EARLIER:
+        fields, bounds = _weights(settings, "mis", masks_weights="use_mis" in settings.given)
+        fields |= settings.veto("mis_veto_threshold")
     else:
-        own, criteria = _weights(settings, "tis")
-        own |= _normalization(settings, own["rollout_is"])
-        own |= _rejection(settings, criteria)
-    chain = [(name, pair(*bounds)) for name, bounds in criteria.items()] + _opsm(settings)
-    return {**own, **_mode(settings), **rejection(chain), "rejection_denominator": "original"}
+        fields, bounds = _weights(settings, "tis", masks_weights=False)
+        fields |= _normalization(settings, level=fields["rollout_is"])
+        veto, bounds = _rejection(settings, bounds)
+        fields |= veto
+
+    criteria = [(name, pair(lower, upper)) for name, (lower, upper) in bounds.items()]
+    criteria += _off_policy_masking(settings)
+    # slime divides by the tokens that trained before rejection.
+    return {**fields, **_mode(settings), **rejection(criteria), "rejection_denominator": "original"}
 
 
 def _spelling(settings: Settings) -> dict[str, Any]:
-    """The settings of the spelling that was used, or else of the example; ValueError for settings of two."""
-    used = {
-        whose: min(settings.given & set(names)) for whose, names in _SPELLINGS.items() if settings.given & set(names)
-    }
-    if len(used) > 1:
-        (first, one), (second, other), *_ = used.items()
-        raise ValueError(f"{one} belongs to {first} and {other} to {second}: keep one of the two")
-    return _SPELLINGS[next(iter(used), "its example's")]
+    """Return the settings of the spelling that was used, or of the example if none was.
 
-
-def _weights(
-    settings: Settings, prefix: str, *, masks_weights: bool = False
-) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
-    """(fields of the weights, bounds of the criterion that ``mask`` means), from settings with a prefix.
-
-    With ``masks_weights``, ``mask`` sets weights out of bounds to 0, as in October 2025, instead of rejecting.
+    Raises:
+        ValueError: settings of two spellings.
     """
-    lower, upper = f"{prefix}_lower_bound", f"{prefix}_upper_bound"
-    level = settings.choice(f"{prefix}_level", tuple(ALIASES))
+    used = {whose: settings.given & spelling.keys() for whose, spelling in _SPELLINGS.items()}
+    used = {whose: names for whose, names in used.items() if names}
+    if len(used) > 1:
+        first, second, *_ = used
+        raise ValueError(
+            f"{min(used[first])} belongs to {first} and {min(used[second])} to {second}: keep one of the two"
+        )
+    return _SPELLINGS[next(iter(used))] if used else _EXAMPLE
+
+
+def _weights(settings: Settings, prefix: str, *, masks_weights: bool) -> tuple[dict[str, Any], _Bounds]:
+    """Return the fields of the weights, and the bounds of the criterion that the mode ``mask`` means.
+
+    Args:
+        settings: the user's settings.
+        prefix: beginning of their names: ``tis`` or ``mis``.
+        masks_weights: True: ``mask`` sets weights out of bounds to 0, as in October 2025, instead of rejecting.
+    """
+    lower_name = f"{prefix}_lower_bound"
+    upper_name = f"{prefix}_upper_bound"
+    level = str(settings.choice(f"{prefix}_level", tuple(ALIASES)))
     mode = settings.choice(f"{prefix}_mode", ("truncate", "clip", "mask"))
-    own: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": settings.positive(upper)}
-    if mode == "clip" or (mode == "mask" and masks_weights):
-        own["rollout_is_mode"] = "clamp" if mode == "clip" else "mask"
-        bounds = settings.bounds(lower, upper)
-        if settings[lower] is not None:
-            own["rollout_is_threshold"] = pair(*bounds)
-    elif mode == "mask":
-        own["rollout_is_threshold"] = UNTRUNCATED
+
+    if mode == "mask" and not masks_weights:
+        settings.positive(upper_name)
         settings.notes.append(
             f"{prefix}_mode='mask' keeps the weights as they are and rejects tokens or sequences out of bounds"
         )
-        return own, {ALIASES[str(level)]: settings.bounds(lower, upper)}
-    elif not settings.boolean("use_rs") or settings["rs_lower_bound"] is not None:
-        settings.drop(lower, because="truncation has no lower bound")
-    return own, {}
+        fields = {"rollout_is": level, "rollout_is_threshold": UNTRUNCATED}
+        return fields, {ALIASES[level]: settings.bounds(lower_name, upper_name)}
+
+    fields = {"rollout_is": level, "rollout_is_threshold": settings.positive(upper_name)}
+    if mode == "truncate":
+        # With use_rs, an absent bound of the rejection is this one.
+        is_bound_of_rejection = settings.boolean("use_rs") and settings["rs_lower_bound"] is None
+        if not is_bound_of_rejection:
+            settings.drop(lower_name, because="truncation has no lower bound")
+        return fields, {}
+
+    fields["rollout_is_mode"] = "clamp" if mode == "clip" else "mask"
+    bounds = settings.bounds(lower_name, upper_name)
+    if settings[lower_name] is not None:
+        fields["rollout_is_threshold"] = pair(*bounds)
+    return fields, {}
 
 
-def _normalization(settings: Settings, level: str | None) -> dict[str, Any]:
+def _normalization(settings: Settings, *, level: str) -> dict[str, Any]:
+    """Return the field of the weights' normalisation; none without it."""
     if not settings.boolean("tis_batch_normalize"):
         return {}
     if level == "geometric":
@@ -119,42 +139,53 @@ def _normalization(settings: Settings, level: str | None) -> dict[str, Any]:
     return {"rollout_is_batch_normalize": True}
 
 
-def _rejection(settings: Settings, criteria: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """The veto; adds to ``criteria`` the rejection by ``use_rs``, together with the one by ``tis_mode: mask``."""
+def _rejection(settings: Settings, mask_bounds: _Bounds) -> tuple[dict[str, Any], _Bounds]:
+    """Return the field of the veto, and the bounds of all criteria.
+
+    Args:
+        settings: the user's settings.
+        mask_bounds: bounds of the criterion that ``tis_mode: mask`` means. If ``use_rs`` has the same criterion, a
+            ratio must lie in both intervals.
+
+    Raises:
+        ValueError: the two intervals do not overlap.
+    """
     if not settings.boolean("use_rs"):
-        unused = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
-        settings.drop(*unused, because="use_rs is off")
-        return {}
+        settings.drop("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", because="use_rs is off")
+        return {}, mask_bounds
+
     name = ALIASES[str(settings.choice("rs_level", tuple(ALIASES)))]
-    low, high = _rs_bounds(settings)
-    first = criteria.get(name, (0.0, math.inf))
-    criteria[name] = max(low, first[0]), min(high, first[1])
-    if not criteria[name][0] < criteria[name][1]:
-        raise ValueError(f"tis_mode='mask' and use_rs together accept no ρ: {first} and {(low, high)} do not overlap")
-    return settings.veto("rs_veto_threshold")
+    lower, upper = _rs_bounds(settings)
+    if name in mask_bounds:
+        mask_lower, mask_upper = mask_bounds[name]
+        if not max(lower, mask_lower) < min(upper, mask_upper):
+            raise ValueError(
+                f"tis_mode='mask' and use_rs together accept no ρ: {mask_bounds[name]} and {(lower, upper)} do not "
+                "overlap"
+            )
+        lower = max(lower, mask_lower)
+        upper = min(upper, mask_upper)
+    return settings.veto("rs_veto_threshold"), {**mask_bounds, name: (lower, upper)}
 
 
 def _rs_bounds(settings: Settings) -> tuple[float, float]:
-    """The bounds of the rejection; an absent one is the weights' bound."""
-    top = settings.positive("tis_upper_bound")
-    low, high = settings.number("rs_lower_bound"), settings["rs_upper_bound"]
-    low = settings.number("tis_lower_bound") if low is None else low
-    return settings.interval(
-        1 / top if low is None else low,
-        top if high is None else settings.positive("rs_upper_bound"),
-        "rs_lower_bound",
-        "rs_upper_bound",
-    )
+    """Return the bounds of the rejection; an absent one is the weights' bound."""
+    weights_upper = settings.positive("tis_upper_bound")
+    lower = settings.number("rs_lower_bound")
+    if lower is None:
+        lower = settings.number("tis_lower_bound")
+    if lower is None:
+        lower = 1 / weights_upper
+    upper = weights_upper if settings["rs_upper_bound"] is None else settings.positive("rs_upper_bound")
+    return settings.interval(lower, upper, "rs_lower_bound", "rs_upper_bound")
 
 
-def _opsm(settings: Settings) -> list[tuple[str, str]]:
-    """Off-policy sequence masking, for sequences with A < 0."""
+def _off_policy_masking(settings: Settings) -> list[tuple[str, str]]:
+    """Return (name, bound) of the criterion for sequences with A < 0; empty without ``use_opsm``."""
     if not settings.boolean("use_opsm"):
         settings.drop("opsm_delta", because="use_opsm is off")
         return []
-    delta = settings.number("opsm_delta")
-    if delta is None or delta < 0:
-        raise ValueError(f"opsm_delta={delta!r} must be a number, 0 or more")
+    delta = settings.not_negative("opsm_delta")
     if not settings.boolean("use_rollout_logprobs"):
         settings.notes.append(
             "use_opsm: without use_rollout_logprobs slime compares π_θ with π_old; here opsm compares the training "
@@ -164,6 +195,7 @@ def _opsm(settings: Settings) -> list[tuple[str, str]]:
 
 
 def _mode(settings: Settings) -> dict[str, Any]:
+    """Return the field of bypass mode; none in decoupled mode."""
     if not settings.boolean("use_rollout_logprobs"):
         return {}
     for name in ("use_tis", "use_mis"):
@@ -172,4 +204,9 @@ def _mode(settings: Settings) -> dict[str, Any]:
     return {"bypass_mode": True}
 
 
-SLIME = Dialect("slime", _DEFAULTS, slime, spelled=lambda name: name.lstrip("-").replace("-", "_"))
+SLIME = Dialect(
+    name="slime",
+    defaults=_DEFAULTS,
+    read=slime,
+    spelled=lambda name: name.lstrip("-").replace("-", "_"),
+)

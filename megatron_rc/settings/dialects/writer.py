@@ -1,6 +1,7 @@
-"""This package's settings in the words of other programs, and the settings that these words lack.
+"""Write a correction's settings as the settings of another program, and name the ones that the program cannot express.
 
-The program's own reader reads the written settings back: a field that then differs is one that the words lack.
+A *writer*, such as :func:`_nemo_rl`, writes what fits and ignores the rest. :func:`written` then reads the result back
+with the program's reader: every field that differs is one that the program's settings cannot express.
 """
 
 from __future__ import annotations
@@ -19,49 +20,53 @@ from megatron_rc.settings.dialects.slime import SLIME
 from megatron_rc.settings.dialects.verl import RENAMED, VERL, VERL_2025_10, VERL_2025_11
 from megatron_rc.settings.fields import CorrectionFields
 
-_LEVELS = {name: level for level, name in ALIASES.items()}
-_VERLS = {name: word for word, name in RENAMED.items()}
-_DIGITS = 12  # of a bound: the precision of exp(log(1.001))
+_LEVEL_OF_CRITERION = {name: level for level, name in ALIASES.items()}
+_VERL_NAME = {name: word for word, name in RENAMED.items()}
+# Settings that are written even if they have the default of the program's code: its configuration file has another one.
+_WRITTEN_ALWAYS = ("rollout_is", "rollout_is_threshold", "use_tis", "use_importance_sampling_correction")
+_DIGITS = 12  # significant digits of a written bound, so that exp(log(1.001)) is written as 1.001
 
 
 def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """A program's settings for a config, and in words the fields that they lack; ValueError for an unknown dialect.
+    """Return another program's settings for a config, and ``field=value`` of each field that they cannot express.
 
-    Weights that are measured, not applied, are left out: other programs have no such switch.
+    Weights that are measured, not applied, are left out: other programs have no such switch. If the program's reader
+    refuses the settings, they are {}, and the list has its message.
+
+    Raises:
+        ValueError: an unknown dialect, or one that is only read.
     """
     one_of("dialect", dialect, tuple(_WRITERS))
     program, write = _WRITERS[dialect]
-    given = {name: value for name, value in write(config).items() if name in program.defaults}
+    settings = {name: value for name, value in write(config).items() if name in program.defaults}
     try:
-        again = _meaning(type(config)(**program.read(Settings(given, program.defaults))))
-    except ValueError as problem:  # a level or a bound that the program does not take
+        read_again = type(config)(**program.read(Settings(settings, program.defaults)))
+    except ValueError as problem:
+        # For example a level or a bound that the program does not take.
         return {}, [str(problem)]
-    meant = _meaning(config)
-    # Criteria by their names, without their bounds.
-    words = {name: ",".join(value) if isinstance(value, dict) else repr(value) for name, value in meant.items()}
-    lost = [f"{name}={words[name]}" for name in meant if not _is_same(meant[name], again[name])]
-    if again["rejection_denominator"] is None:  # the lost criteria are named already
-        lost = [one for one in lost if not one.startswith("rejection_denominator")]
-    return {name: value for name, value in given.items() if value != program.defaults[name] or name in _ALWAYS}, lost
 
-
-# Settings whose default in Python and in the program's own file differ.
-_ALWAYS = ("rollout_is", "rollout_is_threshold", "use_tis", "use_importance_sampling_correction")
+    lost = _differences(_meaning(config), _meaning(read_again))
+    settings = {
+        name: value for name, value in settings.items() if value != program.defaults[name] or name in _WRITTEN_ALWAYS
+    }
+    return settings, lost
 
 
 def _meaning(config: CorrectionFields) -> dict[str, Any]:
-    """The parts of a config that change the loss, by field."""
-    weighs = _weighs(config)
+    """Return the fields of a config that change the loss; fields without an effect are None, to compare as equal."""
+    has_weights = _has_weights(config)
     rejects = bool(config.criteria) or config.rejecting_veto is not None
-    low, high = config.is_bounds
+    bounds = config.weight_bounds
+    # Truncated weights have an upper bound alone.
+    thresholds = bounds.upper if bounds.mode == "truncate" else (bounds.lower, bounds.upper)
     return {
-        "rollout_is": config.rollout_is if weighs else None,
-        "rollout_is_mode": config.is_mode if weighs else None,
-        "rollout_is_threshold": ((high,) if config.is_mode == "truncate" else (low, high)) if weighs else (),
+        "rollout_is": config.rollout_is if has_weights else None,
+        "rollout_is_mode": bounds.mode if has_weights else None,
+        "rollout_is_threshold": thresholds if has_weights else None,
         "rollout_is_batch_normalize": (
-            config.rollout_is_batch_normalize_scope if config.rollout_is_batch_normalize and weighs else None
+            config.rollout_is_batch_normalize_scope if has_weights and config.rollout_is_batch_normalize else None
         ),
-        "rollout_rs": {one.name: (one.lower, one.upper) for one in config.criteria},
+        "rollout_rs": {criterion.name: (criterion.lower, criterion.upper) for criterion in config.criteria},
         "rollout_token_veto_threshold": config.rejecting_veto,
         "rollout_staleness_scale": config.rollout_staleness_scale,
         "rejection_denominator": config.rejection_denominator if rejects else None,
@@ -72,128 +77,187 @@ def _meaning(config: CorrectionFields) -> dict[str, Any]:
     }
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-8, abs_tol=1e-11)
-    return bool(one == other)
+def _differences(wanted: Mapping[str, Any], read_again: Mapping[str, Any]) -> list[str]:
+    """Return ``field=value`` of each field that differs in ``read_again``; criteria are named without their bounds."""
+    lost = []
+    for name, value in wanted.items():
+        if _is_same(value, read_again[name]):
+            continue
+        # None says that nothing rejects in ``read_again``: the lost criteria are named, and there is no denominator.
+        if name == "rejection_denominator" and read_again[name] is None:
+            continue
+        lost.append(f"{name}={','.join(value) if isinstance(value, dict) else repr(value)}")
+    return lost
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return True if two values of a field are equal; bounds may differ by rounding."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_same(value[name], other[name]) for name in value)
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, float) and isinstance(other, float):
+        return math.isclose(value, other, rel_tol=1e-8, abs_tol=1e-11)
+    return bool(value == other)
+
+
+def _has_weights(config: CorrectionFields) -> bool:
+    """Return True if the config has weights that are applied, not only measured."""
+    return config.rollout_is is not None and config.rollout_is_apply
 
 
 def _ratios(criterion: Criterion) -> tuple[float, float]:
-    """Bounds on ρ of a k1 criterion."""
+    """Return the bounds of a k1 criterion, which are on log ρ, as bounds on ρ."""
     return _rounded(math.exp(criterion.lower)), _rounded(math.exp(criterion.upper))
 
 
 def _rounded(value: float) -> float:
+    """Return a bound without the rounding error of exp and log."""
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _weighs(config: CorrectionFields) -> bool:
-    return config.rollout_is is not None and config.rollout_is_apply
-
-
 def _verl(config: CorrectionFields) -> dict[str, Any]:
-    if not _weighs(config):
-        own: dict[str, Any] = {"rollout_is": None}
-    else:
-        low, high = config.is_bounds
-        bounds: float | str = high if config.is_mode == "truncate" else pair(low, high)
-        own = {"rollout_is": config.rollout_is, "rollout_is_threshold": bounds}
+    """Return the settings of verl of 2026, ``algorithm.rollout_correction``."""
+    settings: dict[str, Any] = {"rollout_is": None}
+    if _has_weights(config):
+        bounds = config.weight_bounds
+        settings["rollout_is"] = config.rollout_is
+        settings["rollout_is_threshold"] = (
+            bounds.upper if bounds.mode == "truncate" else pair(bounds.lower, bounds.upper)
+        )
+
     thresholds = []
-    for one in config.criteria:
-        low, high = _ratios(one) if one.bounds.on_ratio else (0.0, _rounded(one.upper))
-        # verl's code applies the bounds of k1 to 1/ρ.
-        thresholds.append(pair(_rounded(1 / high), _rounded(1 / low)) if one.bounds.on_ratio else repr(high))
+    for criterion in config.criteria:
+        if criterion.bounds.on_ratio:
+            lower, upper = _ratios(criterion)
+            # verl applies these bounds to 1/ρ, so that the lower one becomes 1/upper, and the upper one 1/lower.
+            thresholds.append(pair(_rounded(1 / upper), _rounded(1 / lower)))
+        else:
+            thresholds.append(repr(_rounded(criterion.upper)))
     if config.criteria:
-        own |= {
-            "rollout_rs": ",".join(_VERLS.get(one.name, one.name) for one in config.criteria),
-            "rollout_rs_threshold": ",".join(thresholds),
-        }
-    return {
-        **own,
-        "rollout_is_batch_normalize": config.rollout_is_batch_normalize,
-        "bypass_mode": config.bypass_mode,
-        "loss_type": config.loss_type,
-    }
+        names = [_VERL_NAME.get(criterion.name, criterion.name) for criterion in config.criteria]
+        settings["rollout_rs"] = ",".join(names)
+        settings["rollout_rs_threshold"] = ",".join(thresholds)
+
+    settings["rollout_is_batch_normalize"] = config.rollout_is_batch_normalize
+    settings["bypass_mode"] = config.bypass_mode
+    settings["loss_type"] = config.loss_type
+    return settings
 
 
 def _verl_2025_11(config: CorrectionFields) -> dict[str, Any]:
-    own = {name: value for name, value in _verl(config).items() if not name.startswith("rollout_rs")}
-    for one in config.criteria:
-        low, high = _ratios(one)
-        own |= {
-            "rollout_rs": _LEVELS.get(one.name, one.name),
-            "rollout_rs_threshold": high,
-            "rollout_rs_threshold_lower": low,
-        }
+    """Return the settings of verl of November 2025: those of 2026, with other ones for rejection, and a veto."""
+    settings = {name: value for name, value in _verl(config).items() if not name.startswith("rollout_rs")}
+    for criterion in config.criteria:
+        lower, upper = _ratios(criterion)
+        settings["rollout_rs"] = _LEVEL_OF_CRITERION.get(criterion.name, criterion.name)
+        settings["rollout_rs_threshold"] = upper
+        settings["rollout_rs_threshold_lower"] = lower
     if not config.bypass_mode:
-        own["loss_type"] = None
-    return {**own, "rollout_token_veto_threshold": config.rejecting_veto}
+        settings["loss_type"] = None
+    settings["rollout_token_veto_threshold"] = config.rejecting_veto
+    return settings
 
 
 def _verl_2025_10(config: CorrectionFields) -> dict[str, Any]:
-    if not _weighs(config):
+    """Return the settings of verl of October 2025."""
+    if not _has_weights(config):
         return {"rollout_is": False, "rollout_is_threshold": None}
-    low, high = config.is_bounds
+    bounds = config.weight_bounds
     return {
         "rollout_is": True,
         "rollout_is_level": config.rollout_is,
-        "rollout_is_mode": config.is_mode,
-        "rollout_is_threshold": high,
-        "rollout_is_threshold_lower": None if config.is_mode == "truncate" else low,
+        "rollout_is_mode": bounds.mode,
+        "rollout_is_threshold": bounds.upper,
+        "rollout_is_threshold_lower": None if bounds.mode == "truncate" else bounds.lower,
         "rollout_is_veto_threshold": config.rejecting_veto,
     }
 
 
 def _slime(config: CorrectionFields) -> dict[str, Any]:
-    own: dict[str, Any] = {"use_rollout_logprobs": config.bypass_mode}
-    low, high = config.is_bounds
-    rejecting = [one for one in config.criteria if one.name in _LEVELS]
-    for one in config.criteria:
-        if one.name == "opsm":
-            own |= {"use_opsm": True, "opsm_delta": _rounded(one.upper)}
-    if not _weighs(config):
-        return {**own, "use_tis": False}
-    if config.is_mode == "mask":  # only the earlier example has such weights
-        bounds = {"mis_mode": "mask", "mis_lower_bound": low, "mis_upper_bound": high}
-        veto = {"mis_veto_threshold": config.rejecting_veto}
-        return {**own, "use_mis": True, "mis_level": config.rollout_is, **bounds, **veto}
-    is_clamped = config.is_mode == "clamp"
-    plain = not rejecting and config.rejecting_veto is None and not config.rollout_is_batch_normalize
-    if config.rollout_is == "token" and plain:
-        return {**own, "use_tis": True, "tis_clip": high, "tis_clip_low": low if is_clamped else 0.0}
-    own |= {"use_tis": True, "tis_level": config.rollout_is, "tis_upper_bound": high}
-    own |= {"tis_mode": "clip", "tis_lower_bound": low} if is_clamped else {"tis_mode": "truncate"}
-    own |= {"tis_batch_normalize": config.rollout_is_batch_normalize}
-    for one in rejecting:
-        lower, upper = _ratios(one)
-        own |= {"use_rs": True, "rs_level": _LEVELS[one.name], "rs_lower_bound": lower, "rs_upper_bound": upper}
-    return {**own, "rs_veto_threshold": config.rejecting_veto}
+    """Return slime's arguments: its built-in ones if they suffice, else the names of one of its examples."""
+    settings: dict[str, Any] = {"use_rollout_logprobs": config.bypass_mode}
+    for criterion in config.criteria:
+        if criterion.name == "opsm":
+            settings["use_opsm"] = True
+            settings["opsm_delta"] = -criterion.lower
+    if not _has_weights(config):
+        settings["use_tis"] = False
+        return settings
+
+    bounds = config.weight_bounds
+    if bounds.mode == "mask":
+        # Only slime's example of October and November 2025 can set weights outside the bounds to 0.
+        settings["use_mis"] = True
+        settings["mis_mode"] = "mask"
+        settings["mis_level"] = config.rollout_is
+        settings["mis_lower_bound"] = bounds.lower
+        settings["mis_upper_bound"] = bounds.upper
+        settings["mis_veto_threshold"] = config.rejecting_veto
+        return settings
+
+    settings["use_tis"] = True
+    criteria_with_level = [criterion for criterion in config.criteria if criterion.name in _LEVEL_OF_CRITERION]
+    rejects_nothing = not criteria_with_level and config.rejecting_veto is None
+    if config.rollout_is == "token" and rejects_nothing and not config.rollout_is_batch_normalize:
+        # The built-in correction suffices.
+        settings["tis_clip"] = bounds.upper
+        settings["tis_clip_low"] = bounds.lower if bounds.mode == "clamp" else 0.0
+        return settings
+
+    settings["tis_level"] = config.rollout_is
+    settings["tis_upper_bound"] = bounds.upper
+    settings["tis_batch_normalize"] = config.rollout_is_batch_normalize
+    settings["rs_veto_threshold"] = config.rejecting_veto
+    if bounds.mode == "clamp":
+        settings["tis_mode"] = "clip"
+        settings["tis_lower_bound"] = bounds.lower
+    for criterion in criteria_with_level:
+        lower, upper = _ratios(criterion)
+        settings["use_rs"] = True
+        settings["rs_level"] = _LEVEL_OF_CRITERION[criterion.name]
+        settings["rs_lower_bound"] = lower
+        settings["rs_upper_bound"] = upper
+    return settings
 
 
 def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:
-    own: dict[str, Any] = {"use_importance_sampling_correction": _weighs(config)}
-    kind, least, most = "truncated_importance_sampling_type", "_ratio_min", "_ratio"
-    least, most = (f"truncated_importance_sampling{end}" for end in (least, most))
-    low, high = config.is_bounds
-    if _weighs(config):
-        own["sequence_level_importance_ratios"] = config.rollout_is == "sequence"
-        if config.is_mode == "mask":
-            own |= {kind: "icepop", least: low, most: high}
-        elif high < UNTRUNCATED:
-            own |= {kind: "tis", least: low if config.is_mode == "clamp" else None, most: high}
-    for one in config.criteria:
-        if one.name == "seq_mean_error":
-            own["seq_logprob_error_threshold"] = _rounded(one.upper + 1)
-        elif one.name == "seq_mean_k1" and _weighs(config) and high >= UNTRUNCATED:
-            lower, upper = _ratios(one)
-            own |= {kind: "seq-mask-tis", least: lower, most: upper}
-    return own
+    """Return the settings of NeMo-RL's ``loss_fn``.
+
+    ``truncated_importance_sampling_type`` says what is done beyond the two bounds ``…_ratio_min`` and ``…_ratio``:
+    ``tis`` truncates or clamps the weights, ``icepop`` sets them to 0, and ``seq-mask-tis`` rejects the sequence and
+    leaves the weights as they are.
+    """
+    has_weights = _has_weights(config)
+    bounds = config.weight_bounds
+    is_truncated = bounds.upper < UNTRUNCATED
+
+    settings: dict[str, Any] = {"use_importance_sampling_correction": has_weights}
+    if has_weights:
+        settings["sequence_level_importance_ratios"] = config.rollout_is == "sequence"
+        if bounds.mode == "mask":
+            settings["truncated_importance_sampling_type"] = "icepop"
+            settings["truncated_importance_sampling_ratio_min"] = bounds.lower
+            settings["truncated_importance_sampling_ratio"] = bounds.upper
+        elif is_truncated:
+            settings["truncated_importance_sampling_type"] = "tis"
+            settings["truncated_importance_sampling_ratio_min"] = bounds.lower if bounds.mode == "clamp" else None
+            settings["truncated_importance_sampling_ratio"] = bounds.upper
+
+    for criterion in config.criteria:
+        if criterion.name == "seq_mean_error":
+            # The criterion bounds the mean of exp|log ρ| - 1, NeMo-RL the mean of exp|log ρ|.
+            settings["seq_logprob_error_threshold"] = _rounded(criterion.upper + 1)
+        elif criterion.name == "seq_mean_k1" and has_weights and not is_truncated:
+            # There is one type, and truncated weights take it: only without them can it be the rejection's.
+            lower, upper = _ratios(criterion)
+            settings["truncated_importance_sampling_type"] = "seq-mask-tis"
+            settings["truncated_importance_sampling_ratio_min"] = lower
+            settings["truncated_importance_sampling_ratio"] = upper
+    return settings
 
 
+# By the name of the dialect: the description of the program's settings, and their writer.
 _WRITERS: Mapping[str, tuple[Dialect, Callable[[CorrectionFields], dict[str, Any]]]] = {
     VERL.name: (VERL, _verl),
     VERL_2025_11.name: (VERL_2025_11, _verl_2025_11),

@@ -131,6 +131,7 @@ def test_another_runs_checkpoints_are_not_saved_among(tmp_path):
 IN_A_FILE = {
     "rollout-url: http://a\n": ("--rollout-engine=transformers", "--rollout-engine"),
     "kl-estimator: k1\ngrpo-kl-beta: 0\n": ("--grpo-kl-beta=0", "--grpo-kl-beta 0"),
+    "kl-importance-weight: true\ngrpo-kl-beta: 0\n": ("--grpo-kl-beta=0", "--grpo-kl-beta 0"),
     "openai-gelu: true\nswiglu: true\n": ("--swiglu", "--swiglu"),
 }
 

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved_file import as_launch_file
 from megatron_rc.loss.objectives import OBJECTIVES
@@ -17,7 +18,7 @@ RS = [f"--rollout-rs=token_k1,{USER}:SEQ_MIN", "--rollout-rs-threshold=0.5_2.5,0
 @pytest.fixture(autouse=True)
 def tables():
     """As they were."""
-    with mock.patch.dict(OBJECTIVES), mock.patch.dict(CRITERIA):
+    with mock.patch.dict(OBJECTIVES), mock.patch.dict(CRITERIA), mock.patch.dict(GROUP_ESTIMATORS):
         yield
 
 
@@ -28,6 +29,15 @@ def test_an_objective_is_defined_by_the_flag_that_names_it(tmp_path):
         assert run_config(words).loss.algorithm == "own_good_only"
     bypass = ["--bypass-mode", f"--loss-type={USER}:GOOD_ONLY"]
     assert run_config([*words[:-1], *bypass]).correction.loss_type == "own_good_only"
+
+
+def test_an_estimator_is_defined_by_the_flag_that_names_it(tmp_path):
+    words = flags(tmp_path, f"--advantage-estimator={USER}:MAXRL")
+    for _ in range(2):
+        assert run_config(words).advantages.advantage_estimator == "own_maxrl"
+    alone = ["--grpo-group-size=1", "--grpo-prompts-per-step=16"]
+    with pytest.raises(ConfigurationError, match=r"--advantage-estimator own_maxrl .*--grpo-group-size 1"):
+        run_config([*words, *alone])
 
 
 def test_a_criterion_stands_in_the_list_beside_others_and_in_a_launch_file(tmp_path):
@@ -44,7 +54,7 @@ def test_a_criterion_stands_in_the_list_beside_others_and_in_a_launch_file(tmp_p
     "words",
     [
         [*RS, f"--policy-loss={USER}:GOOD_ONLY", "--reward=python:tests.support.user_rewards:length"],
-        [*RS, "--bypass-mode", f"--loss-type={USER}:GOOD_ONLY"],
+        [*RS, "--bypass-mode", f"--loss-type={USER}:GOOD_ONLY", f"--advantage-estimator={USER}:MAXRL"],
     ],
 )
 def test_the_file_that_a_run_leaves_names_them_too(tmp_path, words):
@@ -54,9 +64,11 @@ def test_the_file_that_a_run_leaves_names_them_too(tmp_path, words):
     path.write_text(as_launch_file(config.flags))
     OBJECTIVES.pop("own_good_only")
     CRITERIA.pop("own_seq_min")
+    GROUP_ESTIMATORS.pop("own_maxrl", None)
     again = run_config(["--cpu", f"--config={path}"])
     assert (again.loss.algorithm, again.correction) == ("own_good_only", config.correction)
     assert again.rewards == config.rewards
+    assert again.advantages == config.advantages
     assert as_launch_file(again.flags) == as_launch_file(config.flags)
 
 
@@ -64,6 +76,8 @@ REFUSED = {
     f"--policy-loss={USER}:SEQ_MIN": r"^--policy-loss \S+ .*Criterion.*Objective",
     f"--rollout-rs={USER}:GOOD_ONLY": r"^--rollout-rs \S+ .*Objective.*Criterion",
     f"--rollout-rs={USER}:TAKEN": r"^--rollout-rs \S+: .*'token_k3'",
+    f"--advantage-estimator={USER}:SEQ_MIN": r"^--advantage-estimator \S+ .*Criterion.*AdvantageEstimator",
+    "--advantage-estimator=grop": r"--advantage-estimator: .*'grop' .*grpo, grpo-no-std, .*gae, remax",
     "--policy-loss=ppo": r"^--policy-loss: .*'ppo'.*ppo_clip, reinforce",
     f"--rollout-rs={USER}:SEQ_MIN --rollout-rs-threshold=-1": r"^--rollout-rs-threshold",
 }

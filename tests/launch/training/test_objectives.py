@@ -80,6 +80,7 @@ def weighed(level, criteria, bypass=False, upper=1.4):
 KPOP = ("token_kpop", -math.inf, 0.05, "0.05")
 TURNS = [("turn_mean_k3", -math.inf, 0.12, "0.12"), ("turn_sum_k1", math.log(0.2), math.log(5), "0.2_5")]
 BY_SEQUENCE = "--loss-aggregation=seq-mean-token-mean"
+WEIGHTED_KL = "--grpo-kl-beta=0.5 --kl-importance-weight"
 TEMPERATURES = "--sapo-tau-pos=1.5 --sapo-tau-neg=2"
 CASES = [
     Case(Layout(cp=2, dp=2), objective("dppo_tv", "--ppo-dual-clip=1.3", 0.03, 0.02, bypass=True, dual=1.3)),
@@ -93,6 +94,8 @@ CASES = [
     Case(Layout(pp=2, cp=2), weighed("min_prefix", [KPOP], bypass=True), packed=True),
     Case(Layout(cp=2, dp=2), weighed("turn", TURNS), packed=True),
     Case(Layout(pp=2, dp=2), weighed("turn_geometric", TURNS, bypass=True), per_token_loss=True),
+    Case(Layout(cp=2, dp=2), objective("ppo_clip", WEIGHTED_KL, kl=0.5, kl_is_weighted=True), packed=True),
+    Case(Layout(pp=2, cp=2), objective("ppo_clip", WEIGHTED_KL, bypass=True, kl=0.5, kl_is_weighted=True)),
 ]
 
 
@@ -115,6 +118,8 @@ def test_steps_are_those_of_the_reference(ranks, tmp_path, case):
         got, policy = everywhere[0].metrics[index], want.policy[index]
         assert all(rank.metrics[index] == got for rank in everywhere)
         assert got["loss/total"] == pytest.approx(want.loss[index], abs=EXACT * want.size[index])
+        if case.objective.kl:
+            assert got["policy/reference_kl"] == pytest.approx(policy["kl"], rel=1e-6)
         for side in ("low", "high"):
             assert got[f"policy/clip_fraction_{side}"] == pytest.approx(policy[side], rel=1e-12)
         if case.objective.dual:

@@ -221,7 +221,13 @@ def compare_wrongly(words, data, old, new):
     """As ``compare_one``, with D₀ in the place of G."""
     from megatron_rc.training.in_loss import InLossPlan
 
-    with mock.patch.object(InLossPlan, "_factor", return_value=torch.ones((), dtype=torch.float64)):
+    right = InLossPlan.gradient_factor
+
+    def wrong(plan, header, mini_batch):
+        header, factor = right(plan, header, mini_batch)
+        return header, torch.ones_like(factor)
+
+    with mock.patch.object(InLossPlan, "gradient_factor", wrong):
         return compare_one(words, data, old, new)
 
 

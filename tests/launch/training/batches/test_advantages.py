@@ -4,11 +4,13 @@ import dataclasses
 import itertools
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
+from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.run_config.learning import AdvantageSection
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.batches.advantages import Advantages, Scores, summarize
@@ -79,7 +81,12 @@ def reference(estimator, kl, scope, special="group"):
     of_responses = {"ratio": ratios, "correction": means}
     of_responses = of_responses.get(special, torch.ones(SEQUENCES)).tolist()
     difference = torch.where(mask, old.double() - ref.double(), 0)
-    penalty = {"k1": difference, "k2": difference.square() / 2, "k3": torch.exp(-difference) - 1 + difference}.get(kl)
+    penalty = {
+        "k1": difference,
+        "k2": difference.square() / 2,
+        "k3": torch.exp(-difference) - 1 + difference,
+        "abs": difference.abs(),
+    }.get(kl)
     off = torch.zeros_like(difference) if penalty is None else COEFFICIENT * torch.where(mask, penalty, 0)
     rewards, ids = given_rewards().double(), batch.group_ids.tolist()
     kept = accepted.any(1) if scope == "accepted" else torch.ones(SEQUENCES, dtype=torch.bool)
@@ -113,6 +120,7 @@ CASES = [
     *((estimator, "none", "all", "ratio") for estimator in (*GROUP_ESTIMATORS, "reinforce-pp-baseline")),
     *((("rloo", "k1", "accepted", "ratio"), ("grpo", "none", "all", "correction"))),
     *((("rloo", "none", "accepted", "correction"), ("reinforce-pp-baseline", "none", "all", "correction"))),
+    ("reinforce-pp", "abs", "all"),
     *((("gae", "k1", "all", "turns"), ("reinforce-pp", "none", "all", "turns"))),
     *((("remax", "none", "all", "turns"), ("optimal-token-baseline", "none", "all", "turns"))),
 ]
@@ -181,6 +189,56 @@ def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
             assert summaries == found[0][1]
             assert [share for *_, share, _ in summaries] == shares
             assert all(bool(metrics) == (kl != "none") for kl, _, metrics in summaries)
+
+
+OWN = "python:examples.custom_estimator:MAXRL"
+
+
+def own_estimator_on_a_rank(folder, packed):
+    """The estimator's name, and the largest difference of this rank's advantages from (x - mean) / mean."""
+    groups = ParallelGroups.from_megatron()
+    share = SEQUENCES // group_size(groups.dp)
+    rows = slice(share * group_rank(groups.dp), share * (group_rank(groups.dp) + 1))
+    words = [f"--advantage-estimator={OWN}", "--advantage-baseline=weighted", f"--advantage-baseline-bound={BOUND}"]
+    words += ["--advantage-scope=accepted", f"--context-parallel-size={group_size(groups.cp)}"]
+    if packed:
+        words += ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"]
+
+    with mock.patch.dict(GROUP_ESTIMATORS):
+        config = run_config(flags(folder, *words), group_size(groups.dp_cp), engine=False)
+        batch = recorded_batch(0, group_rank(groups.dp), group_size(groups.dp))
+        cut = cut_batch(batch, config, groups)
+        old, accepted = (_cut(cut, tables()[index][rows]) for index in (0, 3))
+        scores = Scores(batch=batch, rewards=given_rewards()[rows], cut=cut, old=old)
+        estimated = Advantages(config, groups).of(scores, accepted)
+
+    wanted = own_reference()[rows][cut.rows.clamp(min=0)]
+    difference = torch.where(cut.rows >= 0, estimated.advantages.double() - wanted, 0)
+    return config.advantages.advantage_estimator, float(difference.abs().max()), float(wanted.abs().max())
+
+
+def own_reference():
+    """(x - mean) / mean of each response, [rows] float64, over the kept responses by their bounded ratios."""
+    batch, (old, _, _, accepted, *_) = recorded_batch(0), tables()
+    _, mask, rollout = batch.label_aligned()
+    ratios = torch.where(mask, old.double() - rollout.double(), 0).sum(1).exp().clamp(max=BOUND)
+    kept = accepted.any(1)
+    wanted = torch.zeros(SEQUENCES, dtype=torch.float64)
+    for row in kept.nonzero().flatten().tolist():
+        siblings = kept & (batch.group_ids == batch.group_ids[row])
+        mean = (ratios * given_rewards())[siblings].sum() / ratios[siblings].sum()
+        if mean != 0 and siblings.sum() > 1:
+            wanted[row] = (given_rewards()[row] - mean) / mean
+    return wanted
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout(dp=4)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_estimator_of_a_users_module_is_its_formula(ranks, tmp_path, layout, packed):
+    for name, difference, largest in ranks.run(own_estimator_on_a_rank, layout, tmp_path, packed):
+        assert name == "maxrl"
+        assert difference < 2e-6
+        assert largest > 0.05
 
 
 def test_the_engine_stands_for_the_old_policy_where_nothing_scored_it(tmp_path):

@@ -1,0 +1,215 @@
+"""The decisions on whole sequences and on prompts, from sums over the tokens of each sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.weights import Weights, bounded_weights
+from megatron_rc.numerics import exp_weight
+from megatron_rc.parallel.collectives import largest, smallest
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.criterion import Criterion, SequenceValues
+
+
+@dataclass(frozen=True)
+class SequenceSums:
+    """Numbers of each sequence, by name, [n] float64: sums, largest and smallest values over its tokens.
+
+    On one rank they are over its local tokens, and over whole sequences once they are reduced over ``cp``.
+    The names are those of :func:`megatron_rc.correction.tokens.token_columns`, and of the measures. The largest and the
+    smallest values are x of criteria, ``max_<divergence>`` and ``min_<divergence>``, over valid tokens.
+    """
+
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor] = largest()
+    minima: dict[str, Tensor] = smallest()
+
+    @property
+    def valid(self) -> Tensor:
+        """Number of valid tokens."""
+        return self.sums["valid"]
+
+    @property
+    def response(self) -> Tensor:
+        """Number of tokens in the response mask."""
+        return self.sums["response"]
+
+    @property
+    def passed(self) -> Tensor:
+        """Number of valid tokens that pass all criteria on tokens and turns."""
+        return self.sums.get("passed", self.valid)
+
+    @property
+    def passed_weight(self) -> Tensor | None:
+        """Sum of the weights of these tokens; None unless weights are token-level."""
+        return self.sums.get("passed_weight", self.sums.get("weight"))
+
+    @functools.cached_property
+    def num_tokens(self) -> Tensor:
+        """Number of valid tokens, at least 1: a divisor."""
+        return self.valid.clamp(min=1)
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """Sum of log ρ_t over valid tokens."""
+        # Not the sum of float32 differences: these are rounded, which a product of many ratios would show.
+        return self.sums["train"] - self.sums["rollout"]
+
+    @functools.cached_property
+    def mean_log_ratio(self) -> Tensor:
+        """Mean of log ρ_t over valid tokens."""
+        return self.log_ratio / self.num_tokens
+
+    @functools.cached_property
+    def statistic_values(self) -> SequenceValues:
+        """The numbers that the statistics of criteria use."""
+        values = {"log_ratio": self.log_ratio, **self.sums, **self.maxima, **self.minima}
+        return SequenceValues(self.num_tokens, torch.zeros_like(self.valid), values)
+
+
+@dataclass(frozen=True)
+class SequenceDecisions:
+    """Decisions on whole sequences, [n] each, equal on all ranks of a CP group."""
+
+    bound_scale: Tensor | None  # float64, the factor of the bounds, in nats: the one of the oldest valid token
+    weights: Weights | None  # float64, the weights that all tokens of a sequence share; None unless they share one
+    tokens: Tensor  # number of tokens under m, float64
+    accepted: Tensor | None  # bool: no criterion rejects the whole sequence; None: nothing rejects whole sequences
+    negative_accepted: Tensor | None  # bool: its tokens with A < 0 are accepted too; None unless A is one a token
+    accepted_tokens: Tensor  # number of tokens under m', float64
+    accepted_weight: Tensor | None  # sum of their weights, float64; None unless weights are token-level
+    by_criterion: dict[str, Tensor]  # bool: for each criterion on sequences or prompts, the sequences it accepts
+
+
+def decide_sequences(
+    sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
+) -> SequenceDecisions:
+    """Return the decisions on sequences, and on prompts if their sums are given.
+
+    Args:
+        sums: the sums over whole sequences.
+        shards: the side inputs: prompts, advantages.
+        config: the correction.
+        prompts: the reduced :func:`prompt_columns`; None: criteria on prompts reject nothing.
+    """
+    bound_scale = _oldest_scale(sums, config)
+    weights = None
+    if config.level is not None and config.level.unit == "sequence":
+        log_weight = sums.mean_log_ratio if config.level.mean else sums.log_ratio
+        raw = exp_weight(log_weight)
+        weights = Weights(log=log_weight, raw=raw, bounded=bounded_weights(raw, log_weight, config, bound_scale))
+
+    verdicts = []  # of all that rejects whole sequences
+    negative_verdicts = []  # of all that rejects the tokens with A < 0 of a sequence
+    by_criterion = {}
+    for criterion in config.criteria:
+        if criterion.unit == "prompt" and prompts is not None:
+            verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]
+        elif criterion.unit == "sequence":
+            # Without a valid token there is nothing to test.
+            within_bounds = criterion.within_bounds(criterion.statistic(sums.statistic_values), bound_scale)
+            verdict = within_bounds | (sums.valid == 0)
+        else:
+            continue
+        if criterion.only_negative and shards.advantages is not None:
+            verdict = verdict | ~(shards.advantages < 0)
+        by_criterion[criterion.name] = verdict
+        if criterion.only_negative and shards.advantages is None:
+            negative_verdicts.append(verdict)
+        else:
+            verdicts.append(verdict)
+    if config.rejecting_veto is not None:
+        verdicts.append(sums.sums["vetoed"] == 0)
+    if config.bad_log_probs == "reject_sequence":
+        verdicts.append(sums.response == sums.valid)
+    accepted = functools.reduce(torch.logical_and, verdicts) if verdicts else None
+    negative_accepted = functools.reduce(torch.logical_and, negative_verdicts) if negative_verdicts else None
+
+    accepted_tokens, accepted_weight = sums.passed, sums.passed_weight
+    if negative_accepted is not None:
+        accepted_tokens = accepted_tokens - sums.sums["negative_passed"].masked_fill(negative_accepted, 0)
+        if accepted_weight is not None:
+            lost_weight = sums.sums["negative_passed_weight"].masked_fill(negative_accepted, 0)
+            accepted_weight = accepted_weight - lost_weight
+    if accepted is not None:
+        rejected = ~accepted
+        accepted_tokens = accepted_tokens.masked_fill(rejected, 0)
+        accepted_weight = None if accepted_weight is None else accepted_weight.masked_fill(rejected, 0)
+    return SequenceDecisions(
+        bound_scale=bound_scale,
+        weights=weights,
+        tokens=sums.valid if config.bad_log_probs == "reject_token" else sums.response,
+        accepted=accepted,
+        negative_accepted=negative_accepted,
+        accepted_tokens=accepted_tokens,
+        accepted_weight=accepted_weight,
+        by_criterion=by_criterion,
+    )
+
+
+def _oldest_scale(sums: SequenceSums, config: RolloutCorrectionConfig) -> Tensor | None:
+    """Return the factor of each sequence's bounds, that of its oldest valid token; None without a staleness scale."""
+    if config.staleness_scale is None:
+        return None
+    num_steps = len(config.staleness_scale.steps)
+    reached = torch.stack([sums.sums[f"older_{step}"] > 0 for step in range(1, num_steps + 1)])
+    return config.staleness_scale.of(reached.sum(0), sums.valid.dtype)
+
+
+def accepted_masks(passed: Sequence[Tensor], shards: Shards, decisions: SequenceDecisions) -> list[Tensor]:
+    """Return the accepted mask m' of each micro-batch: the tokens that pass, of accepted sequences.
+
+    Args:
+        passed: for each micro-batch, bool: the valid tokens that pass the criteria on tokens and turns.
+        shards: the layouts, and the advantages of tokens.
+        decisions: on whole sequences.
+    """
+    masks = []
+    for part, part_passed in zip(shards.parts, passed, strict=True):
+        mask = part_passed
+        if decisions.accepted is not None:
+            mask = mask & part.expand(decisions.accepted)
+        if decisions.negative_accepted is not None and part.advantages is not None:
+            mask = mask & (part.expand(decisions.negative_accepted) | ~(part.advantages < 0))
+        masks.append(mask)
+    return masks
+
+
+def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
+    """Return this rank's sums over the responses of each prompt, [num_groups, k] float64.
+
+    The columns: valid tokens; lost responses, of which the other criteria reject every token; the sums that criteria on
+    prompts need. Each response counts on the first rank of its CP group.
+    """
+    accepted_tokens = decide_sequences(sums, shards, config).accepted_tokens
+    lost = (sums.response > 0) & (accepted_tokens == 0)
+    values = sums.statistic_values.values
+    columns = torch.stack([sums.valid, lost, *(values[name] for name in prompt_needs(config))], dim=1)
+    columns = columns.masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
+    prompts = columns.new_zeros(shards.counts.num_groups or 0, columns.shape[1])
+    return prompts.index_add_(0, shards.group_ids, columns)  # type: ignore[arg-type]
+
+
+def prompt_needs(config: RolloutCorrectionConfig) -> list[str]:
+    """Return the names of the sums that criteria on prompts need, each once."""
+    criteria = [criterion for criterion in config.criteria if criterion.unit == "prompt"]
+    return list(dict.fromkeys(need.name for criterion in criteria for need in criterion.needs))
+
+
+def _prompt_verdict(criterion: Criterion, prompts: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """Return which prompts a criterion accepts, [num_groups] bool."""
+    valid, num_lost, *sums = prompts.unbind(1)
+    by_need = dict(zip(prompt_needs(config), sums, strict=True))
+    verdict = criterion.within_bounds(criterion.statistic(SequenceValues(valid.clamp(min=1), num_lost, by_need)))
+    if criterion.follows_others:
+        # Another criterion on prompts that rejects one rejects all of its responses.
+        for other in config.criteria:
+            if other.unit == "prompt" and not other.follows_others:
+                verdict = verdict & _prompt_verdict(other, prompts, config)
+    return verdict

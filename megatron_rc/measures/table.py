@@ -1,0 +1,701 @@
+"""Every metric of the correction: its name, numerator and denominator, and what docs/metrics.md says about it.
+
+One row is one metric; docs/metrics.md has the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_rc.measures.header import BatchHeader, Breakdowns
+from megatron_rc.measures.histogram import derive_quantiles
+from megatron_rc.measures.measure import REWARD_SIGNS
+from megatron_rc.measures.metrics import Metric, Numbers, eff_sample_size, extreme, ratio, std, weight_std
+from megatron_rc.numerics import NORMALIZE_LIMIT
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+# The oldest dashboards say the word twice: mismatch/mismatch_kl.
+_OLDEST_PREFIX, _OLDEST_NAME = "mismatch/", "mismatch_"
+
+POLICY = (
+    Metric(
+        name="kl",
+        numerator=lambda batch: -batch.total("log_ratio"),
+        over="T",
+        formula="−l",
+        values="any",
+        advice="far from 0: the engine samples another policy. Look at temperature, precision, stale weights",
+    ),
+    Metric(
+        name="k3_kl",
+        numerator=lambda batch: batch.header.tokens.totals["k3"],
+        over="T",
+        formula="ρ − 1 − l",
+        values="≥ 0",
+        advice=("the same with less noise, never negative; far above `kl`: few tokens with a huge ρ. Reject them"),
+    ),
+    Metric(
+        name="training_ppl",
+        numerator=lambda batch: batch.of_sequences("training_ppl").total,
+        over="S",
+        formula="exp(−M) of π_train",
+        values="[1, e⁸⁰]",
+        advice="rising, and `rollout_ppl` not: the trainer's side drifts",
+    ),
+    Metric(
+        name="rollout_ppl",
+        numerator=lambda batch: batch.of_sequences("rollout_ppl").total,
+        over="S",
+        formula="exp(−M) of π_rollout",
+        values="[1, e⁸⁰]",
+        advice="rising, and `training_ppl` not: the engine's side drifts",
+    ),
+    Metric(
+        name="training_log_ppl",
+        numerator=lambda batch: batch.of_sequences("training_log_ppl").total,
+        over="S",
+        formula="−M of π_train",
+        values="≥ 0",
+        advice="as `training_ppl`, on a scale that long tails do not bend",
+    ),
+    Metric(
+        name="rollout_log_ppl",
+        numerator=lambda batch: batch.of_sequences("rollout_log_ppl").total,
+        over="S",
+        formula="−M of π_rollout",
+        values="≥ 0",
+        advice="as `rollout_ppl`, on a scale that long tails do not bend",
+    ),
+    Metric(
+        name="log_ppl_diff",
+        numerator=lambda batch: batch.of_sequences("log_ppl_diff").total,
+        over="S",
+        formula="M_rollout − M_train",
+        values="any",
+        advice="steadily above 0: the trainer likes the samples less than the engine did",
+    ),
+    Metric(
+        name="log_ppl_abs_diff",
+        numerator=lambda batch: batch.of_sequences("log_ppl_abs_diff").total,
+        over="S",
+        formula="\\|M_rollout − M_train\\|",
+        values="≥ 0",
+        advice="far above the absolute value of `log_ppl_diff`: errors of both signs, as rounding makes them",
+    ),
+    Metric(
+        name="log_ppl_diff_max",
+        numerator=lambda batch: extreme(batch.of_sequences("log_ppl_diff").largest),
+        over="",
+        formula="largest M_rollout − M_train",
+        values="any",
+        advice="a long tail: single sequences are far off; reject them (`seq_mean_k1`)",
+    ),
+    Metric(
+        name="log_ppl_diff_min",
+        numerator=lambda batch: extreme(batch.of_sequences("log_ppl_diff").smallest),
+        over="",
+        formula="smallest M_rollout − M_train",
+        values="any",
+        advice="as `log_ppl_diff_max`",
+    ),
+    Metric(
+        name="ppl_ratio",
+        numerator=lambda batch: batch.of_sequences("ppl_ratio").total,
+        over="S",
+        formula="exp(M_rollout − M_train)",
+        values="> 0",
+        advice="as `log_ppl_diff`, as a ratio",
+    ),
+    Metric(
+        name="chi2_token",
+        # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
+        numerator=lambda batch: batch.of_tokens("ratio_excess").squared + 2 * batch.of_tokens("ratio_excess").total,
+        over="T",
+        formula="ρ² − 1",
+        values="≥ −1",
+        advice="> 1: token weights have more variance than signal; truncate lower, or reject",
+    ),
+    Metric(
+        name="chi2_seq",
+        numerator=lambda batch: (
+            batch.of_sequences("sequence_ratio_excess").squared + 2 * batch.of_sequences("sequence_ratio_excess").total
+        ),
+        over="S",
+        formula="(Π ρ)² − 1",
+        values="≥ −1",
+        advice="> 1: the same of sequence weights, which grow with the length; use token or geometric ones",
+    ),
+    Metric(
+        name="num_tokens",
+        numerator=lambda batch: batch.tokens,
+        over="",
+        formula="T",
+        values="≥ 0",
+        advice="falling: responses are lost before the correction; look at the masks",
+    ),
+    Metric(
+        name="num_sequences",
+        numerator=lambda batch: batch.sequences,
+        over="",
+        formula="S",
+        values="≥ 0",
+        advice="as `num_tokens`",
+    ),
+)
+
+BAD_LOG_PROBS = Metric(
+    name="bad_log_probs",
+    numerator=lambda batch: batch.header.data.bad_tokens,
+    over="",
+    formula="number of NaN, infinite or positive log-probs (> 1e-4)",
+    values="≥ 0",
+    advice="> 0: repair the engine. Only if `bad_log_probs` rejects; otherwise `check()` raises",
+    when=lambda batch: batch.config.bad_log_probs != "error",
+)
+
+
+def _sampled_weight(batch: Numbers) -> str:
+    """Return the name of the quantity whose effective sample size is that of the unbounded weights."""
+    return "raw_weight" if batch.config.weighs_single_tokens else "sampled_weight"
+
+
+def _raw_excess(batch: Numbers) -> str:
+    """Return the name of the quantity w - 1 of the unbounded weights."""
+    return "ratio_excess" if batch.config.weighs_single_tokens else "raw_weight_excess"
+
+
+def _extremes_of(batch: Numbers) -> str:
+    """Return the name of the quantity whose extremes are those of the bounded weights."""
+    # verl's extremes of sequence weights are those before any bound.
+    return "weight" if batch.config.weighs_tokens else "raw_weight"
+
+
+_WEIGHT_ADVICE = {
+    "mean": "far from 1: the correction scales the loss; look at `kl` first, then normalise",
+    "std": "> 1: noise; lower u, or a coarser level",
+    "max": "raw far above u: outliers are cut here; if they come often, reject them",
+    "min": "near 0: tokens that the trainer would never sample; a veto or a lower bound rejects them",
+    "eff_sample_size": "< 0.5: half of the batch is lost to the spread of the weights. Bounded and applied are equal",
+}
+_WEIGHT_FORMULA = {
+    "mean": "w",
+    "std": "standard deviation of w, divided by T",
+    "max": "largest w",
+    "min": "smallest w",
+    "eff_sample_size": "(Σw)² / (T Σw²); raw without the upper limit of exp(20)",
+}
+
+
+def _share_outside(batch: Numbers, *, of_sequences: str, of_tokens: str) -> float:
+    """Return the share of weights on one side of their bounds: of sequences at sequence level, else of tokens."""
+    if batch.config.rollout_is == "sequence":
+        return ratio(batch.total(of_sequences), batch.sequences)
+    return ratio(batch.total(of_tokens), batch.tokens)
+
+
+def _weight_metric(stage: str, kind: str, numerator: Callable[[Numbers], float]) -> Metric:
+    """Return one metric of all weights at one stage: ``raw_``, bounded (no word) or ``applied_``."""
+    return Metric(
+        name=f"rollout_is_{stage}{kind}",
+        numerator=numerator,
+        over="T" if kind == "mean" else "",
+        formula=_WEIGHT_FORMULA[kind],
+        values="(0, 1], 0 if all w are 0" if kind == "eff_sample_size" else "≥ 0",
+        advice=_WEIGHT_ADVICE[kind],
+    )
+
+
+WEIGHTS = (
+    _weight_metric("raw_", "mean", lambda batch: batch.of_tokens("raw_weight").total),
+    _weight_metric("", "mean", lambda batch: batch.of_tokens("weight").total),
+    _weight_metric("applied_", "mean", lambda batch: batch.of_tokens("weight").total / batch.divisor),
+    _weight_metric(
+        "raw_", "std", lambda batch: weight_std(batch.of_tokens("raw_weight"), batch.of_tokens(_raw_excess(batch)))
+    ),
+    _weight_metric("", "std", lambda batch: weight_std(batch.of_tokens("weight"), batch.of_tokens("weight_excess"))),
+    _weight_metric(
+        "applied_",
+        "std",
+        lambda batch: weight_std(batch.of_tokens("weight"), batch.of_tokens("weight_excess")) / batch.divisor,
+    ),
+    _weight_metric("raw_", "max", lambda batch: extreme(batch.of_tokens("raw_weight").largest)),
+    _weight_metric("", "max", lambda batch: extreme(batch.of_tokens(_extremes_of(batch)).largest)),
+    _weight_metric("applied_", "max", lambda batch: extreme(batch.of_tokens("weight").largest) / batch.divisor),
+    _weight_metric("raw_", "min", lambda batch: extreme(batch.of_tokens("raw_weight").smallest)),
+    _weight_metric("", "min", lambda batch: extreme(batch.of_tokens(_extremes_of(batch)).smallest)),
+    _weight_metric("applied_", "min", lambda batch: extreme(batch.of_tokens("weight").smallest) / batch.divisor),
+    _weight_metric("raw_", "eff_sample_size", lambda batch: eff_sample_size(batch.of_tokens(_sampled_weight(batch)))),
+    _weight_metric("", "eff_sample_size", lambda batch: eff_sample_size(batch.of_tokens("weight"))),
+    _weight_metric("applied_", "eff_sample_size", lambda batch: eff_sample_size(batch.of_tokens("weight"))),
+    Metric(
+        name="rollout_is_ratio_fraction_high",
+        numerator=lambda batch: _share_outside(batch, of_sequences="mean_above", of_tokens="above"),
+        over="",
+        formula="share with raw w > u; of S at sequence level, else of T",
+        values="[0, 1]",
+        advice="> 0.1: the bounds bias the gradient; bring the policies closer",
+    ),
+    Metric(
+        name="rollout_is_ratio_fraction_low",
+        numerator=lambda batch: _share_outside(batch, of_sequences="mean_below", of_tokens="below"),
+        over="",
+        formula="share with raw w < lo; of S at sequence level, else of T",
+        values="[0, 1]",
+        advice="> 0.1: the bounds bias the gradient; bring the policies closer",
+    ),
+    Metric(
+        name="rollout_is_oob_ratio",
+        numerator=lambda batch: batch.total("above") + batch.total("below"),
+        over="T",
+        formula="1 if raw w is outside of [lo, u]",
+        values="[0, 1]",
+        advice="as `rollout_is_ratio_fraction_high`. Only with `clamp` and `mask`",
+        when=lambda batch: batch.config.is_mode != "truncate",
+    ),
+    Metric(
+        name="rollout_is_masked_fraction",
+        numerator=lambda batch: batch.total("above") + batch.total("below"),
+        over="T",
+        formula="1 if raw w is outside of [lo, u]",
+        values="[0, 1]",
+        advice="> 0.1: that share of the tokens trains nothing. Only with `mask`",
+        when=lambda batch: batch.config.is_mode == "mask",
+    ),
+    Metric(
+        name="rollout_is_seq_masked_fraction",
+        numerator=lambda batch: batch.total("sequences_outside"),
+        over="S",
+        formula="1 if it has such a token",
+        values="[0, 1]",
+        advice="near 1 with long responses, and harmless at token level. Only with `mask`",
+        when=lambda batch: batch.config.is_mode == "mask",
+    ),
+    Metric(
+        name="rollout_is_batch_norm_factor",
+        numerator=lambda batch: batch.divisor,
+        over="",
+        formula=(
+            "w̄, what the weights are divided by: Σw / T at token level, else the mean over S of one weight each; under "
+            "m' with the scope `accepted`"
+        ),
+        values="> 0",
+        advice=(
+            "far from 1: look at `rollout_is_mean`. 1 if nothing was divided (next row). Only with "
+            "`rollout_is_batch_normalize`"
+        ),
+        when=lambda batch: batch.config.rollout_is_batch_normalize,
+    ),
+    Metric(
+        name="rollout_is_batch_norm_skipped",
+        numerator=lambda batch: float(batch.mean_weight <= NORMALIZE_LIMIT),
+        over="",
+        formula=(
+            "1 if w̄ was not divided by: w̄ ≤ 1e-125, all weights are 0 or at their limit; if the correction is made in "
+            "the loss w̄ < 1e-25, because the float32 gradients that were multiplied by such weights have no digits left"
+        ),
+        values="0, 1",
+        advice=("1: no weight is left, the policies have nothing in common. Only with `rollout_is_batch_normalize`"),
+        when=lambda batch: batch.config.rollout_is_batch_normalize,
+    ),
+)
+
+SEQUENCE_WEIGHTS = (
+    Metric(
+        name="rollout_is_seq_mean",
+        numerator=lambda batch: batch.of_sequences("mean_weight").total,
+        over="S",
+        formula="q",
+        values="≥ 0",
+        advice="far from 1: as `rollout_is_mean`; far from that one: long and short responses differ",
+    ),
+    Metric(
+        name="rollout_is_seq_std",
+        numerator=lambda batch: weight_std(
+            batch.of_sequences("mean_weight"), batch.of_sequences("mean_weight_excess"), lost=1
+        ),
+        over="",
+        formula="standard deviation of q, divided by S − 1",
+        values="≥ 0",
+        advice="> 1: whole responses are up- or down-weighted",
+    ),
+    Metric(
+        name="rollout_is_seq_max",
+        numerator=lambda batch: extreme(batch.of_sequences("mean_weight").largest),
+        over="",
+        formula="largest q",
+        values="≥ 0",
+        advice="at u: this response is far off",
+    ),
+    Metric(
+        name="rollout_is_seq_min",
+        numerator=lambda batch: extreme(batch.of_sequences("mean_weight").smallest),
+        over="",
+        formula="smallest q",
+        values="≥ 0",
+        advice="at lo or 0: this response is far off",
+    ),
+    Metric(
+        name="rollout_is_seq_max_deviation",
+        numerator=lambda batch: max(
+            abs(extreme(batch.of_sequences("mean_weight_excess").largest)),
+            abs(extreme(batch.of_sequences("mean_weight_excess").smallest)),
+        ),
+        over="",
+        formula="largest \\|q − 1\\|",
+        values="≥ 0",
+        advice="`rollout_is_seq_max` and `rollout_is_seq_min` in one number",
+    ),
+    Metric(
+        name="rollout_is_seq_fraction_high",
+        numerator=lambda batch: batch.total("mean_above"),
+        over="S",
+        formula="1 if its mean *raw* weight is > u",
+        values="[0, 1]",
+        advice="> 0.1: as `rollout_is_ratio_fraction_high`, for responses",
+    ),
+    Metric(
+        name="rollout_is_seq_fraction_low",
+        numerator=lambda batch: batch.total("mean_below"),
+        over="S",
+        formula="1 if its mean *raw* weight is < lo",
+        values="[0, 1]",
+        advice="> 0.1: as `rollout_is_ratio_fraction_low`, for responses",
+    ),
+)
+
+REJECTION = (
+    Metric(
+        name="rollout_rs_masked_fraction",
+        numerator=lambda batch: batch.tokens - batch.accepted,
+        over="T",
+        formula="1 if the token is rejected",
+        values="[0, 1]",
+        advice=(
+            "> 0.3: most of the sampling is wasted; fix the mismatch, or widen the bounds. 1: every step is skipped"
+        ),
+    ),
+    Metric(
+        name="rollout_rs_seq_masked_fraction",
+        numerator=lambda batch: batch.total("rejected_sequences"),
+        over="S",
+        formula="1 if it loses a token",
+        values="[0, 1]",
+        advice="as above for sequence criteria; near 1 for token criteria with long responses",
+    ),
+)
+
+CRITERION = (
+    Metric(
+        name="rollout_rs_<criterion>_masked_fraction",
+        numerator=lambda batch: batch.total(f"{batch.name}_rejected"),
+        over="T",
+        formula="1 if this criterion rejects the token by itself",
+        values="[0, 1]",
+        advice="tells which criterion does it. 0 for good: it does nothing, drop it",
+    ),
+    Metric(
+        name="rollout_rs_<criterion>_seq_masked_fraction",
+        numerator=lambda batch: batch.total(f"{batch.name}_rejected_sequences"),
+        over="S",
+        formula="1 if it loses a token to this criterion",
+        values="[0, 1]",
+        advice="the same, of sequences",
+    ),
+)
+
+VETO = (
+    Metric(
+        name="rollout_is_veto_fraction",
+        numerator=lambda batch: batch.total("veto_rejected_sequences"),
+        over="S",
+        formula="1 if the veto rejects it, or would reject it without `rollout_is_apply=False`",
+        values="[0, 1]",
+        advice="> 0.05: too strict for the length, or the engine is broken. Only with a veto",
+    ),
+    Metric(
+        name="rollout_is_catastrophic_token_fraction",
+        numerator=lambda batch: batch.total("veto_rejected"),
+        over="T",
+        formula="1 if ρ is below the veto's threshold",
+        values="[0, 1]",
+        advice="> 1e-4: look at these tokens. Only with a veto",
+    ),
+)
+
+MEASURED = (
+    Metric(
+        name="rollout_rs_<measured>_mean",
+        numerator=lambda batch: batch.sign * batch.total(f"{batch.name}_statistic"),
+        over="T",
+        formula="x; a sequence's x counts once for each of its tokens",
+        values="k1 any, else ≥ 0",
+        advice="near or beyond a bound: the bound cuts through the middle of the batch, not its tail",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_std",
+        numerator=lambda batch: std(batch.of_tokens(batch.name)),
+        over="",
+        formula="standard deviation of x clamped to its bounds, divided by T",
+        values="≥ 0",
+        advice="as wide as the bounds are apart: they cut most of the batch",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_max",
+        numerator=lambda batch: batch.tested_range[1],
+        over="",
+        formula="largest x, over its units",
+        values="k1 any, else ≥ 0",
+        advice="far beyond a bound: an outlier, which the criterion removes",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_min",
+        numerator=lambda batch: batch.tested_range[0],
+        over="",
+        formula="smallest x, over its units",
+        values="k1 any, else ≥ 0",
+        advice="far beyond a bound: an outlier, which the criterion removes",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_fraction_high",
+        numerator=lambda batch: batch.units_outside[1 if batch.is_turned else 0],
+        over="",
+        formula="share of units with x above its bound; k1: **ρ below lo**",
+        values="[0, 1]",
+        advice="> 0.1: widen the bound, or fix the engine",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_fraction_low",
+        numerator=lambda batch: batch.units_outside[0] if batch.is_turned else 0.0,
+        over="",
+        formula="share of units with x below its bound; k1: **ρ above hi**; else 0",
+        values="[0, 1]",
+        advice="as `rollout_rs_<measured>_fraction_high`",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_seq_mean",
+        numerator=lambda batch: batch.sign * batch.of_sequences(batch.name).total,
+        over="S",
+        formula="a sequence's x",
+        values="k1 any, else ≥ 0",
+        advice="as `rollout_rs_<measured>_mean`",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_seq_std",
+        numerator=lambda batch: std(batch.of_sequences(batch.name), lost=1),
+        over="",
+        formula="standard deviation of a sequence's x, divided by S − 1",
+        values="≥ 0",
+        advice="as `rollout_rs_<measured>_std`",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_seq_max",
+        numerator=lambda batch: batch.statistic_range[1],
+        over="",
+        formula="largest x of a sequence",
+        values="k1 any, else ≥ 0",
+        advice="as `rollout_rs_<measured>_max`",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_seq_min",
+        numerator=lambda batch: batch.statistic_range[0],
+        over="",
+        formula="smallest x of a sequence",
+        values="k1 any, else ≥ 0",
+        advice="as `rollout_rs_<measured>_min`",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_seq_max_deviation",
+        numerator=lambda batch: max(abs(value) for value in batch.statistic_range),
+        over="",
+        formula="largest absolute x of a sequence",
+        values="≥ 0",
+        advice="the two rows above in one number",
+    ),
+    Metric(
+        name="rollout_rs_<measured>_seq_fraction_high",
+        numerator=lambda batch: batch.sequences_outside[1 if batch.is_turned else 0],
+        over="",
+        formula="share of S with x above the bound; k1: ρ below lo",
+        values="[0, 1]",
+        advice="as `rollout_rs_<measured>_fraction_high`",
+    ),
+)
+
+# Only of criteria with bounds on ρ.
+RATIO = (
+    Metric(
+        name="rollout_rs_<ratio>_seq_fraction_low",
+        numerator=lambda batch: batch.sequences_outside[0],
+        over="",
+        formula="share of S with x below the bound: ρ above hi",
+        values="[0, 1]",
+        advice="as `rollout_rs_<measured>_fraction_low`",
+    ),
+    Metric(
+        name="rollout_rs_<ratio>_rho_fraction_above",
+        numerator=lambda batch: batch.units_outside[0],
+        over="",
+        formula="share of units with ρ above hi",
+        values="[0, 1]",
+        advice=(
+            "much larger than `rollout_rs_<ratio>_rho_fraction_below`: the policies differ in one direction; "
+            "asymmetric bounds may fit"
+        ),
+    ),
+    Metric(
+        name="rollout_rs_<ratio>_rho_fraction_below",
+        numerator=lambda batch: batch.units_outside[1],
+        over="",
+        formula="share of units with ρ below lo",
+        values="[0, 1]",
+        advice="much larger than `rollout_rs_<ratio>_rho_fraction_above`: the same",
+    ),
+)
+
+# As verl named them in 2025-11, when there was one criterion: only if one measured criterion has bounds on ρ.
+ONLY_RATIO = (
+    Metric(
+        name="rollout_rs_ratio_fraction_high",
+        numerator=lambda batch: batch.units_outside[0],
+        over="",
+        formula="`rollout_rs_<ratio>_rho_fraction_above`, if one criterion has bounds on ρ",
+        values="[0, 1]",
+        advice="the name of verl in 2025-11",
+    ),
+    Metric(
+        name="rollout_rs_ratio_fraction_low",
+        numerator=lambda batch: batch.units_outside[1],
+        over="",
+        formula="`rollout_rs_<ratio>_rho_fraction_below`, likewise",
+        values="[0, 1]",
+        advice="the name of verl in 2025-11",
+    ),
+)
+
+
+def _masked_fraction(bucket: str, advice: str) -> Metric:
+    """Return the metric of the rejected tokens of a bucket."""
+    return Metric(
+        name=f"rollout_rs_masked_fraction_{bucket}",
+        numerator=lambda batch: batch.bucket[1],
+        over="T of the bucket",
+        formula="1 if the token is rejected",
+        values="[0, 1]",
+        advice=advice,
+    )
+
+
+def _token_fraction(bucket: str, advice: str) -> Metric:
+    """Return the metric of the share of a bucket's tokens; the breakdowns hold all valid tokens."""
+    return Metric(
+        name=f"{bucket}_token_fraction",
+        numerator=lambda batch: batch.bucket[0],
+        over="T",
+        formula="1 if the token is in the bucket",
+        values="[0, 1]",
+        advice=advice,
+    )
+
+
+def _bucket_kl(bucket: str, advice: str) -> Metric:
+    """Return the metric of the two policies' distance at the tokens of a bucket."""
+    return Metric(
+        name=f"{bucket}_kl",
+        numerator=lambda batch: -batch.bucket[2],
+        over="T of the bucket",
+        formula="−l",
+        values="any",
+        advice=advice,
+    )
+
+
+LENGTH = (
+    _masked_fraction(
+        "length_<from>_<to>",
+        "rising with the length: the criterion punishes long responses; use `seq_mean` in place of `seq_sum`",
+    ),
+)
+REWARD = (
+    _masked_fraction("reward_<sign>", "unequal: rejection shifts the mean advantage; compare it before and after"),
+)
+STALENESS = (
+    _masked_fraction("staleness_<steps>", "rising: old samples are useless; sample more often"),
+    _token_fraction("staleness_<steps>", "the last one large: raise `max_staleness` to see more, or sample more often"),
+    _bucket_kl("staleness_<steps>", "large at 0 already: not staleness, the engine"),
+)
+TURN = (
+    _masked_fraction(
+        "turn_<turn>",
+        "rising: the engines disagree more behind long contexts, or about observations; see the turn's `kl`",
+    ),
+    _token_fraction("turn_<turn>", "the last one large: most tokens are in late turns; see `--max-turns`"),
+    _bucket_kl(
+        "turn_<turn>",
+        "near 0 at turn 0 and large later: an observation has other tokens in the trainer than in the engine",
+    ),
+)
+
+
+def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Return every metric of one rollout batch, under verl's names if it has one; see ``docs/metrics.md``.
+
+    Returns:
+        ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens (the normalisation factor is 1).
+    """
+    batch = Numbers(header, config)
+    metrics = values_of(POLICY, batch)
+    if config.metric_prefix == _OLDEST_PREFIX:
+        metrics = {_OLDEST_NAME + name: value for name, value in metrics.items()}
+    metrics |= derive_quantiles(header, config)
+    if config.rollout_is is not None:
+        metrics |= values_of(WEIGHTS + SEQUENCE_WEIGHTS, batch)
+    metrics |= values_of(REJECTION, batch) | _criteria_metrics(batch)
+    if config.rollout_token_veto_threshold is not None:
+        metrics |= values_of(VETO, batch)
+    for rows, label, bucket in _buckets(header.breakdowns):
+        metrics |= values_of(rows, dataclasses.replace(batch, bucket=bucket), label)
+    metrics |= values_of([BAD_LOG_PROBS], batch)
+    return {config.metric_prefix + name: value for name, value in metrics.items()}
+
+
+def values_of(metrics: Sequence[Metric], numbers: Numbers, label: str = "") -> dict[str, float]:
+    """Return the value of each metric that the batch has, by its name, with ``label`` in the place of ``<…>``."""
+    return {
+        re.sub(r"<.*>", label, metric.name): metric.value(numbers)
+        for metric in metrics
+        if metric.when is None or metric.when(numbers)
+    }
+
+
+def _criteria_metrics(batch: Numbers) -> dict[str, float]:
+    """Return the metrics of each criterion."""
+    metrics: dict[str, float] = {}
+    with_bounds_on_ratio = []
+    for criterion in batch.config.criteria:
+        of_criterion = dataclasses.replace(batch, criterion=criterion)
+        metrics |= values_of(CRITERION, of_criterion, criterion.name)
+        if criterion.is_measured:
+            metrics |= values_of(MEASURED, of_criterion, criterion.name)
+            if criterion.bounds.on_ratio:
+                metrics |= values_of(RATIO, of_criterion, criterion.name)
+                with_bounds_on_ratio.append(of_criterion)
+    if len(with_bounds_on_ratio) == 1:
+        metrics |= values_of(ONLY_RATIO, with_bounds_on_ratio[0])
+    return metrics
+
+
+def _buckets(tables: Breakdowns) -> Iterator[tuple[Sequence[Metric], str, tuple[float, float, float]]]:
+    """Yield (metrics, name of the bucket, its numbers) of each bucket that holds a valid token."""
+    has_turns = any(row[0] for row in tables.by_turn[1:])
+    for metrics, table, label in (
+        (LENGTH, tables.by_length, lambda octave: f"{2**octave}_{2 ** (octave + 1) - 1}"),
+        (REWARD, tables.by_reward, lambda index: REWARD_SIGNS[index]),
+        (STALENESS, tables.by_staleness, str),
+        # Turn 0 alone would repeat the whole batch.
+        (TURN, tables.by_turn if has_turns else [], str),
+    ):
+        for index, row in enumerate(table):
+            if row[0]:
+                yield metrics, label(index), tuple(row)

@@ -1,0 +1,106 @@
+"""The KL penalty with an importance weight: each token's value and gradient, its limits, and shards."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rc import PlanInputs, PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, kl_penalty
+from megatron_rc.loss.kl import KL_ESTIMATORS, WEIGHTED_KL_ESTIMATORS
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.support import one_step
+from tests.support.enumerated import enumerated
+from tests.support.ranks import Layout
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+LENGTH = 4
+
+
+def gradient_of(penalty, log_probs):
+    (gradient,) = torch.autograd.grad(penalty.sum(), log_probs)
+    return gradient
+
+
+@pytest.mark.parametrize("estimator", WEIGHTED_KL_ESTIMATORS)
+def test_value_and_gradient_of_each_token(estimator):
+    dice = torch.Generator().manual_seed(0)
+    log_probs, ref, rollout = -5 * torch.rand(3, 200, generator=dice, dtype=torch.float64)
+    log_probs.requires_grad_()
+    found = kl_penalty(log_probs, ref, estimator, rollout_log_probs=rollout)
+    ratio = (log_probs.detach() - rollout).exp()
+    torch.testing.assert_close(found, ratio * kl_penalty(log_probs, ref, estimator), **EXACT)
+    torch.testing.assert_close(gradient_of(found, log_probs), ratio * (log_probs.detach() - ref), **EXACT)
+
+
+def test_the_gradient_of_k3_is_that_of_the_weighted_value_with_a_ratio_that_is_differentiated():
+    dice = torch.Generator().manual_seed(1)
+    log_probs, ref, rollout = -5 * torch.rand(3, 200, generator=dice, dtype=torch.float64)
+    log_probs.requires_grad_()
+    difference = log_probs - ref
+    plain = (log_probs - rollout).exp() * ((-difference).exp() - 1 + difference)
+    found = kl_penalty(log_probs, ref, rollout_log_probs=rollout)
+    torch.testing.assert_close(found, plain, **EXACT)
+    torch.testing.assert_close(gradient_of(found, log_probs), gradient_of(plain, log_probs), **EXACT)
+
+
+def test_the_ratio_is_clamped_as_every_ratio_and_pulls_towards_a_far_reference():
+    log_probs = torch.tensor([-1.0, -1.0, -60.0], dtype=torch.float64, requires_grad=True)
+    rollout = torch.tensor([-100.0, -1.0, -60.0], dtype=torch.float64)
+    ref = torch.tensor([-2.0, -2.0, -1.0], dtype=torch.float64)
+    found = kl_penalty(log_probs, ref, "k3", rollout_log_probs=rollout)
+    assert found.tolist() == pytest.approx([math.exp(20) * math.exp(-1), math.exp(-1), math.exp(20) - 21])
+    assert gradient_of(found, log_probs).tolist() == pytest.approx([math.exp(20), 1.0, -59.0])
+
+
+def test_what_cannot_be_exact_is_refused():
+    tokens = torch.zeros(1, 2)
+    for estimator in set(KL_ESTIMATORS) - set(WEIGHTED_KL_ESTIMATORS):
+        with pytest.raises(ValueError, match=f"estimator='{estimator.replace('+', '.')}' .*k1, k3"):
+            kl_penalty(tokens, tokens, estimator, rollout_log_probs=tokens)
+    with pytest.raises(ValueError, match=r"rollout_log_probs has shape \(2,\): expected \(1, 2\)"):
+        kl_penalty(tokens, tokens, rollout_log_probs=torch.zeros(2))
+
+
+def mean_gradient_of_a_rank(mode):
+    """The gradient, by the logits of the toy policy, of this rank's part of a step whose loss is the KL alone."""
+    toy = enumerated(LENGTH, distance=0.7)
+    other = enumerated(LENGTH, distance=2.0, seed=1)
+    groups = ParallelGroups.from_megatron()
+    rows = slice(group_rank(groups.dp), None, group_size(groups.dp))
+    num_rows = len(toy.tokens[rows])
+    size = group_size(groups.cp)
+    layout = SequenceLayout.padded(num_rows, LENGTH // size, cp_rank=group_rank(groups.cp), cp_size=size)
+    train, rollout, ref, mask = (
+        layout.cut(value[rows]) for value in (toy.train, toy.rollout, other.train.detach(), toy.mask)
+    )
+
+    in_bypass = mode == "bypass"
+    settings = {"bypass_mode": True, "loss_type": "reinforce"} if in_bypass else {}
+    config = RolloutCorrectionConfig(rollout_is=None, **settings)
+    loss = PolicyLossConfig(algorithm="reinforce", kl_coef=1.0, kl_importance_weight=True)
+    correction = RolloutCorrection(config, groups, loss=loss)
+    old = None if in_bypass else train.detach() - 0.3
+    advantages = torch.zeros(num_rows, dtype=torch.float64)
+    inputs = PlanInputs(old, rollout, mask, layout, advantages=advantages)
+    leaf = train.detach().clone().requires_grad_()
+    one_step.made(correction, inputs, leaf, ref_log_probs=ref)
+    # Megatron averages the gradients over dp_cp; the mean is over tokens, LENGTH of a response.
+    gradient = LENGTH * leaf.grad / group_size(groups.dp_cp)
+    return toy.gradient((train * gradient).sum())
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(cp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_on_every_layout_the_gradient_is_that_of_the_kl(ranks, layout, mode):
+    """Whatever log π_old is: the ratio is π_θ/π_rollout in every mode."""
+    toy = enumerated(LENGTH, distance=0.7)
+    ref = enumerated(LENGTH, distance=2.0, seed=1).logits.detach().log_softmax(1)
+    own = toy.logits.log_softmax(1)
+    reached = [1.0]  # the probability of each prefix under the engine
+    for prefix in range(len(toy.engine) // 3):
+        reached += [reached[prefix] * float(share) for share in toy.engine[prefix]]
+    each = (own.exp() * (own - ref)).sum(1)
+    wanted = toy.gradient((torch.tensor(reached, dtype=torch.float64) * each).sum())
+    found = sum(ranks.run(mean_gradient_of_a_rank, layout, mode))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
