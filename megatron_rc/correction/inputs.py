@@ -167,8 +167,13 @@ class Shards:
 
     @classmethod
     def joined(cls, batches: Sequence[Shards]) -> Shards:
-        """Join shards of one micro-batch each, of one rank and with the same :attr:`given`, to those of one batch."""
+        """Return the shards of one batch from those of its micro-batches.
+
+        Args:
+            batches: one micro-batch each, in order, all of one rank and with the same :attr:`given`.
+        """
         first = batches[0]
+        # The sequences of a micro-batch are numbered from the end of the one before.
         ends = list(accumulate(len(batch.sequence_ids) for batch in batches))
         parts = []
         for batch, end in zip(batches, ends, strict=True):
@@ -179,13 +184,14 @@ class Shards:
         for name in first.given:
             values[name] = torch.cat([getattr(batch, name) for batch in batches])
         if first.has_default_ids:
+            # A default id is the index of the sequence, which is another one now.
             values["sequence_ids"] = torch.arange(ends[-1], device=first.device)
         out_of_range = {name: torch.cat([batch.out_of_range[name] for batch in batches]) for name in first.out_of_range}
         return dataclasses.replace(first, parts=tuple(parts), is_list=True, out_of_range=out_of_range, **values)
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of the values with one a sequence."""
+        """The names in ``PER_SEQUENCE`` of the values that these shards have, one a sequence."""
         return tuple(name for name in PER_SEQUENCE if getattr(self, name) is not None)
 
     def is_out_of_range(self, name: str) -> Tensor:
