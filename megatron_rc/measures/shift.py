@@ -50,7 +50,8 @@ def distances(decisions: TokenDecisions, reductions: BlockReductions) -> Tensor:
     late = train[..., here] - rollout[..., following]
     early = train[..., following] - rollout[..., here]
     apart = torch.stack([decisions.log_ratio[..., here], late, early]).abs().clamp(max=_FARTHEST)
-    return reductions.totals([*torch.where(pairs, apart, decisions.zero).unbind(0), pairs])
+    # A product is cheap, and right: all distances are finite.
+    return reductions.totals([*(apart * pairs).unbind(0), pairs])
 
 
 def measure_shift(tokens: TokenMeasures[float]) -> Shift:
