@@ -154,7 +154,18 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     if config.weighs_tokens:
         weights = _token_weights(tokens, log_ratio, ratio, valid, zero, bound_scale, config)
     return TokenDecisions(
-        valid, bad, zero, train, rollout, log_ratio, ratio, bound_scale, divergences, tests, passed, weights
+        valid=valid,
+        bad=bad,
+        zero=zero,
+        train=train,
+        rollout=rollout,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        bound_scale=bound_scale,
+        divergences=divergences,
+        tests=tests,
+        passed=passed,
+        weights=weights,
     )
 
 

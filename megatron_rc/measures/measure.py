@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,67 +62,77 @@ def measure_batch(
         mask: m' of each micro-batch.
     """
     shards, config = local.shards, local.config
-    has_weights = config.rollout_is is not None
     has_tokens = sums.valid > 0
-    columns = (
-        policy_columns(sums, decisions, has_tokens) | criteria_columns(sums, decisions, config) | data_columns(sums)
-    )
+    columns = policy_columns(sums, decisions, has_tokens) | data_columns(sums)
+    columns |= criteria_columns(sums, decisions, config)
     quantities = policy_quantities(sums) | criteria_quantities(sums, config)
-    if has_weights:
-        mean_weight = mean_weights(sums, decisions)
+    if config.rollout_is is not None:
         columns |= weight_columns(sums, decisions, config)
-        quantities |= {"mean_weight": mean_weight, "mean_weight_excess": mean_weight - 1}
+        quantities |= weight_quantities(sums, decisions)
 
     # A sequence without a valid token has no mean: it counts nowhere.
     left_out = ~(shards.counts_here & has_tokens)
-    table = torch.stack([*columns.values(), *quantities.values()])
-    counted = table.masked_fill(left_out, 0)
-    totals = counted.sum(1)
-    total_of = dict(zip(columns, totals, strict=False))
-    first_quantity = len(columns)
-    sequence_moments = named_moments(
-        quantities,
-        count=total_of["sequences"],
-        totals=totals[first_quantity:],
-        squares=counted[first_quantity:].square().sum(1),
-        extremes=extremes_of([*quantities.values()], left_out),
-    )
+    totals, moments, counted = sum_sequences(columns, quantities, left_out)
     weight_bins = None
-    if has_weights:
-        # The first rows say how often each sequence counts: as a sequence, and as its tokens.
-        weight_bins = bins_of(mean_weight.log(), counted[: 1 if decisions.weights is None else 2])
-    averaged_weight = total_of.pop("averaged_weight", None)
-    averaged_count = total_of.pop("averaged_count", None)
-    bucketed = [
-        *mini_batch_columns(decisions, shards),
-        sums.valid,
-        sums.valid - decisions.accepted_tokens,
-        sums.log_ratio,
-    ]
-    by_sequence = torch.stack(bucketed, dim=1).masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
-    mini_batches = by_sequence.new_zeros(shards.counts.num_mini_batches, 6)
-    mini_batches.index_add_(0, shards.mini_batch_ids, by_sequence[:, :6])
+    if config.rollout_is is not None:
+        # How often each sequence counts: as a sequence, and, if its tokens share one weight, as its tokens.
+        names = ("sequences",) if decisions.weights is None else ("sequences", "tokens")
+        weight_bins = bins_of(quantities["mean_weight"].log(), counted[: len(names)])
+
+    # Numbers that are added up by mini-batch, and those that are added up by length, reward, staleness and turn.
+    of_mini_batches = mini_batch_columns(decisions, shards)
+    of_buckets = [sums.valid, sums.valid - decisions.accepted_tokens, sums.log_ratio]
+    table = torch.stack([*of_mini_batches, *of_buckets], dim=1).masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
+    mini_batches = table.new_zeros(shards.counts.num_mini_batches, len(of_mini_batches))
+    mini_batches.index_add_(0, shards.mini_batch_ids, table[:, : len(of_mini_batches)])
     return BatchHeader(
         denominators=Denominators(
             counts=mini_batches[:, :4],
             weights=mini_batches[:, 4],
             id_sums=mini_batches[:, 5],
-            total_weight=mini_batches[:, 4].sum() if averaged_weight is None else averaged_weight,
-            weight_count=mini_batches[:, 2].sum() if averaged_count is None else averaged_count,
+            total_weight=totals.pop("averaged_weight") if "averaged_weight" in totals else table.new_zeros(()),
+            weight_count=totals.pop("averaged_count") if "averaged_count" in totals else table.new_zeros(()),
         ),
         data=data_sums(
             shards,
             sums,
             config,
             bad_tokens=local.tokens.totals["bad"],
-            zero_log_probs=total_of.pop("zero_log_probs"),
+            zero_log_probs=totals.pop("zero_log_probs"),
         ),
-        tokens=with_shared_moments(local.tokens, sums, decisions, left_out, total_of["tokens"], config),
-        totals=total_of,
-        sequence_moments=sequence_moments,
+        tokens=with_shared_moments(local.tokens, sums, decisions, left_out, totals["tokens"], config),
+        totals=totals,
+        sequence_moments=moments,
         weight_bins=weight_bins,
-        breakdowns=breakdowns(by_sequence[:, 6:], sums, local, mask),
+        breakdowns=breakdowns(table[:, len(of_mini_batches) :], sums, local, mask),
     )
+
+
+def sum_sequences(
+    columns: Mapping[str, Tensor], quantities: Mapping[str, Tensor], left_out: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Moments[Tensor]], Tensor]:
+    """Add up numbers of sequences, as one table.
+
+    Args:
+        columns: [n] float64 or bool each, by name; ``sequences``, 1 for each that may count, is one of them.
+        quantities: [n] float64 each, by name.
+        left_out: [n] bool, the sequences that do not count here.
+
+    Returns:
+        The totals of the columns and the moments of the quantities, by name; [columns + quantities, n] float64, the
+        table with 0 for sequences that are left out.
+    """
+    counted = torch.stack([*columns.values(), *quantities.values()]).masked_fill(left_out, 0)
+    totals = counted.sum(1)
+    total_of = dict(zip([*columns, *quantities], totals, strict=True))
+    moments = named_moments(
+        quantities,
+        count=total_of["sequences"],
+        totals=totals[len(columns) :],
+        squares=counted[len(columns) :].square().sum(1),
+        extremes=extremes_of([*quantities.values()], left_out),
+    )
+    return {name: total_of[name] for name in columns}, moments, counted
 
 
 def named_moments(
@@ -199,11 +209,11 @@ def policy_quantities(sums: SequenceSums) -> dict[str, Tensor]:
     }
 
 
-def mean_weights(sums: SequenceSums, decisions: SequenceDecisions) -> Tensor:
-    """Return q, the mean bounded weight over the valid tokens of each sequence, [n]."""
-    if decisions.weights is not None:
-        return decisions.weights.bounded
-    return sums.sums["weight"] / sums.num_tokens
+def weight_quantities(sums: SequenceSums, decisions: SequenceDecisions) -> dict[str, Tensor]:
+    """Return q, the mean bounded weight over the valid tokens of each sequence, as ``mean_weight``, and q - 1."""
+    shared = decisions.weights
+    mean_weight = sums.sums["weight"] / sums.num_tokens if shared is None else shared.bounded
+    return {"mean_weight": mean_weight, "mean_weight_excess": mean_weight - 1}
 
 
 def weight_columns(
