@@ -33,8 +33,7 @@ def sample(generator: torch.Generator) -> Tensor:
 
 def verdict(train: Tensor, rollout: Tensor) -> int:
     """The lag that the shift test finds."""
-    config = RolloutCorrectionConfig(rollout_is=None)
-    result = correct_rollouts(train, rollout, torch.ones(SHAPE, dtype=torch.bool), config)
+    result = correct_rollouts(train, rollout, torch.ones(SHAPE, dtype=torch.bool), RolloutCorrectionConfig())
     return find_lag(result.on_host.tokens)
 
 

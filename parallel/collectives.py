@@ -133,7 +133,11 @@ def merged(records: Sequence[R]) -> R:
 
 
 def pack(record: object) -> Pair:
-    """Return (sums, maxima) of a record, two flat float64 tensors; smallest values stand negated behind the largest."""
+    """Return (sums, maxima) of a record: two flat float64 tensors, so that one SUM and one MAX reduce all its tensors.
+
+    ``maxima`` has the tensors that are reduced by maximum, then those that are reduced by minimum, negated: the
+    smallest x is minus the largest -x.
+    """
     leaves = flatten(record)
     sums = torch.cat([tensor.reshape(-1) for tensor in leaves.sums]).double()
     largest = [tensor.reshape(-1) for tensor in leaves.largest]
@@ -144,7 +148,12 @@ def pack(record: object) -> Pair:
 
 
 def unpack(record: R, pair: Pair) -> R:
-    """Return a record with the fields and shapes of ``record``, as views of the pair: the inverse of :func:`pack`."""
+    """Return a record with the values of a pair: the inverse of :func:`pack`.
+
+    Args:
+        record: gives the fields and shapes; its values are not read.
+        pair: what ``pack`` returned for a record of this form, reduced or not. Sums and largest values are views of it.
+    """
     sums, maxima = pair
     leaves = flatten(record)
     num_largest = sum(tensor.numel() for tensor in leaves.largest)
@@ -273,15 +282,6 @@ def broadcast_record(record: R, group: Group | None) -> R:
     sums, maxima = pack(record)
     numbers = broadcast(torch.cat([sums, maxima]), group_size(group) - 1, group)
     return unpack(record, (numbers[: len(sums)], numbers[len(sums) :]))
-
-
-def first_text(text: str | None, group: Group | None) -> str | None:
-    """Return the text of the first rank that has one, on every rank of the group.
-
-    Collectives: one gather of objects.
-    """
-    texts = [rank_text for rank_text in every_text(text, group) if rank_text is not None]
-    return texts[0] if texts else None
 
 
 def every_text(text: str | None, group: Group | None) -> list[str | None]:

@@ -165,29 +165,6 @@ class Shards:
     rewards: Tensor | None = None
     policy_versions: Tensor | None = None  # int64, one a sequence; None if they are one a token or not given
 
-    @classmethod
-    def joined(cls, batches: Sequence[Shards]) -> Shards:
-        """Join shards of one micro-batch each, of one rank and with the same :attr:`given`, to those of one batch."""
-        first = batches[0]
-        ends = list(accumulate(len(batch.sequence_ids) for batch in batches))
-        parts = []
-        for batch, end in zip(batches, ends, strict=True):
-            sequences = slice(end - len(batch.sequence_ids), end)
-            parts += [dataclasses.replace(part, sequences=sequences) for part in batch.parts]
-
-        values: dict[str, Any] = {}
-        for name in first.given:
-            values[name] = torch.cat([getattr(batch, name) for batch in batches])
-        if first.has_default_ids:
-            values["sequence_ids"] = torch.arange(ends[-1], device=first.device)
-        out_of_range = {name: torch.cat([batch.out_of_range[name] for batch in batches]) for name in first.out_of_range}
-        return dataclasses.replace(first, parts=tuple(parts), is_list=True, out_of_range=out_of_range, **values)
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The names of the values with one a sequence."""
-        return tuple(name for name in PER_SEQUENCE if getattr(self, name) is not None)
-
     def is_out_of_range(self, name: str) -> Tensor:
         """[n] bool: the value of this name was not finite, or was moved into its range; False if it was not given."""
         if name in self.out_of_range:
