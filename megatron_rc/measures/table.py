@@ -13,6 +13,7 @@ from megatron_rc.measures.header import BatchHeader, Breakdowns
 from megatron_rc.measures.histogram import derive_quantiles
 from megatron_rc.measures.measure import REWARD_SIGNS
 from megatron_rc.measures.metrics import Metric, Numbers, eff_sample_size, extreme, ratio, std, weight_std
+from megatron_rc.measures.tokens import raw_excess_name
 from megatron_rc.numerics import NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -162,11 +163,6 @@ def _sampled_weight(batch: Numbers) -> str:
     return "raw_weight" if batch.config.weighs_single_tokens else "sampled_weight"
 
 
-def _raw_excess(batch: Numbers) -> str:
-    """Return the name of the quantity w - 1 of the unbounded weights."""
-    return "ratio_excess" if batch.config.weighs_single_tokens else "raw_weight_excess"
-
-
 def _extremes_of(batch: Numbers) -> str:
     """Return the name of the quantity whose extremes are those of the bounded weights."""
     # verl's extremes of sequence weights are those before any bound.
@@ -213,7 +209,9 @@ WEIGHTS = (
     _weight_metric("", "mean", lambda batch: batch.of_tokens("weight").total),
     _weight_metric("applied_", "mean", lambda batch: batch.of_tokens("weight").total / batch.divisor),
     _weight_metric(
-        "raw_", "std", lambda batch: weight_std(batch.of_tokens("raw_weight"), batch.of_tokens(_raw_excess(batch)))
+        "raw_",
+        "std",
+        lambda batch: weight_std(batch.of_tokens("raw_weight"), batch.of_tokens(raw_excess_name(batch.config))),
     ),
     _weight_metric("", "std", lambda batch: weight_std(batch.of_tokens("weight"), batch.of_tokens("weight_excess"))),
     _weight_metric(
@@ -460,7 +458,7 @@ MEASURED = (
     ),
     Metric(
         name="rollout_rs_<measured>_fraction_high",
-        numerator=lambda batch: batch.units_outside[1 if batch.is_turned else 0],
+        numerator=lambda batch: batch.units_outside[1 if batch.is_negated else 0],
         over="",
         formula="share of units with x above its bound; k1: **ρ below lo**",
         values="[0, 1]",
@@ -468,7 +466,7 @@ MEASURED = (
     ),
     Metric(
         name="rollout_rs_<measured>_fraction_low",
-        numerator=lambda batch: batch.units_outside[0] if batch.is_turned else 0.0,
+        numerator=lambda batch: batch.units_outside[0] if batch.is_negated else 0.0,
         over="",
         formula="share of units with x below its bound; k1: **ρ above hi**; else 0",
         values="[0, 1]",
@@ -516,7 +514,7 @@ MEASURED = (
     ),
     Metric(
         name="rollout_rs_<measured>_seq_fraction_high",
-        numerator=lambda batch: batch.sequences_outside[1 if batch.is_turned else 0],
+        numerator=lambda batch: batch.sequences_outside[1 if batch.is_negated else 0],
         over="",
         formula="share of S with x above the bound; k1: ρ below lo",
         values="[0, 1]",
