@@ -14,7 +14,7 @@ from torch import Tensor
 POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
 USABLE, NUM_KINDS = 1, 5  # of :func:`log_prob_kinds`
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
-NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, id · 2³² and more, is exact in float64
+NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, 25 · 2²⁷ · id and more, is exact in float64
 EXP_LIMIT = 20.0  # a ratio of a token is exp(clamp(x, ±20)), in nats
 # A weight of several tokens is exp(clamp(x, -300, 20)). The square of the least one, 3e-261, is exact in float64.
 LOG_WEIGHT_FLOOR = -300.0

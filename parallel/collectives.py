@@ -21,8 +21,10 @@ from megatron_rc.parallel.groups import Group, group_ranks, group_size
 Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
 R = TypeVar("R")
 
-# How a field is reduced.
-_SUM, _LARGEST, _SMALLEST = "sum", "largest", "smallest"
+# Reductions of a field.
+_SUM = "sum"
+_LARGEST = "largest"
+_SMALLEST = "smallest"
 
 
 def largest() -> Any:
@@ -36,9 +38,9 @@ def smallest() -> Any:
 
 
 @functools.cache
-def _fields(kind: type) -> list[tuple[str, str]]:
+def _fields(record_type: type) -> list[tuple[str, str]]:
     """Return the name and the reduction of each field of a record."""
-    return [(field.name, field.metadata.get("reduction", _SUM)) for field in dataclasses.fields(kind)]
+    return [(field.name, field.metadata.get("reduction", _SUM)) for field in dataclasses.fields(record_type)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Leaves:
     def map(self, function: Callable[[Tensor], Any]) -> Leaves:
         """Return ``function(tensor)`` for each tensor."""
         return Leaves(
-            *([function(tensor) for tensor in tensors] for tensors in (self.sums, self.largest, self.smallest))
+            sums=[function(tensor) for tensor in self.sums],
+            largest=[function(tensor) for tensor in self.largest],
+            smallest=[function(tensor) for tensor in self.smallest],
         )
 
 
@@ -80,8 +84,8 @@ def _collect(record: Any, reduction: str, leaves: Leaves) -> None:
         for value in record:
             _collect(value, reduction, leaves)
     else:
-        for name, of_field in _fields(record.__class__):
-            _collect(getattr(record, name), of_field, leaves)
+        for name, field_reduction in _fields(record.__class__):
+            _collect(getattr(record, name), field_reduction, leaves)
 
 
 def rebuild(record: R, leaves: Leaves) -> R:
@@ -91,7 +95,7 @@ def rebuild(record: R, leaves: Leaves) -> R:
 
 
 def _filled(record: Any, reduction: str, values: Mapping[str, Iterator[Any]]) -> Any:
-    """Return a record, or a field of this reduction, with the next values in the place of its tensors."""
+    """Return a record, or a field of this reduction, with the next values instead of its tensors."""
     if record is None:
         return None
     if isinstance(record, Tensor):
@@ -100,8 +104,11 @@ def _filled(record: Any, reduction: str, values: Mapping[str, Iterator[Any]]) ->
         return {name: _filled(value, reduction, values) for name, value in record.items()}
     if isinstance(record, tuple):
         return tuple(_filled(value, reduction, values) for value in record)
-    kind = record.__class__
-    return kind(*(_filled(getattr(record, name), of_field, values) for name, of_field in _fields(kind)))
+    record_type = record.__class__
+    filled_fields = [
+        _filled(getattr(record, name), field_reduction, values) for name, field_reduction in _fields(record_type)
+    ]
+    return record_type(*filled_fields)
 
 
 def map_record(record: R, function: Callable[[Tensor], Any]) -> R:
@@ -113,11 +120,11 @@ def concatenated(records: Sequence[R]) -> R:
     """Return the records of consecutive sequences, whose tensors are [n], as one."""
     if len(records) == 1:
         return records[0]
-    every = [flatten(record) for record in records]
+    flattened = [flatten(record) for record in records]
     joined = Leaves(
-        sums=[torch.cat(tensors) for tensors in zip(*(leaves.sums for leaves in every), strict=True)],
-        largest=[torch.cat(tensors) for tensors in zip(*(leaves.largest for leaves in every), strict=True)],
-        smallest=[torch.cat(tensors) for tensors in zip(*(leaves.smallest for leaves in every), strict=True)],
+        sums=[torch.cat(tensors) for tensors in zip(*(leaves.sums for leaves in flattened), strict=True)],
+        largest=[torch.cat(tensors) for tensors in zip(*(leaves.largest for leaves in flattened), strict=True)],
+        smallest=[torch.cat(tensors) for tensors in zip(*(leaves.smallest for leaves in flattened), strict=True)],
     )
     return rebuild(records[0], joined)
 
@@ -133,30 +140,38 @@ def merged(records: Sequence[R]) -> R:
 
 
 def pack(record: object) -> Pair:
-    """Return (sums, maxima) of a record, two flat float64 tensors; smallest values stand negated behind the largest."""
+    """Return (sums, maxima) of a record: two flat float64 tensors, so that one SUM and one MAX reduce all its tensors.
+
+    ``maxima`` has the tensors that are reduced by maximum, then those that are reduced by minimum, negated: the
+    smallest x is minus the largest -x.
+    """
     leaves = flatten(record)
     sums = torch.cat([tensor.reshape(-1) for tensor in leaves.sums]).double()
-    largest = [tensor.reshape(-1) for tensor in leaves.largest]
+    maxima = [tensor.reshape(-1) for tensor in leaves.largest]
     smallest = [tensor.reshape(-1) for tensor in leaves.smallest]
     if smallest:
-        largest.append(-torch.cat(smallest))
-    return sums, torch.cat(largest).double() if largest else sums[:0]
+        maxima.append(-torch.cat(smallest))
+    return sums, torch.cat(maxima).double() if maxima else sums[:0]
 
 
 def unpack(record: R, pair: Pair) -> R:
-    """Return a record with the fields and shapes of ``record``, as views of the pair: the inverse of :func:`pack`."""
+    """Return a record with the values of a pair: the inverse of :func:`pack`.
+
+    Args:
+        record: gives the fields and shapes; its values are not read.
+        pair: the result of ``pack`` for a record of this form, reduced or not. Sums and largest values are views of it.
+    """
     sums, maxima = pair
     leaves = flatten(record)
     num_largest = sum(tensor.numel() for tensor in leaves.largest)
-    largest, negated = maxima[:num_largest], maxima[num_largest:]
-    return rebuild(
-        record,
-        Leaves(
-            sums=_split(sums, leaves.sums),
-            largest=_split(largest, leaves.largest),
-            smallest=_split(-negated, leaves.smallest) if leaves.smallest else [],
-        ),
+    largest = maxima[:num_largest]
+    negated_smallest = maxima[num_largest:]
+    values = Leaves(
+        sums=_split(sums, leaves.sums),
+        largest=_split(largest, leaves.largest),
+        smallest=_split(-negated_smallest, leaves.smallest) if leaves.smallest else [],
     )
+    return rebuild(record, values)
 
 
 def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -168,6 +183,7 @@ def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def on_host(record: object) -> Any:
     """Return the record with Python floats, or lists of them, instead of tensors. Host synchronisations: one."""
     leaves = flatten(record)
+    # In the order in which Leaves.map() visits them.
     tensors = [*leaves.sums, *leaves.largest, *leaves.smallest]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).double().cpu()
     values = iter(_split(flat, tensors))
@@ -197,18 +213,21 @@ def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | No
     if len(set(groups)) == 1:
         return reduce_pair(pair, groups[0])
     num_columns = sum(sizes)
-    pieces = []  # for the sums and for the maxima: the columns of each entry
-    for table in pair:
-        num_rows = len(table) // max(num_columns, 1)
-        pieces.append(list(table.view(num_rows, num_columns).split(list(sizes), 1)))
-    for group, places in _places_of_groups(groups):
-        tables = [torch.cat([columns[place] for place in places], 1) for columns in pieces]
-        reduced = reduce_pair((tables[0].flatten(), tables[1].flatten()), group)
-        for columns, table, values in zip(pieces, tables, reduced, strict=True):
-            of_places = values.view(table.shape).split([sizes[place] for place in places], 1)
-            for place, of_place in zip(places, of_places, strict=True):
-                columns[place] = of_place
-    return torch.cat(pieces[0], 1).flatten(), torch.cat(pieces[1], 1).flatten()
+    blocks_of_pair = []  # for the sums and for the maxima: the columns of each entry of ``groups``
+    for flat in pair:
+        num_rows = len(flat) // max(num_columns, 1)
+        blocks_of_pair.append(list(flat.view(num_rows, num_columns).split(list(sizes), dim=1)))
+
+    for group, indices in _indices_of_groups(groups):
+        tables = [torch.cat([blocks[index] for index in indices], dim=1) for blocks in blocks_of_pair]
+        reduced_pair = reduce_pair((tables[0].flatten(), tables[1].flatten()), group)
+        for blocks, table, flat in zip(blocks_of_pair, tables, reduced_pair, strict=True):
+            reduced_blocks = flat.view(table.shape).split([sizes[index] for index in indices], dim=1)
+            for index, reduced_block in zip(indices, reduced_blocks, strict=True):
+                blocks[index] = reduced_block
+
+    sums, maxima = (torch.cat(blocks, dim=1).flatten() for blocks in blocks_of_pair)
+    return sums, maxima
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
@@ -229,23 +248,26 @@ def sum_each(tensors: Sequence[Tensor], groups: Sequence[Group | None]) -> list[
     Collectives: one SUM for each distinct group.
     """
     sums = list(tensors)
-    for group, places in _places_of_groups(groups):
-        total = all_reduce_sum(torch.cat([tensors[place].flatten() for place in places]), group)
-        pieces = _split(total, [tensors[place] for place in places])
-        for place, piece in zip(places, pieces, strict=True):
-            sums[place] = piece
+    for group, indices in _indices_of_groups(groups):
+        tensors_of_group = [tensors[index] for index in indices]
+        flat_sum = all_reduce_sum(torch.cat([tensor.flatten() for tensor in tensors_of_group]), group)
+        sums_of_group = _split(flat_sum, tensors_of_group)
+        for index, sum_of_tensor in zip(indices, sums_of_group, strict=True):
+            sums[index] = sum_of_tensor
     return sums
 
 
-def _places_of_groups(groups: Sequence[Group | None]) -> list[tuple[Group, list[int]]]:
-    """Return each distinct group of several ranks, with its places in the list.
+def _indices_of_groups(groups: Sequence[Group | None]) -> list[tuple[Group, list[int]]]:
+    """Return each distinct group of several ranks, with its indices in the list.
 
     Every process takes its groups in the order of their ranks and names, so that processes in several groups cannot
     wait for each other in a circle.
     """
     distinct = [group for group in dict.fromkeys(groups) if group is not None and group_size(group) > 1]
     distinct.sort(key=lambda group: (group_ranks(group), group.group_name))
-    return [(group, [place for place, other in enumerate(groups) if other == group]) for group in distinct]
+    return [
+        (group, [index for index, group_of_entry in enumerate(groups) if group_of_entry == group]) for group in distinct
+    ]
 
 
 def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -256,7 +278,7 @@ def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.Re
 
 
 def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
-    """The tensor of the group's rank ``source``, as a new tensor on each of its ranks; no gradient.
+    """Return the tensor of the group's rank ``source``, a new tensor on each of its ranks; no gradient.
 
     The other ranks pass any tensor of the same shape and dtype. Collectives: one broadcast of the tensor's size.
     """
@@ -271,8 +293,9 @@ def broadcast_record(record: R, group: Group | None) -> R:
     if group_size(group) == 1:
         return record
     sums, maxima = pack(record)
-    numbers = broadcast(torch.cat([sums, maxima]), group_size(group) - 1, group)
-    return unpack(record, (numbers[: len(sums)], numbers[len(sums) :]))
+    last_rank = group_size(group) - 1
+    flat = broadcast(torch.cat([sums, maxima]), last_rank, group)
+    return unpack(record, (flat[: len(sums)], flat[len(sums) :]))
 
 
 def every_text(text: str | None, group: Group | None) -> list[str | None]:

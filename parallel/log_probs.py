@@ -160,16 +160,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics of rows of logits over this rank's columns, before they are merged over ranks.
+    """The softmax statistics of t positions over this rank's columns, before they are merged over ranks.
 
-    The rows of ``values`` are those of :func:`~megatron_rc.parallel.softmax.row_statistics`: over the kept tokens of a
-    position, or over the whole vocabulary if it has none. With a separate entropy they have no row for the entropy, and
-    three rows over the whole vocabulary follow: m, Σ exp(x - m) and Σ exp(x - m) (x - m).
+    ``values[:, i]`` are the statistics of position i, as
+    :func:`~megatron_rc.parallel.softmax.row_statistics` returns them: over the kept tokens of the position, or over the
+    whole vocabulary if it has no kept tokens.
+
+    With a separate entropy (see :class:`CallSpec`) a position has two such lists, one behind the other. The first is as
+    above, without the entropy's number. The second is always over the whole vocabulary, and has three numbers: m,
+    Σ exp(x - m) and the entropy's, Σ exp(x - m) (x - m).
     """
 
     values: Tensor  # [2 to 6, t]
-    scorable: Tensor  # bool [t], the label is a kept token, or there are no kept tokens
-    allowed_minus_inf: bool  # they were computed so that logits of -inf are allowed
+    scorable: Tensor  # bool [t], False where the label has no log-prob, such as one that is no kept token
+    allowed_minus_inf: bool  # over the whole vocabulary logits of -inf were allowed, which takes another pass
 
 
 def statistics_of(rows: Tensor, target: Target, support: Support | None, spec: CallSpec) -> Statistics:
@@ -324,10 +328,13 @@ class ForwardValues:
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """The factors from which the gradient at rows of logits is computed, over each of the two sets of columns."""
+    """The factors from which the gradient at rows of logits is computed.
 
-    vocabulary: RowGradients  # over all columns; rows that get nothing from there do not count in it
-    kept: RowGradients | None  # in the kept columns, of rows that have some; None without a support
+    The gradient in all columns is written first, then that in the columns of each row's kept tokens, over it.
+    """
+
+    vocabulary: RowGradients  # for all columns; a row with a gradient in its kept columns alone is not ``counted``
+    kept: RowGradients | None  # for the kept columns; used for rows with kept tokens alone; None without a support
 
     def at(self, index: slice | Tensor) -> GradientFactors:
         """The factors of some of the rows."""

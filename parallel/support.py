@@ -348,13 +348,21 @@ class KeptGradient:
 
 
 def _entry_gradient(logits: Tensor, row: Tensor, factors: RowGradients, options: SoftmaxOptions) -> Tensor:
-    """The gradient at the ``logits`` of entries, [entries]; ``row`` is the row of each entry.
+    """Return the gradient at the logit of each entry, [entries], without the label's own term.
 
-    The formula, π (constant + log_pi_factor · log π + pi_factor · π), is that of
-    :class:`~megatron_rc.parallel.softmax.RowGradients`.
+    The formula is that of :class:`~megatron_rc.parallel.softmax.RowGradients`:
+    π (constant + log_pi_factor · log π + pi_factor · π).
+
+    Args:
+        logits: [entries], the logit of each entry; not written to.
+        row: [entries], int64, the row of each entry.
+        factors: the factors of the formula, one of each for a row.
+        options: the settings for reading the logits.
     """
+    # In place, because there may be many entries: only into tensors that were made here, and each after its last use.
     log_pi = logits.sub(factors.log_normalizer.index_select(0, row)).mul_(options.inverse_temperature)
     pi = log_pi.exp()
+    # The factor in parentheses; ``pi_factor`` is part of it.
     factor_of_pi = factors.constant.index_select(0, row)
     if factors.log_pi_factor is not None:
         factor_of_pi += log_pi.clamp_(min=LOWEST_LOG_PI).mul_(factors.log_pi_factor.index_select(0, row))

@@ -187,20 +187,26 @@ class BatchSums:
 def sequence_sums(
     shards: Shards, config: RolloutCorrectionConfig, *, cp: Group | None = None, compile: bool = False
 ) -> LocalSums:
-    """Decide and measure the local tokens, block by block.
+    """Decide on each local token by itself, and sum up what whole sequences and metrics need of the tokens.
+
+    The first link of the chain. It works block by block, so that its scratch memory does not grow with their number.
 
     Args:
         shards: the local tokens.
         config: the correction.
-        cp: the group of the other slices of the sequences, which weights of prefixes and turns, and criteria on turns,
-            need alone.
+        cp: the group of ranks that hold the other slices of the sequences. Needed for weights of prefixes or turns, and
+            for criteria on turns; all else is decided without it.
         compile: run blocks of equally long sequences through ``torch.compile``.
+
+    Returns:
+        The sums over the local tokens of each sequence, whose ``pair`` is to be reduced over ``cp``; with the masks and
+        weights of the tokens, and measures of all local tokens, for the next links.
 
     Collectives: none; over ``cp`` one SUM for weights of prefixes, two for turns.
 
     Raises:
-        ValueError: the config needs advantages, prompts or versions that are not there, or other slices without
-            ``cp``, or is no config.
+        ValueError: the config is not a RolloutCorrectionConfig; it needs advantages, prompts or versions that are not
+            given; or it needs other slices, and ``cp`` is not given.
     """
     if not isinstance(config, RolloutCorrectionConfig):
         raise wrong_config(config)
@@ -208,12 +214,15 @@ def sequence_sums(
     check_needs(config, shards.counts, has_advantages=has_advantages)
 
     has_token_criteria = any(criterion.of_tokens for criterion in config.criteria)
-    valid, passed, weights = _TokenResults(shards), _TokenResults(shards), _TokenResults(shards)
+    valid = _TokenResults(shards)
+    passed = _TokenResults(shards)
+    weights = _TokenResults(shards)
     history = history_values(shards, config, cp) if config.needs_history else None
     ids = key_ids(shards)
     compiled_shape = None
     bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=shards.device)
-    results, bad_keys = [], []
+    block_numbers = []
+    bad_keys = []  # for each block the key of its first unusable token
     for index, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
             # A program is made for one shape: for all blocks of the first shape.
@@ -228,11 +237,11 @@ def sequence_sums(
             weights.put(index, block, result.weights)
         add_to_bins(bins, result.log_ratio)
         bad_keys.append(first_bad_key(tokens, result.bad, shards.parts[index], block, ids))
-        results.append(result.numbers)
+        block_numbers.append(result.numbers)
 
-    sums, totals, moments = join_blocks([numbers.sums for numbers in results], config)
-    distances_of_blocks = [numbers.distances for numbers in results]
-    one_block = len(results) == 1
+    sums, totals, moments = join_blocks([numbers.sums for numbers in block_numbers], config)
+    distances_of_blocks = [numbers.distances for numbers in block_numbers]
+    one_block = len(block_numbers) == 1
     measures = TokenMeasures(
         moments=moments,
         totals=totals,

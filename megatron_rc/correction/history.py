@@ -105,21 +105,23 @@ class Turns:
 
 
 def _turns(shards: Shards, needs: Sequence[Need], cp: Group | None) -> list[Turns]:
-    """Return the turns of each micro-batch, with x over whole turns.
+    """Return the turns of each micro-batch, with the sums and extremes in ``needs`` over each whole turn.
 
-    A turn is a run of consecutive tokens with one turn id, or without ids a run of the response mask. Each rank first
-    reduces the runs of its own chunks; a turn goes on in the next chunk if the keys on both sides are equal.
+    A turn is a run of consecutive tokens with the same key: the turn id, or without ids the response mask's value. A
+    turn may lie in several chunks of a sequence, which may lie on several CP ranks. So each rank reduces the turns in
+    each of its chunks separately. Then all ranks learn the first and the last turn of every chunk, and join the last
+    turn of a chunk with the first turn of the next one if their keys are equal.
 
     Collectives: two SUMs over each CP group, of 2 and of 2 (1 + number of needs) + 1 doubles for each chunk.
     """
-    local = [_LocalTurns(part, needs) for part in shards.parts]
-    on_several_ranks = [turns for turns in local if turns.layout.cp_size > 1]
+    micro_batches = [_LocalTurns(part, needs) for part in shards.parts]
+    on_several_ranks = [turns for turns in micro_batches if turns.layout.cp_size > 1]
     groups = [turns.layout.cp(cp) for turns in on_several_ranks]
     all_keys = sum_each([turns.edge_keys() for turns in on_several_ranks], groups)
     all_edges = sum_each([turns.edge_numbers() for turns in on_several_ranks], groups)
     for turns, keys, edges in zip(on_several_ranks, all_keys, all_edges, strict=True):
         turns.add_other_chunks(keys, edges)
-    return [turns.whole() for turns in local]
+    return [turns.whole() for turns in micro_batches]
 
 
 class _LocalTurns:
@@ -129,7 +131,8 @@ class _LocalTurns:
 
     Attributes:
         layout: which tokens these are.
-        numbers: [t, k] float64, of each turn: valid tokens, sums of x, then smallest x; a largest x is negated.
+        numbers: [t, k] float64, of each turn: the number of valid tokens, then the sums of x, then the extremes, all
+            as smallest values: for a largest x the smallest -x.
     """
 
     def __init__(self, part: Part, needs: Sequence[Need]) -> None:
@@ -153,7 +156,10 @@ class _LocalTurns:
         return Turns(of_turns, self._turn, self._valid)
 
     def edge_keys(self) -> Tensor:
-        """Return the keys of the first and of the last token of each chunk, [chunks, 2]; 0 for other ranks' chunks."""
+        """Return the keys (see :func:`_turns`) of each chunk's first and last token, [chunks, 2].
+
+        Chunks of other ranks have 0, so that a SUM over ranks has the keys of all chunks.
+        """
         chunks, firsts, lasts = self._local_chunks
         keys = self._key.double()
         edges = torch.stack([keys[firsts], keys[lasts]], dim=1)

@@ -70,7 +70,7 @@ OneMicroBatch = CorrectionInputs[Tensor, SequenceLayout]
 
 
 class PlanInputs(AnyInputs):
-    """One rank's part of a rollout batch: one tensor each, or lists with one a micro-batch."""
+    """The part of a rollout batch on one rank: one tensor for each field, or a list with one a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class AgreedCounts:
         return dataclasses.replace(self, num_mini_batches=1, num_groups=None)
 
     def staleness(self, versions: Tensor) -> Tensor:
-        """current_version - version, int64."""
+        """Return current_version - version, int64."""
         return (self.current_version or 0) - versions
 
 
@@ -118,17 +118,17 @@ def check_needs(config: RolloutCorrectionConfig, counts: AgreedCounts, *, has_ad
         if criterion.only_negative and not has_advantages:
             raise ValueError(f"rollout_rs={criterion.name} needs advantages: one a sequence or one a token")
         if criterion.unit == "prompt" and counts.num_groups is None:
-            needed = "the prompt of each sequence: pass group_ids= and num_groups="
-            raise ValueError(f"rollout_rs={criterion.name} needs {needed}")
+            missing = "the prompt of each sequence: pass group_ids= and num_groups="
+            raise ValueError(f"rollout_rs={criterion.name} needs {missing}")
     for name in ("rollout_staleness_scale", "proximal_interpolation"):
         if counts.current_version is None and getattr(config, name):
-            needed = "the versions of the weights: pass policy_versions= and current_version="
-            raise ValueError(f"{name}={getattr(config, name)!r} needs {needed}")
+            missing = "the versions of the weights: pass policy_versions= and current_version="
+            raise ValueError(f"{name}={getattr(config, name)!r} needs {missing}")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch: per-token tensors of its layout's local shape."""
+    """A checked micro-batch: per-token tensors of its layout's local shape."""
 
     train: Tensor  # log π_train, nats
     rollout: Tensor  # log π_rollout, nats
@@ -166,26 +166,26 @@ class Shards:
     policy_versions: Tensor | None = None  # int64, one a sequence; None if they are one a token or not given
 
     def is_out_of_range(self, name: str) -> Tensor:
-        """[n] bool: the value of this name was not finite, or was moved into its range; False if it was not given."""
+        """Return if the input ``name`` was not finite, or was moved into its range, [n] bool; False if not given."""
         if name in self.out_of_range:
             return self.out_of_range[name]
         return torch.zeros_like(self.sequence_ids, dtype=torch.bool)
 
     @functools.cached_property
     def counts_elsewhere(self) -> Tensor:
-        """[n] bool: the sequences that another rank counts.
+        """The sequences that another rank counts, [n] bool.
 
         All ranks of a CP group know a sequence whole. The first of them counts it.
         """
-        flags = [
-            part.mask.new_full((part.layout.num_sequences,), part.layout.cp_rank != 0, dtype=torch.bool)
-            for part in self.parts
-        ]
+        flags = []
+        for part in self.parts:
+            is_elsewhere = part.layout.cp_rank != 0
+            flags.append(part.mask.new_full((part.layout.num_sequences,), is_elsewhere, dtype=torch.bool))
         return flags[0] if len(flags) == 1 else torch.cat(flags)
 
     @functools.cached_property
     def counts_here(self) -> Tensor:
-        """[n] bool: the sequences that this rank counts."""
+        """The sequences that this rank counts, [n] bool."""
         return ~self.counts_elsewhere
 
     @functools.cached_property
@@ -223,26 +223,30 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
 
     device = micro_batches[0].response_mask.device
     ends = list(accumulate(layout.num_sequences for layout in layouts))
+
+    # The inputs with one value a sequence, over all micro-batches; first the defaults.
     indices = torch.arange(ends[-1], device=device)
-    values = {"sequence_ids": indices, "mini_batch_ids": torch.zeros_like(indices)}
+    per_sequence = {"sequence_ids": indices, "mini_batch_ids": torch.zeros_like(indices)}
     out_of_range = {}
     for name in PER_SEQUENCE:
         if getattr(inputs, name) is not None and is_one_a_sequence(name, micro_batches):
             pieces = [getattr(micro_batch, name).detach() for micro_batch in micro_batches]
-            given = on_device(torch.cat(pieces), device)
-            values[name] = _into_range(name, given, counts)
-            out_of_range[name] = values[name] != given
+            values = on_device(torch.cat(pieces), device)
+            per_sequence[name] = _into_range(name, values, counts)
+            out_of_range[name] = per_sequence[name] != values
+
+    parts = []
+    for micro_batch, layout, end in zip(micro_batches, layouts, ends, strict=True):
+        sequences = slice(end - layout.num_sequences, end)
+        parts.append(_part(micro_batch, layout, sequences, per_sequence))
     return Shards(
-        parts=tuple(
-            _part(micro_batch, layout, slice(end - layout.num_sequences, end), values)
-            for micro_batch, layout, end in zip(micro_batches, layouts, ends, strict=True)
-        ),
+        parts=tuple(parts),
         is_list=isinstance(inputs.response_mask, (list, tuple)),
         counts=counts,
         rank=rank,
         has_default_ids=inputs.sequence_ids is None,
         out_of_range=out_of_range,
-        **values,
+        **per_sequence,
     )
 
 
@@ -259,10 +263,10 @@ def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMi
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
     # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
     names = [field.name for field in reversed(dataclasses.fields(CorrectionInputs))]
-    columns = {name: _one_a_micro_batch(name, getattr(inputs, name), masks) for name in names}
+    values_by_name = {name: _one_a_micro_batch(name, getattr(inputs, name), masks) for name in names}
     micro_batches = []
-    for values in zip(*columns.values(), strict=True):
-        micro_batch = OneMicroBatch(**dict(zip(columns, values, strict=True)))
+    for values in zip(*values_by_name.values(), strict=True):
+        micro_batch = OneMicroBatch(**dict(zip(names, values, strict=True)))
         micro_batches.append(_with_layout(micro_batch, groups))
     return micro_batches
 
@@ -325,13 +329,19 @@ def _one_a_micro_batch(name: str, value: Any, masks: Any) -> list[Any]:
     values = [*value] if is_list else [value]
     if is_list and len(values) != len(masks):
         raise ValueError(f"{name} has {len(values)} entries: expected one a micro-batch, {len(masks)}")
-    kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
+
+    expected_type: type = Tensor
+    remedy = "a torch.Tensor"
+    if name == "layout":
+        expected_type = SequenceLayout
+        remedy = LAYOUT_REMEDY
     for index, entry in enumerate(values):
-        if not isinstance(entry, kind):
-            argument, verb = (f"{name}[{index}]", "pass") if is_list else (name, "expected")
-            raise ValueError(
-                f"{argument} is a {type(entry).__name__}: {verb} {remedy}, or a list with one a micro-batch"
-            )
+        if isinstance(entry, expected_type):
+            continue
+        actual = type(entry).__name__
+        if is_list:
+            raise ValueError(f"{name}[{index}] is a {actual}: pass {remedy}, or a list with one a micro-batch")
+        raise ValueError(f"{name} is a {actual}: expected {remedy}, or a list with one a micro-batch")
     return values
 
 
@@ -340,6 +350,7 @@ def _with_layout(micro_batch: OneMicroBatch, groups: ParallelGroups | None) -> O
     mask = micro_batch.response_mask
     layout = SequenceLayout.given(micro_batch.layout, "response_mask", mask, groups)
     check_mask("response_mask", mask)
+
     log_probs = {"rollout_log_probs": micro_batch.rollout_log_probs, "train_log_probs": micro_batch.train_log_probs}
     for name, value in log_probs.items():
         if value is None:
@@ -352,8 +363,9 @@ def _with_layout(micro_batch: OneMicroBatch, groups: ParallelGroups | None) -> O
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
         if torch.finfo(value.dtype).bits < 32:
             raise ValueError(f"{name} is {value.dtype}, which shifts the ratios by percents: {_WIDER[name]}")
+
     turn_ids = micro_batch.turn_ids
-    if turn_ids is not None and (_describe(turn_ids) != _describe(mask, torch.int64)):
+    if turn_ids is not None and _describe(turn_ids) != _describe(mask, torch.int64):
         raise ValueError(
             f"turn_ids are {_describe(turn_ids)}: expected torch.int64, like response_mask {_describe(mask)}, one a "
             "token"
@@ -378,11 +390,12 @@ def is_one_a_sequence(name: str, micro_batches: Sequence[OneMicroBatch]) -> bool
     values = [getattr(micro_batch, name) for micro_batch in micro_batches]
     per_sequence = all(value.shape == (layout.num_sequences,) for value, layout in zip(values, layouts, strict=True))
     for value, layout in zip(values, layouts, strict=True):
-        expected = layout.shape if may_be_per_token and not per_sequence else (layout.num_sequences,)
-        right_dtype = value.is_floating_point() if is_float else value.dtype == torch.int64
-        if value.shape != expected or not right_dtype:
-            words = f"{'float' if is_float else 'int64'}, one for each of {layout.num_sequences} sequences"
+        expected_shape = layout.shape if may_be_per_token and not per_sequence else (layout.num_sequences,)
+        has_right_dtype = value.is_floating_point() if is_float else value.dtype == torch.int64
+        if value.shape != expected_shape or not has_right_dtype:
+            dtype = "float" if is_float else "int64"
+            expected = f"{dtype}, one for each of {layout.num_sequences} sequences"
             if may_be_per_token:
-                words += f", or one a token {tuple(layout.shape)} in all micro-batches"
-            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {words}")
+                expected += f", or one a token {tuple(layout.shape)} in all micro-batches"
+            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {expected}")
     return per_sequence

@@ -90,13 +90,14 @@ class SequenceDecisions:
 def decide_sequences(
     sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
 ) -> SequenceDecisions:
-    """Return the decisions on sequences, and on prompts if their sums are given.
+    """Return the weight of each sequence, whether it is accepted, and how many of its tokens are.
 
     Args:
         sums: the sums over whole sequences.
-        shards: the side inputs: prompts, advantages.
+        shards: the prompt and the advantage of each sequence are read from it.
         config: the correction.
-        prompts: the reduced :func:`prompt_columns`; None: criteria on prompts reject nothing.
+        prompts: the sums over the responses of each prompt: :func:`prompt_columns`, reduced over ranks. None: criteria
+            on prompts are left out (there are none, or the sums that they test are yet to be computed).
     """
     bound_scale = _oldest_scale(sums, config)
     weights = None
@@ -105,8 +106,9 @@ def decide_sequences(
         raw = exp_weight(log_weight)
         weights = Weights(log=log_weight, raw=raw, bounded=bounded_weights(raw, log_weight, config, bound_scale))
 
-    verdicts = []  # of all that rejects whole sequences
-    negative_verdicts = []  # of all that rejects the tokens with A < 0 of a sequence
+    # A verdict has True for each sequence that is accepted, [n].
+    verdicts = []  # on whole sequences
+    negative_verdicts = []  # on the tokens with A < 0 of each sequence
     by_criterion = {}
     for criterion in config.criteria:
         if criterion.unit == "prompt" and prompts is not None:
@@ -118,12 +120,15 @@ def decide_sequences(
         else:
             continue
         if criterion.only_negative and shards.advantages is not None:
+            # Advantages are one a sequence: without A < 0 the sequence is accepted.
             verdict = verdict | ~(shards.advantages < 0)
         by_criterion[criterion.name] = verdict
         if criterion.only_negative and shards.advantages is None:
+            # Advantages are one a token: a sequence may have tokens of both kinds.
             negative_verdicts.append(verdict)
         else:
             verdicts.append(verdict)
+
     if config.rejecting_veto is not None:
         verdicts.append(sums.sums["vetoed"] == 0)
     if config.bad_log_probs == "reject_sequence":
@@ -131,9 +136,12 @@ def decide_sequences(
     accepted = functools.reduce(torch.logical_and, verdicts) if verdicts else None
     negative_accepted = functools.reduce(torch.logical_and, negative_verdicts) if negative_verdicts else None
 
-    accepted_tokens, accepted_weight = sums.passed, sums.passed_weight
+    # Of the tokens that pass the criteria on tokens and turns, those that the verdicts reject are taken away.
+    accepted_tokens = sums.passed
+    accepted_weight = sums.passed_weight
     if negative_accepted is not None:
-        accepted_tokens = accepted_tokens - sums.sums["negative_passed"].masked_fill(negative_accepted, 0)
+        lost_tokens = sums.sums["negative_passed"].masked_fill(negative_accepted, 0)
+        accepted_tokens = accepted_tokens - lost_tokens
         if accepted_weight is not None:
             lost_weight = sums.sums["negative_passed_weight"].masked_fill(negative_accepted, 0)
             accepted_weight = accepted_weight - lost_weight
@@ -141,6 +149,7 @@ def decide_sequences(
         rejected = ~accepted
         accepted_tokens = accepted_tokens.masked_fill(rejected, 0)
         accepted_weight = None if accepted_weight is None else accepted_weight.masked_fill(rejected, 0)
+
     return SequenceDecisions(
         bound_scale=bound_scale,
         weights=weights,

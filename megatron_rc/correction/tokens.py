@@ -20,7 +20,7 @@ from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio, exp_weight
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/44, so that the scratch stays below
+# Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/38, so that the scratch stays below
 # a tensor of the shard's size, and near MIN_BLOCK within the processor's cache. A GPU takes as many tokens at once as
 # keep it busy while the host asks for the next operation.
 WHOLE, MIN_BLOCK, GPU_BLOCK = 2**18, 2**14, 2**21
@@ -47,7 +47,7 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     largest = num_tokens
     if num_tokens > WHOLE:
         # A compiled block has less scratch, and more to do for each call.
-        largest = max(num_tokens // (16 if compile else 44), MIN_BLOCK)
+        largest = max(num_tokens // (16 if compile else 38), MIN_BLOCK)
     return part.layout.blocks(largest, part.mask.device)
 
 
@@ -154,7 +154,18 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     if config.weighs_tokens:
         weights = _token_weights(tokens, log_ratio, ratio, valid, zero, bound_scale, config)
     return TokenDecisions(
-        valid, bad, zero, train, rollout, log_ratio, ratio, bound_scale, divergences, tests, passed, weights
+        valid=valid,
+        bad=bad,
+        zero=zero,
+        train=train,
+        rollout=rollout,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        bound_scale=bound_scale,
+        divergences=divergences,
+        tests=tests,
+        passed=passed,
+        weights=weights,
     )
 
 

@@ -34,7 +34,7 @@ REWARD_SIGNS = ("negative", "zero", "positive")
 class LocalSums:
     """All that this rank knows of its own tokens."""
 
-    shards: Shards  # the input
+    shards: Shards  # the checked input
     config: RolloutCorrectionConfig
     sums: SequenceSums  # over the local tokens of each sequence
     tokens: TokenMeasures[Tensor]  # over all local tokens
@@ -51,19 +51,22 @@ class LocalSums:
 def measure_batch(
     local: LocalSums, sums: SequenceSums, decisions: SequenceDecisions, mask: Sequence[Tensor]
 ) -> BatchHeader[Tensor]:
-    """Return this rank's part of the numbers of the whole batch. Collectives: none.
+    """Return this rank's part of the batch header: reduced over ranks it is the header of the batch. Collectives: none.
 
-    Numbers of whole sequences, which all ranks of a CP group know, count on the first of them.
+    All ranks of a CP group know the sums over its whole sequences. Only the first of them adds these, so that each
+    sequence is in the header once.
 
     Args:
         local: the local tokens.
         sums: the sums over whole sequences.
-        decisions: on whole sequences.
-        mask: m' of each micro-batch.
+        decisions: the decisions on whole sequences.
+        mask: m', the accepted mask, of each micro-batch.
     """
     shards, config = local.shards, local.config
     has_weights = config.rollout_is is not None
     has_tokens = sums.valid > 0
+    # By name, one number for each sequence. The header has the sum of a column over sequences; of a quantity it has the
+    # sum of squares and the extremes, too.
     columns = (
         policy_columns(sums, decisions, has_tokens) | criteria_columns(sums, decisions, config) | data_columns(sums)
     )
@@ -78,8 +81,8 @@ def measure_batch(
     table = torch.stack([*columns.values(), *quantities.values()])
     counted = table.masked_fill(left_out, 0)
     totals = counted.sum(1)
-    total_of = dict(zip(columns, totals, strict=False))
     first_quantity = len(columns)
+    total_of = dict(zip(columns, totals[:first_quantity], strict=True))
     sequence_moments = named_moments(
         quantities,
         count=total_of["sequences"],
@@ -87,28 +90,38 @@ def measure_batch(
         squares=counted[first_quantity:].square().sum(1),
         extremes=extremes_of([*quantities.values()], left_out),
     )
+
     weight_bins = None
     if has_weights:
-        # The first rows say how often each sequence counts: as a sequence, and as its tokens.
-        weight_bins = bins_of(mean_weight.log(), counted[: 1 if decisions.weights is None else 2])
+        # How often a sequence's weight counts: row 0 of the table ("sequences") says 1, row 1 ("tokens") the number of
+        # its tokens. They have a histogram only if the tokens of a sequence share one weight.
+        num_histograms = 1 if decisions.weights is None else 2
+        weight_bins = bins_of(mean_weight.log(), counted[:num_histograms])
+
+    # What batch normalisation averages; not there without weights.
     averaged_weight = total_of.pop("averaged_weight", None)
     averaged_count = total_of.pop("averaged_count", None)
-    bucketed = [
-        *mini_batch_columns(decisions, shards),
-        sums.valid,
-        sums.valid - decisions.accepted_tokens,
-        sums.log_ratio,
-    ]
-    by_sequence = torch.stack(bucketed, dim=1).masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
-    mini_batches = by_sequence.new_zeros(shards.counts.num_mini_batches, 6)
-    mini_batches.index_add_(0, shards.mini_batch_ids, by_sequence[:, :6])
+
+    # Added up by mini-batch, and by length, reward, staleness and turn. One table, because each operation costs time.
+    for_mini_batches = mini_batch_columns(decisions, shards)
+    for_breakdowns = [sums.valid, sums.valid - decisions.accepted_tokens, sums.log_ratio]
+    by_sequence = torch.stack([*for_mini_batches, *for_breakdowns], dim=1)
+    by_sequence = by_sequence.masked_fill(shards.counts_elsewhere.unsqueeze(1), 0)
+    first_of_breakdowns = len(for_mini_batches)
+    mini_batches = by_sequence.new_zeros(shards.counts.num_mini_batches, first_of_breakdowns)
+    mini_batches.index_add_(0, shards.mini_batch_ids, by_sequence[:, :first_of_breakdowns])
+
+    # In the order of mini_batch_columns: four counts (the third: accepted tokens), Σ w, Σ (sequence id + 1).
+    counts = mini_batches[:, :4]
+    weights = mini_batches[:, 4]
+    id_sums = mini_batches[:, 5]
     return BatchHeader(
         denominators=Denominators(
-            counts=mini_batches[:, :4],
-            weights=mini_batches[:, 4],
-            id_sums=mini_batches[:, 5],
-            total_weight=mini_batches[:, 4].sum() if averaged_weight is None else averaged_weight,
-            weight_count=mini_batches[:, 2].sum() if averaged_count is None else averaged_count,
+            counts=counts,
+            weights=weights,
+            id_sums=id_sums,
+            total_weight=weights.sum() if averaged_weight is None else averaged_weight,
+            weight_count=counts[:, 2].sum() if averaged_count is None else averaged_count,
         ),
         data=data_sums(
             shards,
@@ -121,7 +134,7 @@ def measure_batch(
         totals=total_of,
         sequence_moments=sequence_moments,
         weight_bins=weight_bins,
-        breakdowns=breakdowns(by_sequence[:, 6:], sums, local, mask),
+        breakdowns=breakdowns(by_sequence[:, first_of_breakdowns:], sums, local, mask),
     )
 
 

@@ -74,14 +74,14 @@ class Numbers:
         return "" if self.criterion is None else self.criterion.name
 
     @property
-    def is_turned(self) -> bool:
-        """True if the criterion has bounds on ρ: its metrics describe -log ρ, as verl's, so that the sides turn."""
+    def is_negated(self) -> bool:
+        """True if the criterion has bounds on ρ: its metrics describe -log ρ, as verl's: high and low change places."""
         return self.criterion is not None and self.criterion.bounds.on_ratio
 
     @property
     def sign(self) -> float:
         """-1 if the criterion's metrics describe -log ρ, else 1."""
-        return -1.0 if self.is_turned else 1.0
+        return -1.0 if self.is_negated else 1.0
 
     @property
     def sequences_outside(self) -> tuple[float, float]:
@@ -100,7 +100,7 @@ class Numbers:
     def range_of(self, moments: Moments[float]) -> tuple[float, float]:
         """Return (smallest, largest) value of the criterion's statistic; of -log ρ if the metrics describe that."""
         smallest, largest = extreme(moments.smallest), extreme(moments.largest)
-        return (0.0 - largest, 0.0 - smallest) if self.is_turned else (smallest, largest)
+        return (0.0 - largest, 0.0 - smallest) if self.is_negated else (smallest, largest)
 
     @property
     def tested_range(self) -> tuple[float, float]:

@@ -13,11 +13,13 @@ from megatron_rc.measures.header import BatchHeader, Breakdowns
 from megatron_rc.measures.histogram import derive_quantiles
 from megatron_rc.measures.measure import REWARD_SIGNS
 from megatron_rc.measures.metrics import Metric, Numbers, eff_sample_size, extreme, ratio, std, weight_std
+from megatron_rc.measures.tokens import raw_excess_name
 from megatron_rc.numerics import NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# The oldest dashboards say the word twice: mismatch/mismatch_kl.
-_OLDEST_PREFIX, _OLDEST_NAME = "mismatch/", "mismatch_"
+# verl's oldest dashboards say the word twice in metrics of the policies: mismatch/mismatch_kl.
+_OLDEST_PREFIX = "mismatch/"
+_OLDEST_NAME_START = "mismatch_"
 
 POLICY = (
     Metric(
@@ -161,11 +163,6 @@ def _sampled_weight(batch: Numbers) -> str:
     return "raw_weight" if batch.config.weighs_single_tokens else "sampled_weight"
 
 
-def _raw_excess(batch: Numbers) -> str:
-    """Return the name of the quantity w - 1 of the unbounded weights."""
-    return "ratio_excess" if batch.config.weighs_single_tokens else "raw_weight_excess"
-
-
 def _extremes_of(batch: Numbers) -> str:
     """Return the name of the quantity whose extremes are those of the bounded weights."""
     # verl's extremes of sequence weights are those before any bound.
@@ -212,7 +209,9 @@ WEIGHTS = (
     _weight_metric("", "mean", lambda batch: batch.of_tokens("weight").total),
     _weight_metric("applied_", "mean", lambda batch: batch.of_tokens("weight").total / batch.divisor),
     _weight_metric(
-        "raw_", "std", lambda batch: weight_std(batch.of_tokens("raw_weight"), batch.of_tokens(_raw_excess(batch)))
+        "raw_",
+        "std",
+        lambda batch: weight_std(batch.of_tokens("raw_weight"), batch.of_tokens(raw_excess_name(batch.config))),
     ),
     _weight_metric("", "std", lambda batch: weight_std(batch.of_tokens("weight"), batch.of_tokens("weight_excess"))),
     _weight_metric(
@@ -459,7 +458,7 @@ MEASURED = (
     ),
     Metric(
         name="rollout_rs_<measured>_fraction_high",
-        numerator=lambda batch: batch.units_outside[1 if batch.is_turned else 0],
+        numerator=lambda batch: batch.units_outside[1 if batch.is_negated else 0],
         over="",
         formula="share of units with x above its bound; k1: **ρ below lo**",
         values="[0, 1]",
@@ -467,7 +466,7 @@ MEASURED = (
     ),
     Metric(
         name="rollout_rs_<measured>_fraction_low",
-        numerator=lambda batch: batch.units_outside[0] if batch.is_turned else 0.0,
+        numerator=lambda batch: batch.units_outside[0] if batch.is_negated else 0.0,
         over="",
         formula="share of units with x below its bound; k1: **ρ above hi**; else 0",
         values="[0, 1]",
@@ -515,7 +514,7 @@ MEASURED = (
     ),
     Metric(
         name="rollout_rs_<measured>_seq_fraction_high",
-        numerator=lambda batch: batch.sequences_outside[1 if batch.is_turned else 0],
+        numerator=lambda batch: batch.sequences_outside[1 if batch.is_negated else 0],
         over="",
         formula="share of S with x above the bound; k1: ρ below lo",
         values="[0, 1]",
@@ -639,29 +638,41 @@ TURN = (
 
 
 def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Return every metric of one rollout batch, under verl's names if it has one; see ``docs/metrics.md``.
+    """Return every metric of one rollout batch; ``docs/metrics.md`` describes them.
+
+    Args:
+        header: the numbers of the whole batch, reduced over all ranks and copied to the host.
+        config: the correction; it says which metrics there are.
 
     Returns:
-        ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens (the normalisation factor is 1).
+        The value of each metric by its name, which begins with ``config.metric_prefix``. Names are verl's where verl
+        has the metric. Without a valid token every value is 0, except ``rollout_is_batch_norm_factor`` and
+        ``rollout_is_batch_norm_skipped``, which are 1.
     """
     batch = Numbers(header, config)
     metrics = values_of(POLICY, batch)
     if config.metric_prefix == _OLDEST_PREFIX:
-        metrics = {_OLDEST_NAME + name: value for name, value in metrics.items()}
+        metrics = {_OLDEST_NAME_START + name: value for name, value in metrics.items()}
     metrics |= derive_quantiles(header, config)
     if config.rollout_is is not None:
         metrics |= values_of(WEIGHTS + SEQUENCE_WEIGHTS, batch)
     metrics |= values_of(REJECTION, batch) | _criteria_metrics(batch)
     if config.rollout_token_veto_threshold is not None:
         metrics |= values_of(VETO, batch)
-    for rows, label, bucket in _buckets(header.breakdowns):
-        metrics |= values_of(rows, dataclasses.replace(batch, bucket=bucket), label)
+    for bucket_metrics, label, bucket in _buckets(header.breakdowns):
+        metrics |= values_of(bucket_metrics, dataclasses.replace(batch, bucket=bucket), label)
     metrics |= values_of([BAD_LOG_PROBS], batch)
     return {config.metric_prefix + name: value for name, value in metrics.items()}
 
 
 def values_of(metrics: Sequence[Metric], numbers: Numbers, label: str = "") -> dict[str, float]:
-    """Return the value of each metric that the batch has, by its name, with ``label`` in the place of ``<…>``."""
+    """Return the value of each metric by its name, without those that do not apply to the batch (``Metric.when``).
+
+    Args:
+        metrics: rows of this module's tables.
+        numbers: the numbers of the batch, from which the values are computed.
+        label: the name of the criterion or of the bucket; replaces the placeholder ``<…>`` in the metrics' names.
+    """
     return {
         re.sub(r"<.*>", label, metric.name): metric.value(numbers)
         for metric in metrics

@@ -20,8 +20,9 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 class BlockSums:
     """The numbers of one block, as a few tensors with a number for each name: a device has little to do for each."""
 
-    names: tuple[str, ...]  # of the flags, then of the numbers; the quantities are the last of them
-    total_names: tuple[str, ...]  # of the rows that are only added up over all tokens
+    # Of the rows of ``sums``: first bools, which are counted, then numbers; the last are the quantities.
+    names: tuple[str, ...]
+    total_names: tuple[str, ...]  # those of the names whose sum is needed over all tokens only
     sums: Tensor  # [names, n] float64, over the tokens of each sequence
     squares: Tensor  # [quantities] float64, Σ x² over all tokens
     extreme_names: tuple[str, ...]
@@ -34,22 +35,41 @@ class BlockSums:
 def sum_block(
     tokens: Tokens, decisions: TokenDecisions, reductions: BlockReductions, config: RolloutCorrectionConfig
 ) -> BlockSums:
-    """Reduce one block of tokens; every addition is made in float64."""
+    """Return the numbers of one block of tokens: sums and extremes over each sequence, and over all its tokens.
+
+    Every addition is made in float64.
+
+    Args:
+        tokens: the tokens of the block.
+        decisions: the decisions on them.
+        reductions: how to reduce a block of this shape, over sequences and over all tokens.
+        config: the correction; it says which sums are needed.
+    """
+    # Each dictionary has, by name, a tensor with one value for each token.
     columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
     quantities = token_quantities(decisions, config)
-    only_totals = token_totals(decisions, config, quantities["ratio_excess"])
-    rows = columns | only_totals
-    flags = {name: row for name, row in rows.items() if row.dtype == torch.bool}
-    numbers = {name: row for name, row in rows.items() if name not in flags and name not in quantities} | quantities
-
+    totals = token_totals(decisions, config, quantities["ratio_excess"])
     extremes = token_extremes(decisions)
+
+    # Bools are counted, numbers are added up. The quantities stand last, because their squares are added up too; one
+    # that is also a column, such as "weight", is added up once.
+    flags: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
+    for name, values in (columns | totals).items():
+        if values.dtype == torch.bool:
+            flags[name] = values
+        elif name not in quantities:
+            numbers[name] = values
+    numbers |= quantities
+
     invalid = ~decisions.valid
     largest, smallest = reductions.extremes([*extremes.values()], invalid)
     sums, squares = reductions.sums([*numbers.values()], len(quantities))
+    counts = reductions.counts([*flags.values()])
     return BlockSums(
         names=(*flags, *numbers),
-        total_names=tuple(only_totals),
-        sums=torch.cat([reductions.counts([*flags.values()]), sums]),
+        total_names=tuple(totals),
+        sums=torch.cat([counts, sums]),
         squares=squares,
         extreme_names=tuple(extremes),
         largest=largest,
@@ -98,20 +118,26 @@ def raw_excess_name(config: RolloutCorrectionConfig) -> str:
 
 
 def measured_columns(decisions: TokenDecisions, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
-    """Return the numbers of each token whose sums over whole sequences are only measured, by name; 0 if invalid.
+    """Return the values of each token whose sums over whole sequences only metrics use, by name; 0 if invalid.
 
-    - ``above``, ``below``: the weight is outside of its bounds (only with token-level weights);
-    - ``accepted_<criterion>``: it accepts the token; ``turn_<criterion>``: the statistic of the token's turn.
+    (Decisions use the sums of :func:`~megatron_rc.correction.tokens.token_columns`.)
+
+    - ``above``, ``below``: True if the unbounded weight is outside of its bounds (only with token-level weights);
+    - ``accepted_<criterion>``: True if the criterion accepts the token;
+    - ``turn_<criterion>``: the criterion's statistic of the token's turn.
     """
     columns: dict[str, Tensor] = {}
     weights = decisions.weights
     if weights is not None:
         lower, upper = config.is_log_bounds
+        # A staleness scale multiplies the bounds of each token; here it divides the weight instead.
         scaled = weights.log if decisions.bound_scale is None else weights.log / decisions.bound_scale
-        above, below = scaled > upper, scaled < lower
+        above = scaled > upper
+        below = scaled < lower
         if not lower <= 0 <= upper:
-            # The log weight of an invalid token is 0.
-            above, below = decisions.valid & above, decisions.valid & below
+            # An invalid token has the log weight 0, which is outside of these bounds, but it must not be counted.
+            above = decisions.valid & above
+            below = decisions.valid & below
         columns |= {"above": above, "below": below}
     for name, test in decisions.tests.items():
         columns[f"accepted_{name}"] = test.accepted

@@ -4,10 +4,12 @@ import functools
 import itertools
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rc import (
     RolloutCorrectionConfig,
@@ -28,7 +30,8 @@ from tests.support import advantages_oracle as oracle
 from tests.support.on_rank import outcome, recorded
 from tests.support.ranks import Layout
 
-RTOL, ATOL = 1e-6, 1e-8
+RTOL = 1e-6
+ATOL = 1e-8
 GOLDEN = {case["id"]: case for case in cases("advantages")}
 # How the tokens of one data-parallel rank lie on its context-parallel ones.
 CUTS = [("padded", "zigzag"), ("padded", "contiguous"), ("packed", "zigzag"), ("packed", "contiguous")]
@@ -36,36 +39,52 @@ LAYOUTS = [Layout(cp=4), Layout(cp=2, dp=2), Layout(dp=4)]
 
 
 def arrays_of(case):
+    """Return the tensors of a golden case, with our name for the rewards."""
     arrays = {name: torch.from_numpy(array) for name, array in case["arrays"].items()}
     arrays["rewards"] = arrays.pop("token_level_rewards")
     return arrays
 
 
-def estimate(case, arrays, layout=None, groups=None, num_groups=None):
-    """(advantages, returns or None) of a golden case, or of a shard of it, like the mask."""
-    mask, rewards, where = arrays["response_mask"], arrays["rewards"], {"layout": layout, "groups": groups}
-    estimator, config = case["estimator"], case["config"]
+def estimate(case, arrays, *, layout=None, groups=None, num_groups=None):
+    """Return (advantages, returns or None) of a golden case, or of this rank's shard of it, in the mask's shape."""
+    mask = arrays["response_mask"]
+    rewards = arrays["rewards"]
+    estimator = case["estimator"]
+    config = case["config"]
+    placement = {"layout": layout, "groups": groups}
+
     if estimator == "gae":
-        found = gae(rewards, arrays["values"], mask, gamma=config["gamma"], lam=config["lam"], **where)
-        return whiten(found.advantages, mask, **where), found.returns
+        estimated = gae(rewards, arrays["values"], mask, gamma=config["gamma"], lam=config["lam"], **placement)
+        # verl's function whitens the advantages itself.
+        return whiten(estimated.advantages, mask, **placement), estimated.returns
     if estimator == "reinforce_plus_plus":
-        found = reinforce_plus_plus(rewards, mask, gamma=config["gamma"], **where)
-        return found.advantages, found.returns
+        estimated = reinforce_plus_plus(rewards, mask, gamma=config["gamma"], **placement)
+        return estimated.advantages, estimated.returns
     if estimator == "remax":
-        found = remax(rewards, arrays["reward_baselines"], mask, **where)
-        return found.advantages, found.returns
+        estimated = remax(rewards, arrays["reward_baselines"], mask, **placement)
+        return estimated.advantages, estimated.returns
+
+    # The other estimators give each whole response one advantage.
     layout = layout or SequenceLayout.padded(*mask.shape)
-    scores = all_sum(layout.sum_sequences(rewards), groups)
-    name = group_estimator(estimator, config)
+    response_rewards = all_sum(layout.sum_sequences(rewards), groups)
     lengths = all_sum(layout.sum_sequences(mask.double()), groups)
-    where_groups = {"num_groups": num_groups, "groups": groups, "f_norm": config.get("f_norm", 1.0)}
-    each = group_advantages(scores, arrays["index"], estimator=name, lengths=lengths, **where_groups)
-    per_token = torch.where(mask, layout.expand(each), 0)
-    return (whiten(per_token, mask, **where) if estimator.endswith("baseline") else per_token), None
+    per_response = group_advantages(
+        response_rewards,
+        arrays["index"],
+        estimator=group_estimator(estimator, config),
+        lengths=lengths,
+        num_groups=num_groups,
+        groups=groups,
+        f_norm=config.get("f_norm", 1.0),
+    )
+    per_token = torch.where(mask, layout.expand(per_response), 0)
+    if estimator.endswith("baseline"):
+        per_token = whiten(per_token, mask, **placement)
+    return per_token, None
 
 
 def group_estimator(estimator, config):
-    """Our name of what verl computes; an error where there is none."""
+    """Return our name of the estimator that verl computes; ValueError if there is none."""
     name = {"reinforce_plus_plus_baseline": "grpo-no-std"}.get(estimator, estimator.replace("_", "-"))
     if not config.get("norm_adv_by_std_in_grpo", True):
         name += "-no-std"
@@ -75,6 +94,7 @@ def group_estimator(estimator, config):
 
 
 def all_sum(values, groups):
+    """Return the sum of the values over the CP ranks."""
     if groups is not None and group_size(groups.cp) > 1:
         dist.all_reduce(values, group=groups.cp)
     return values
@@ -82,78 +102,111 @@ def all_sum(values, groups):
 
 def assert_golden(case, advantages, returns, mask):
     arrays = arrays_of(case)
-    for name, got in (("advantages", advantages), ("returns", returns)):
-        if got is not None and name in arrays:
-            torch.testing.assert_close(got[mask], arrays[name][mask], rtol=RTOL, atol=ATOL, msg=f"{case['id']} {name}")
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        if values is not None and name in arrays:
+            torch.testing.assert_close(
+                values[mask], arrays[name][mask], rtol=RTOL, atol=ATOL, msg=f"{case['id']} {name}"
+            )
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name):
     arrays = arrays_of(GOLDEN[name])
-    assert_golden(GOLDEN[name], *estimate(GOLDEN[name], arrays), arrays["response_mask"])
+    advantages, returns = estimate(GOLDEN[name], arrays)
+    assert_golden(GOLDEN[name], advantages, returns, arrays["response_mask"])
 
 
 def test_golden_cases_that_are_compared():
     assert Counter(case["estimator"] for case in GOLDEN.values()) == {
-        **{"gae": 5, "grpo": 5, "rloo": 3, "rloo_vectorized": 1, "opo": 3, "grpo_passk": 2, "gpg": 2, "remax": 3},
-        **{"reinforce_plus_plus": 3, "reinforce_plus_plus_baseline": 3},
+        "gae": 5,
+        "grpo": 5,
+        "rloo": 3,
+        "rloo_vectorized": 1,
+        "opo": 3,
+        "grpo_passk": 2,
+        "gpg": 2,
+        "remax": 3,
+        "reinforce_plus_plus": 3,
+        "reinforce_plus_plus_baseline": 3,
     }
 
 
+def rounded_up(length, unit):
+    """Return the smallest multiple of the unit that is at least the length."""
+    return -(-length // unit) * unit
+
+
 class Shard:
-    """This rank's part of a batch of whole rows: every dp-th row, cut over the CP ranks."""
+    """This rank's part of a batch of whole rows: every dp-th row, cut over the CP ranks.
+
+    Attributes:
+        rows: the rows of this data-parallel rank.
+        lengths: the padded length of each of them, over all CP ranks.
+        layout: how this rank's tokens lie in them.
+    """
 
     def __init__(self, arrays, form, split, groups):
         mask = arrays["response_mask"]
-        rank, size = group_rank(groups.cp), group_size(groups.cp)
+        cp_rank = group_rank(groups.cp)
+        cp_size = group_size(groups.cp)
         self.rows = torch.arange(group_rank(groups.dp), len(mask), group_size(groups.dp))
-        # Packed sequences differ in length, and so in what is cut off.
-        ends = [int(mask[row].nonzero().max()) + 1 if mask[row].any() else 0 for row in self.rows]
-        unit = 2 * size
-        lengths = [-(-end // unit) * unit for end in ends] if form == "packed" else [-(-mask.shape[1] // unit) * unit]
-        self.lengths = lengths if form == "packed" else lengths * len(self.rows)
+
+        # A zigzag gives each CP rank two chunks of a sequence.
+        unit = 2 * cp_size
         if form == "packed":
-            bounds = list(itertools.accumulate([0, *(length // size for length in self.lengths)]))
-            self.layout = SequenceLayout.packed(bounds, cp_rank=rank, cp_size=size, split=split)
+            # Packed sequences differ in length, and so in the padding that is cut off.
+            ends = [int(mask[row].nonzero().max()) + 1 if mask[row].any() else 0 for row in self.rows]
+            self.lengths = [rounded_up(end, unit) for end in ends]
+            bounds = list(itertools.accumulate([0, *(length // cp_size for length in self.lengths)]))
+            self.layout = SequenceLayout.packed(bounds, cp_rank=cp_rank, cp_size=cp_size, split=split)
         else:
+            padded_length = rounded_up(mask.shape[1], unit)
+            self.lengths = [padded_length] * len(self.rows)
             self.layout = SequenceLayout.padded(
-                len(self.rows), lengths[0] // size, cp_rank=rank, cp_size=size, split=split
+                len(self.rows), padded_length // cp_size, cp_rank=cp_rank, cp_size=cp_size, split=split
             )
 
     def cut(self, full, filler=0):
-        """[b, s] to this shard; what is padded gets the filler."""
+        """Cut this rank's tokens out of a tensor of the whole batch, [b, s]; padding gets the filler."""
         width = max([full.shape[1], *self.lengths])
-        wide = full.new_full((len(full), width), filler)
-        wide[:, : full.shape[1]] = full
-        rows = [wide[row, :length] for row, length in zip(self.rows, self.lengths, strict=True)]
-        whole = torch.cat([*rows, full.new_empty(0)])
-        return self.layout.cut(whole.view(len(rows), -1) if len(self.layout.shape) == 2 else whole)
+        padded = full.new_full((len(full), width), filler)
+        padded[:, : full.shape[1]] = full
+        rows = [padded[row, :length] for row, length in zip(self.rows, self.lengths, strict=True)]
+        # The empty tensor is for a rank without rows.
+        tokens = torch.cat([*rows, full.new_empty(0)])
+        if len(self.layout.shape) == 2:
+            tokens = tokens.view(len(rows), -1)
+        return self.layout.cut(tokens)
 
     def take(self, arrays):
-        return {
-            name: self.cut(value, 0 if value.dtype == torch.bool else float("nan"))
-            if value.dim() == 2
-            else value[self.rows]
-            for name, value in arrays.items()
-        }
+        """Return this rank's part of each tensor; padding is False in a mask, NaN in other tensors of tokens."""
+        local = {}
+        for name, value in arrays.items():
+            if value.dim() == 2:
+                local[name] = self.cut(value, filler=0 if value.dtype == torch.bool else float("nan"))
+            else:
+                local[name] = value[self.rows]
+        return local
 
 
 def golden_on_ranks():
-    """The golden cases on the shards of this rank; everything that is not counted is NaN."""
+    """Compare the golden cases on the shards of this rank; padding is NaN, except in the rewards."""
     groups = ParallelGroups.from_megatron()
-    # The reference is compared on all cuts.
+    # Two of the cuts: reference_on_ranks() takes all four.
     for case, (form, split) in itertools.product(GOLDEN.values(), CUTS[1:3]):
         arrays = arrays_of(case)
-        mask, number = arrays["response_mask"], int(arrays["index"].max()) + 1 if "index" in arrays else None
-        arrays["rewards"] = torch.where(mask, arrays["rewards"], 0)
+        num_groups = int(arrays["index"].max()) + 1 if "index" in arrays else None
+        arrays["rewards"] = torch.where(arrays["response_mask"], arrays["rewards"], 0)
         shard = Shard(arrays, form, split, groups)
+
         local = shard.take(arrays)
-        local["rewards"] = torch.where(local["response_mask"], local["rewards"], 0)
-        advantages, returns = estimate(case, local, shard.layout, groups, number)
-        here = local["response_mask"]
-        for name, got in (("advantages", advantages), ("returns", returns)):
-            if got is not None and name in local:
-                torch.testing.assert_close(got[here], local[name][here], rtol=RTOL, atol=ATOL)
+        mask = local["response_mask"]
+        # estimate() adds up the rewards of whole rows, without the mask.
+        local["rewards"] = torch.where(mask, local["rewards"], 0)
+        advantages, returns = estimate(case, local, layout=shard.layout, groups=groups, num_groups=num_groups)
+        for name, values in (("advantages", advantages), ("returns", returns)):
+            if values is not None and name in local:
+                torch.testing.assert_close(values[mask], local[name][mask], rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -163,40 +216,48 @@ def test_golden_on_shards(ranks, layout):
 
 @functools.cache
 def batch(seed=0, rows=12, length=29):
-    """Random rows with holes, one empty and one full; what does not count is NaN."""
+    """Random rows with holes, one empty and one full; values at tokens that do not count are NaN."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length, (rows, 1), generator=generator)
     mask = (torch.rand(rows, length, generator=generator) < 0.8) & (torch.arange(length) < lengths)
-    mask[3], mask[5] = False, True
-    random = functools.partial(torch.randn, rows, length, generator=generator, dtype=torch.float64)
-    arrays = {"rewards": random(), "values": 3 * random()}
-    arrays = {name: torch.where(mask, value, torch.nan) for name, value in arrays.items()}
-    outcome = torch.randn(rows, generator=generator, dtype=torch.float64)
-    return arrays | {"response_mask": mask, "outcome": outcome, "index": torch.arange(rows) // 3}
+    mask[3] = False
+    mask[5] = True
 
-
-def lists(*tensors):
-    return [tensor.nan_to_num().tolist() for tensor in tensors]
+    random_tokens = functools.partial(torch.randn, rows, length, generator=generator, dtype=torch.float64)
+    tokens = {"rewards": random_tokens(), "values": 3 * random_tokens()}
+    arrays = {name: torch.where(mask, value, torch.nan) for name, value in tokens.items()}
+    arrays["response_mask"] = mask
+    arrays["outcome"] = torch.randn(rows, generator=generator, dtype=torch.float64)
+    arrays["index"] = torch.arange(rows) // 3
+    return arrays
 
 
 @functools.cache
-def expected(gamma, lam):
+def oracle_results(gamma, lam):
+    """Return the oracle's results for batch(), by the names of library_results()."""
     arrays = batch()
     mask = arrays["response_mask"].tolist()
-    advantages, returns = oracle.gae(*lists(arrays["rewards"], arrays["values"]), mask, gamma, lam)
-    found = {"advantages": advantages, "returns": returns, "white": oracle.whiten(advantages, mask)}
-    found["outcome"] = oracle.at_the_end(arrays["outcome"].tolist(), mask)
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+    rewards = arrays["rewards"].nan_to_num().tolist()
+    values = arrays["values"].nan_to_num().tolist()
+    advantages, returns = oracle.gae(rewards, values, mask, gamma, lam)
+    results = {
+        "advantages": advantages,
+        "returns": returns,
+        "white": oracle.whiten(advantages, mask),
+        "outcome": oracle.at_the_end(arrays["outcome"].tolist(), mask),
+    }
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in results.items()}
 
 
-def estimated(local, gamma, lam, **where):
+def library_results(local, gamma, lam, **placement):
+    """Return the library's results for batch(), or for this rank's shard of it."""
     mask = local["response_mask"]
-    found = gae(local["rewards"], local["values"], mask, gamma=gamma, lam=lam, **where)
+    estimated = gae(local["rewards"], local["values"], mask, gamma=gamma, lam=lam, **placement)
     return {
-        "advantages": found.advantages,
-        "returns": found.returns,
-        "white": whiten(found.advantages, mask, **where),
-        "outcome": outcome_rewards(local["outcome"], mask, **where),
+        "advantages": estimated.advantages,
+        "returns": estimated.returns,
+        "white": whiten(estimated.advantages, mask, **placement),
+        "outcome": outcome_rewards(local["outcome"], mask, **placement),
     }
 
 
@@ -205,20 +266,22 @@ FACTORS = [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5), (1.0, 0.95)]
 
 @pytest.mark.parametrize(("gamma", "lam"), FACTORS)
 def test_reference(gamma, lam):
-    for name, got in estimated(batch(), gamma, lam).items():
-        torch.testing.assert_close(got, expected(gamma, lam)[name], rtol=1e-12, atol=1e-12, msg=name)
+    for name, values in library_results(batch(), gamma, lam).items():
+        torch.testing.assert_close(values, oracle_results(gamma, lam)[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 def reference_on_ranks():
-    """The largest difference on this rank."""
-    groups, worst = ParallelGroups.from_megatron(), 0.0
-    for (form, split), factors in itertools.product(CUTS, FACTORS[1:3]):
+    """Return the largest difference from the oracle on this rank."""
+    groups = ParallelGroups.from_megatron()
+    largest_difference = 0.0
+    for (form, split), (gamma, lam) in itertools.product(CUTS, FACTORS[1:3]):
         shard = Shard(batch(), form, split, groups)
-        found = estimated(shard.take(batch()), *factors, layout=shard.layout, groups=groups)
-        for name, value in expected(*factors).items():
-            difference = (found[name] - shard.cut(value)).abs()
-            worst = max(worst, float(difference.amax()) if difference.numel() else 0.0)
-    return worst
+        results = library_results(shard.take(batch()), gamma, lam, layout=shard.layout, groups=groups)
+        for name, expected in oracle_results(gamma, lam).items():
+            differences = (results[name] - shard.cut(expected)).abs()
+            if differences.numel():
+                largest_difference = max(largest_difference, float(differences.amax()))
+    return largest_difference
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -227,57 +290,78 @@ def test_reference_on_shards(ranks, layout):
 
 
 def collectives_on_ranks(length):
-    """(kind, group's size, elements) of every collective of each function."""
+    """Return the collectives of each function on this rank, as (kind, number of ranks, number of elements)."""
     groups = ParallelGroups.from_megatron()
     shard = Shard(batch(length=length), "padded", "zigzag", groups)
-    local, where = shard.take(batch(length=length)), {"layout": shard.layout, "groups": groups}
-    mask, found = local["response_mask"], {}
-    of_group = functools.partial(group_advantages, local["outcome"], local["index"])
-    for name, run in {
-        "gae": lambda: gae(local["rewards"], local["values"], mask, **where),
-        "whiten": lambda: whiten(local["rewards"], mask, **where),
-        "outcome": lambda: outcome_rewards(local["outcome"], mask, **where),
-        "group": lambda: of_group(num_groups=4, groups=groups),
-        "local group": of_group,
-        "passk": lambda: of_group(estimator="grpo-passk", num_groups=4, groups=groups),
-        "gpg": lambda: of_group(estimator="gpg", groups=groups),
-    }.items():
-        with recorded() as found[name]:
-            run()
-    return found
+    local = shard.take(batch(length=length))
+    mask = local["response_mask"]
+    placement = {"layout": shard.layout, "groups": groups}
+    group_call = functools.partial(group_advantages, local["outcome"], local["index"])
+    calls = {
+        "gae": lambda: gae(local["rewards"], local["values"], mask, **placement),
+        "whiten": lambda: whiten(local["rewards"], mask, **placement),
+        "outcome": lambda: outcome_rewards(local["outcome"], mask, **placement),
+        "group": lambda: group_call(num_groups=4, groups=groups),
+        "local group": group_call,
+        "passk": lambda: group_call(estimator="grpo-passk", num_groups=4, groups=groups),
+        "gpg": lambda: group_call(estimator="gpg", groups=groups),
+    }
+
+    collectives = {}
+    for name, call in calls.items():
+        with recorded() as collectives[name]:
+            call()
+    return collectives
 
 
 def test_collectives_do_not_grow_with_the_tokens(ranks):
-    short, long = ([ranks.run(collectives_on_ranks, Layout(cp=2, dp=2), length)] for length in (29, 300))
-    assert short == long
-    sequences, chunks = 6, 4
-    for found in short[0]:
-        assert found["gae"] == [("SUM", 2, sequences * chunks * 2)]
-        assert found["whiten"] == [("SUM", 4, 2), ("SUM", 4, 1)]
-        assert found["outcome"] == [("MAX", 2, sequences)]
-        assert found["group"] == [("SUM", 4, 5 * 5), ("SUM", 4, 5)]
-        assert found["local group"] == []
-        assert found["passk"] == [*found["group"], ("MAX", 4, 5), ("SUM", 4, 5), ("MAX", 4, 5)]
-        assert found["gpg"] == [("SUM", 4, 2)]
+    layout = Layout(cp=2, dp=2)
+    of_short_rows = ranks.run(collectives_on_ranks, layout, 29)
+    of_long_rows = ranks.run(collectives_on_ranks, layout, 300)
+    assert of_short_rows == of_long_rows
+
+    sequences = 6  # 12 rows on two data-parallel ranks
+    chunks = 4  # two for each CP rank
+    for collectives in of_short_rows:
+        assert collectives["gae"] == [("SUM", 2, sequences * chunks * 2)]
+        assert collectives["whiten"] == [("SUM", 4, 2), ("SUM", 4, 1)]
+        assert collectives["outcome"] == [("MAX", 2, sequences)]
+        # 4 prompts, and a place for ids that are out of range.
+        assert collectives["group"] == [("SUM", 4, 5 * 5), ("SUM", 4, 5)]
+        assert collectives["local group"] == []
+        assert collectives["passk"] == [*collectives["group"], ("MAX", 4, 5), ("SUM", 4, 5), ("MAX", 4, 5)]
+        assert collectives["gpg"] == [("SUM", 4, 2)]
 
 
 @functools.cache
 def responses(seed):
-    """20 responses to 8 prompts, with importance weights of e⁻⁶ to e⁶."""
+    """20 responses to 8 prompts, with importance weights of e⁻⁶ to e⁶: arguments of group_advantages()."""
     generator = torch.Generator().manual_seed(seed)
-    rewards, ids = torch.randn(20, generator=generator), torch.randint(0, 8, (20,), generator=generator)
+    rewards = torch.randn(20, generator=generator)
+    group_ids = torch.randint(0, 8, (20,), generator=generator)
     rewards[::4] = torch.round(rewards[::4])  # some are 0, and some alike
-    kept = torch.rand(20, generator=generator) < 0.6
-    lengths = torch.randint(0, 9, (20,), generator=generator)
-    weights = (3 * torch.randn(20, generator=generator)).clamp(-6, 6).exp()
-    return {"rewards": rewards, "group_ids": ids, "kept": kept, "lengths": lengths, "weights": weights}
+    return {
+        "rewards": rewards,
+        "group_ids": group_ids,
+        "kept": torch.rand(20, generator=generator) < 0.6,
+        "lengths": torch.randint(0, 9, (20,), generator=generator),
+        "weights": (3 * torch.randn(20, generator=generator)).clamp(-6, 6).exp(),
+    }
 
 
-def wanted_of(estimator, fields):
+def oracle_group(estimator, fields):
+    """Return the oracle's advantages for the arguments of group_advantages()."""
     values = {name: value.tolist() for name, value in fields.items()}
-    order = ("rewards", "group_ids", "kept", "lengths")
-    found = oracle.group(estimator, *(values[name] for name in order), 3.0, values.get("weights"))
-    return torch.tensor(found, dtype=torch.float64)
+    advantages = oracle.group(
+        estimator,
+        rewards=values["rewards"],
+        ids=values["group_ids"],
+        kept=values["kept"],
+        lengths=values["lengths"],
+        f_norm=3.0,
+        weights=values.get("weights"),
+    )
+    return torch.tensor(advantages, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("without", [(), ("weights",), ("kept", "weights")], ids=str)
@@ -285,76 +369,94 @@ def wanted_of(estimator, fields):
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_of_kept_responses(estimator, seed, without):
     fields = {name: value for name, value in responses(seed).items() if name not in without}
-    want = wanted_of(estimator, {"kept": torch.ones(20, dtype=torch.bool), **fields})
-    for number in (None, 9):
-        got = group_advantages(**fields, estimator=estimator, f_norm=3.0, num_groups=number)
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    all_kept = torch.ones(20, dtype=torch.bool)
+    expected = oracle_group(estimator, {"kept": all_kept, **fields})
+    for num_groups in (None, 9):
+        advantages = group_advantages(**fields, estimator=estimator, f_norm=3.0, num_groups=num_groups)
+        torch.testing.assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
 
 
 def weighted_on_ranks(estimator):
-    """The advantages of every data-parallel rank's own responses, with all prompts on all ranks."""
+    """Return (rank, advantages) of this data-parallel rank's responses; each prompt has responses on all ranks."""
     groups = ParallelGroups.from_megatron()
-    rank, size = group_rank(groups.dp), group_size(groups.dp)
-    fields = {name: value[rank::size] for name, value in responses(1).items()}
-    return rank, group_advantages(**fields, estimator=estimator, f_norm=3.0, num_groups=8, groups=groups)
+    dp_rank = group_rank(groups.dp)
+    fields = {name: value[dp_rank :: group_size(groups.dp)] for name, value in responses(1).items()}
+    return dp_rank, group_advantages(**fields, estimator=estimator, f_norm=3.0, num_groups=8, groups=groups)
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_weights_of_responses_on_several_ranks(ranks, estimator):
-    want = wanted_of(estimator, responses(1))
-    for rank, got in ranks.run(weighted_on_ranks, Layout(cp=2, dp=2), estimator):
-        torch.testing.assert_close(got, want[rank::2], rtol=1e-9, atol=1e-9)
+    expected = oracle_group(estimator, responses(1))
+    for dp_rank, advantages in ranks.run(weighted_on_ranks, Layout(cp=2, dp=2), estimator):
+        torch.testing.assert_close(advantages, expected[dp_rank::2], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1.0, -7.7, 1e9])
 def test_equal_rewards_give_exactly_no_advantage_however_they_count(reward):
-    rewards, prompts = torch.full((800,), reward, dtype=torch.float64), torch.arange(100).repeat_interleave(8)
+    rewards = torch.full((800,), reward, dtype=torch.float64)
+    group_ids = torch.arange(100).repeat_interleave(8)
     weights = torch.rand(800, generator=torch.Generator().manual_seed(0)) + 0.01
     for estimator in set(GROUP_ESTIMATORS):
-        found = group_advantages(rewards, prompts, estimator=estimator, lengths=100 * weights, weights=weights)
-        assert not found.any(), estimator
+        advantages = group_advantages(rewards, group_ids, estimator=estimator, lengths=100 * weights, weights=weights)
+        assert not advantages.any(), estimator
+
+    # Responses of five or six tokens. The sixth may be the only one of its prompt, whose baseline is 0.
     mask = torch.arange(6) < torch.randint(5, 7, (800, 1), generator=torch.Generator().manual_seed(1))
-    tokens, shares = outcome_rewards(rewards, mask), weights.unsqueeze(1).expand(mask.shape).double()
-    found = optimal_token_baseline(tokens, (shares / 2).log(), shares, mask, prompts).advantages
-    assert not found[:, :5].any()
+    sum_pi_squared = weights.unsqueeze(1).expand(mask.shape).double()
+    advantages = optimal_token_baseline(
+        rewards=outcome_rewards(rewards, mask),
+        log_probs=(sum_pi_squared / 2).log(),
+        sum_pi_squared=sum_pi_squared,
+        response_mask=mask,
+        group_ids=group_ids,
+    ).advantages
+    assert not advantages[:, :5].any()
 
 
 @pytest.mark.parametrize("wrong", [-1.0, torch.nan])
 def test_a_wrong_weight_is_seen(wrong):
-    """Of the first prompt alone; a response that is not kept needs none."""
-    rewards, ids = torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1, 1])
-    weights, kept = torch.tensor([wrong, 1.0, 1.0, 1.0, wrong]), torch.tensor([True, True, True, True, False])
+    """A wrong weight makes advantages of its own prompt NaN; that of a response that is not kept does nothing."""
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0])
+    group_ids = torch.tensor([0, 0, 1, 1, 1])
+    weights = torch.tensor([wrong, 1.0, 1.0, 1.0, wrong])
+    kept = torch.tensor([True, True, True, True, False])
     for estimator in GROUP_ESTIMATORS:
-        lengths = torch.ones(5)
-        got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, weights=weights, kept=kept)
-        assert got[0].isnan()
-        assert got[2:].isfinite().all()
+        advantages = group_advantages(
+            rewards, group_ids, estimator=estimator, lengths=torch.ones(5), weights=weights, kept=kept
+        )
+        assert advantages[0].isnan()
+        assert advantages[2:].isfinite().all()
 
 
 def test_long_sequences_lose_no_digits():
-    """32k tokens: the maps of a chunk are joined in 15 rounds."""
-    rewards, mask = torch.zeros(1, 2**15), torch.ones(1, 2**15, dtype=torch.bool)
+    """A sequence of 32k tokens: the maps of a chunk are joined in 15 rounds."""
+    length = 2**15
+    rewards = torch.zeros(1, length, dtype=torch.float64)
     rewards[0, -1] = 1.0
-    found = gae(rewards.double(), torch.zeros(1, 2**15, dtype=torch.float64), mask, gamma=0.9999, lam=1.0)
-    want = 0.9999 ** torch.arange(2**15 - 1, -1, -1, dtype=torch.float64)
-    torch.testing.assert_close(found.returns[0], want, rtol=1e-11, atol=0)
+    values = torch.zeros(1, length, dtype=torch.float64)
+    mask = torch.ones(1, length, dtype=torch.bool)
+    returns = gae(rewards, values, mask, gamma=0.9999, lam=1.0).returns
+    expected = 0.9999 ** torch.arange(length - 1, -1, -1, dtype=torch.float64)
+    torch.testing.assert_close(returns[0], expected, rtol=1e-11, atol=0)
 
 
 def test_a_batch_without_tokens_is_zero():
-    mask, tokens = torch.zeros(2, 4, dtype=torch.bool), torch.full((2, 4), torch.nan)
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    tokens = torch.full((2, 4), torch.nan)
     assert not gae(tokens, tokens, mask).advantages.any()
     assert not whiten(tokens, mask).any()
     assert not outcome_rewards(torch.ones(2), mask).any()
-    empty = SequenceLayout.packed([0])
-    none = torch.zeros(0)
-    assert gae(none, none, none.bool(), layout=empty).returns.shape == (0,)
+
+    no_sequences = SequenceLayout.packed([0])
+    no_tokens = torch.zeros(0)
+    assert gae(no_tokens, no_tokens, no_tokens.bool(), layout=no_sequences).returns.shape == (0,)
 
 
-def refusal_on_ranks(wrong):
-    """What is raised where the first data-parallel rank has these ids and the other has those of two prompts."""
+def refusal_on_ranks(first_rank_ids):
+    """Return the error, or the advantages, if the first data-parallel rank has these ids and the other valid ones."""
     groups = ParallelGroups.from_megatron()
-    ids = torch.tensor([0, 1, 1] if group_rank(groups.dp) else wrong)
-    return outcome(lambda: group_advantages(torch.ones(3), ids, num_groups=2, groups=groups).tolist())
+    group_ids = torch.tensor([0, 1, 1] if group_rank(groups.dp) else first_rank_ids)
+    return outcome(lambda: group_advantages(torch.ones(3), group_ids, num_groups=2, groups=groups).tolist())
 
 
 def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
@@ -366,11 +468,17 @@ def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
 
 
 def half_named_on_ranks():
-    """What is raised where a prompt's responses lie on both ranks and the call says half of it."""
+    """Return the errors of a call with groups alone and of one with num_groups alone.
+
+    The prompt has responses on both ranks, so that each call lacks something.
+    """
     groups = ParallelGroups.from_megatron()
     rewards = torch.tensor([float(group_rank(groups.dp)), 1.0])
-    wheres = ({"groups": groups}, {"num_groups": 1})
-    return [outcome(group_advantages, rewards, torch.zeros(2).long(), **where) for where in wheres]
+    group_ids = torch.zeros(2).long()
+    return [
+        outcome(group_advantages, rewards, group_ids, groups=groups),
+        outcome(group_advantages, rewards, group_ids, num_groups=1),
+    ]
 
 
 def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
@@ -382,135 +490,213 @@ def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 
-def responses_in_rows(seed=0, prompts=6, per_prompt=5):
-    """Responses of one to four rows each, in any order: (oracle's arguments, which response each row is of, kept rows).
+@dataclass(frozen=True)
+class SplitResponses:
+    """Responses of one to four rows each, whose rows come in any order.
 
-    One prompt has a single response; some rows, and some whole responses, are not kept.
+    Attributes:
+        rewards: [n], of each response.
+        group_ids: [n], its prompt.
+        weights: [n], its importance weight.
+        kept: [n] bool, whether it has a kept row.
+        lengths: [n], tokens of its kept rows.
+        response: [rows] int64, the response that each row belongs to.
+        kept_rows: [rows] bool, whether each row is kept.
+        row_lengths: [rows], tokens of each row.
     """
+
+    rewards: Tensor
+    group_ids: Tensor
+    weights: Tensor
+    kept: Tensor
+    lengths: Tensor
+    response: Tensor
+    kept_rows: Tensor
+    row_lengths: Tensor
+
+
+def split_responses(seed=0, prompts=6, per_prompt=5):
+    """Random responses of several rows. The last prompt has a single response; some whole responses are not kept."""
     generator = torch.Generator().manual_seed(seed)
-    responses = prompts * per_prompt - (per_prompt - 1)
-    ids = (torch.arange(responses) // per_prompt).tolist()
-    rewards = torch.randint(0, 4, (responses,), generator=generator).double() / 2 - 0.5
-    weights = torch.rand(responses, generator=generator, dtype=torch.float64) + 0.1
-    rows_each = torch.randint(1, 5, (responses,), generator=generator)
-    response = torch.arange(responses).repeat_interleave(rows_each)
+    num_responses = prompts * per_prompt - (per_prompt - 1)
+    rewards = torch.randint(0, 4, (num_responses,), generator=generator).double() / 2 - 0.5
+    weights = torch.rand(num_responses, generator=generator, dtype=torch.float64) + 0.1
+
+    rows_per_response = torch.randint(1, 5, (num_responses,), generator=generator)
+    response = torch.arange(num_responses).repeat_interleave(rows_per_response)
     response = response[torch.randperm(len(response), generator=generator)]
     kept_rows = torch.rand(len(response), generator=generator) > 0.25
-    kept = [bool(kept_rows[response == index].any()) for index in range(responses)]
     row_lengths = torch.randint(1, 30, (len(response),), generator=generator)
-    lengths = [int(row_lengths[(response == index) & kept_rows].sum()) for index in range(responses)]
-    return (rewards, ids, kept, lengths, weights), response, kept_rows, row_lengths
+
+    kept = []
+    lengths = []
+    for index in range(num_responses):
+        kept_rows_of_response = (response == index) & kept_rows
+        kept.append(bool(kept_rows_of_response.any()))
+        lengths.append(int(row_lengths[kept_rows_of_response].sum()))
+    return SplitResponses(
+        rewards=rewards,
+        group_ids=torch.arange(num_responses) // per_prompt,
+        weights=weights,
+        kept=torch.tensor(kept),
+        lengths=torch.tensor(lengths),
+        response=response,
+        kept_rows=kept_rows,
+        row_lengths=row_lengths,
+    )
 
 
 def rollout_advantages(estimator, is_weighted, num_groups=None, groups=None):
-    """(advantages of this rank's rows, the oracle's): each response lies whole on one data-parallel rank."""
-    (rewards, ids, kept, lengths, weights), response, kept_rows, row_lengths = responses_in_rows()
-    given = (rewards.tolist(), ids, kept, lengths, 2.0, weights.tolist() if is_weighted else None)
-    want = torch.tensor(oracle.group(estimator, *given), dtype=torch.float64)[response]
-    here = response % group_size(groups.dp) == group_rank(groups.dp) if groups else response >= 0
-    found = group_advantages(
-        rewards[response][here],
-        torch.tensor(ids)[response][here],
+    """Return (advantages of this rank's rows, the oracle's); all rows of a response are on one data-parallel rank."""
+    split = split_responses()
+    of_responses = oracle.group(
+        estimator,
+        rewards=split.rewards.tolist(),
+        ids=split.group_ids.tolist(),
+        kept=split.kept.tolist(),
+        lengths=split.lengths.tolist(),
+        f_norm=2.0,
+        weights=split.weights.tolist() if is_weighted else None,
+    )
+    of_rows = torch.tensor(of_responses, dtype=torch.float64)[split.response]
+    expected = torch.where(split.kept_rows, of_rows, 0)
+
+    if groups:
+        on_this_rank = split.response % group_size(groups.dp) == group_rank(groups.dp)
+    else:
+        on_this_rank = torch.ones_like(split.kept_rows)
+    local_response = split.response[on_this_rank]
+    advantages = group_advantages(
+        split.rewards[local_response],
+        split.group_ids[local_response],
         estimator=estimator,
-        lengths=row_lengths[here],
-        weights=weights[response][here] if is_weighted else None,
-        kept=kept_rows[here],
-        # Numbers that come again for other prompts.
-        rollout_ids=(response % 7)[here],
+        lengths=split.row_lengths[on_this_rank],
+        weights=split.weights[local_response] if is_weighted else None,
+        kept=split.kept_rows[on_this_rank],
+        # Responses to different prompts may have the same number.
+        rollout_ids=local_response % 7,
         f_norm=2.0,
         num_groups=num_groups,
         groups=groups,
     )
-    return found, torch.where(kept_rows, want, 0)[here]
+    return advantages, expected[on_this_rank]
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_rollout_of_several_rows_counts_once(estimator, is_weighted):
-    found, want = rollout_advantages(estimator, is_weighted)
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    advantages, expected = rollout_advantages(estimator, is_weighted)
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
 
 
 def rollouts_on_ranks():
+    """Return (advantages of this rank's rows, the oracle's) for each estimator."""
     groups = ParallelGroups.from_megatron()
-    return [rollout_advantages(estimator, True, num_groups=6, groups=groups) for estimator in GROUP_ESTIMATORS]
+    return [
+        rollout_advantages(estimator, is_weighted=True, num_groups=6, groups=groups) for estimator in GROUP_ESTIMATORS
+    ]
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2, dp=2)], ids=str)
 def test_rollouts_of_several_rows_on_ranks(ranks, layout):
     for of_rank in ranks.run(rollouts_on_ranks, layout):
-        for found, want in of_rank:
-            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+        for advantages, expected in of_rank:
+            torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("what", ["reward", "weight"])
-def test_rows_of_a_rollout_have_one_reward_and_one_weight(what):
-    rewards, weights, ids = torch.zeros(4), torch.ones(4), torch.zeros(4, dtype=torch.int64)
-    (rewards if what == "reward" else weights)[2] = 0.5
+@pytest.mark.parametrize("differing", ["reward", "weight"])
+def test_rows_of_a_rollout_have_one_reward_and_one_weight(differing):
+    rewards = torch.zeros(4)
+    weights = torch.ones(4)
+    group_ids = torch.zeros(4, dtype=torch.int64)
     rollout_ids = torch.tensor([1, 2, 2, 2])
+    if differing == "reward":
+        rewards[2] = 0.5
+    else:
+        weights[2] = 0.5
     with pytest.raises(ValueError, match="rollout_ids: 1 rows have another reward or weight"):
-        group_advantages(rewards, ids, weights=weights, rollout_ids=rollout_ids)
+        group_advantages(rewards, group_ids, weights=weights, rollout_ids=rollout_ids)
+
+    # A row that is not kept may differ.
     kept = torch.tensor([True, True, False, True])
-    group_advantages(rewards, ids, weights=weights, rollout_ids=rollout_ids, kept=kept)
+    group_advantages(rewards, group_ids, weights=weights, rollout_ids=rollout_ids, kept=kept)
+
     with pytest.raises(ValueError, match=r"rollout_ids is torch.int64 \(3,\): expected torch.int64 \(4,\)"):
-        group_advantages(rewards, ids, rollout_ids=rollout_ids[:3])
+        group_advantages(rewards, group_ids, rollout_ids=rollout_ids[:3])
 
 
 @pytest.mark.parametrize("bad", NOT_FINITE)
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_reward_that_is_not_finite_shows_in_its_prompt_alone(estimator, bad):
-    rewards, ids = torch.tensor([1.0, bad, 4.0, 0.0, 3.0, bad]), torch.tensor([0, 0, 0, 1, 1, 2])
-    found = group_advantages(rewards, ids, estimator=estimator, lengths=torch.arange(1, 7))
-    alone_is_0 = estimator in ("rloo-vectorized", "grpo-passk", "grpo-passk-no-std")
-    assert (~found.isfinite()).tolist() == [True, True, True, False, False, not alone_is_0]
-    dropped = group_advantages(rewards, ids, estimator=estimator, lengths=ids, kept=rewards.isfinite())
-    assert dropped.isfinite().all()
+    rewards = torch.tensor([1.0, bad, 4.0, 0.0, 3.0, bad])
+    group_ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    advantages = group_advantages(rewards, group_ids, estimator=estimator, lengths=torch.arange(1, 7))
+    # These give the only response to a prompt the advantage 0, whatever its reward.
+    only_response_gets_0 = estimator in ("rloo-vectorized", "grpo-passk", "grpo-passk-no-std")
+    assert (~advantages.isfinite()).tolist() == [True, True, True, False, False, not only_response_gets_0]
+
+    without_bad_rewards = group_advantages(
+        rewards, group_ids, estimator=estimator, lengths=group_ids, kept=rewards.isfinite()
+    )
+    assert without_bad_rewards.isfinite().all()
 
 
 @pytest.mark.parametrize("bad", NOT_FINITE)
 @pytest.mark.parametrize(("gamma", "lam"), FACTORS)
 def test_a_token_that_is_not_finite_shows_up_to_it(gamma, lam, bad):
-    """And in the correction's check. The second sequence has none."""
-    mask, zeros = torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5)
+    """A bad reward or value spoils its sequence up to its token, and the correction's check() reports it."""
+    mask = torch.ones(2, 5, dtype=torch.bool)
     mask[0, 1] = False
+    zeros = torch.zeros(2, 5)
     spoilt = zeros.clone()
     spoilt[0, 2] = bad
-    until = [[True, False, True, False, False], [False] * 5]
-    for arguments in ((spoilt, zeros), (zeros, spoilt)):
-        found = gae(*arguments, mask, gamma=gamma, lam=lam)
-        for values in (found.advantages, found.returns):
-            assert (~values.isfinite()).tolist() == until
-        assert whiten(found.advantages, mask).isnan().all()
-        log_probs = torch.full((2, 5), -1.0)
-        for advantages in (found.advantages, whiten(found.advantages, mask)):
-            result = correct_rollouts(log_probs, log_probs, mask, RolloutCorrectionConfig(), advantages=advantages)
+    # The second sequence has no bad token.
+    expected_not_finite = [[True, False, True, False, False], [False] * 5]
+    log_probs = torch.full((2, 5), -1.0)
+    config = RolloutCorrectionConfig()
+
+    for rewards, values in ((spoilt, zeros), (zeros, spoilt)):
+        estimated = gae(rewards, values, mask, gamma=gamma, lam=lam)
+        assert (~estimated.advantages.isfinite()).tolist() == expected_not_finite
+        assert (~estimated.returns.isfinite()).tolist() == expected_not_finite
+        whitened = whiten(estimated.advantages, mask)
+        assert whitened.isnan().all()
+        for advantages in (estimated.advantages, whitened):
+            result = correct_rollouts(log_probs, log_probs, mask, config, advantages=advantages)
             with pytest.raises(ValueError, match=r"^advantages: \d values of the batch .* must be finite"):
                 result.check()
+
     assert reinforce_plus_plus(spoilt, mask, gamma=gamma).advantages.isnan().all()
-    baselined = remax(zeros, torch.tensor([bad, 1.0]), mask).advantages
-    assert torch.equal(~baselined.isfinite(), mask & torch.tensor([[True], [False]]))
-    ends = outcome_rewards(torch.tensor([bad, 1.0]), mask)
-    assert (~ends.isfinite()).nonzero().tolist() == [[0, 4]]
+
+    # A bad reward of the whole first sequence.
+    sequence_rewards = torch.tensor([bad, 1.0])
+    in_first_sequence = torch.tensor([[True], [False]])
+    with_baseline = remax(zeros, sequence_rewards, mask).advantages
+    assert torch.equal(~with_baseline.isfinite(), mask & in_first_sequence)
+    token_rewards = outcome_rewards(sequence_rewards, mask)
+    assert (~token_rewards.isfinite()).nonzero().tolist() == [[0, 4]]
 
 
 @pytest.mark.parametrize("bad", NOT_FINITE)
 def test_a_return_that_is_not_finite_shows_in_the_optimal_token_baseline(bad):
-    """Also where no other response has a token, so that the baseline is 0. Other prompts are left alone."""
-    mask = torch.tensor([[True, True], [True, False], [True, True]])
-    rewards = torch.tensor([[0.0, bad], [1.0, 0.0], [0.0, 2.0]])
-    log_probs, squares = torch.full((3, 2), -1.0), torch.full((3, 2), 0.5)
-    found = optimal_token_baseline(rewards, log_probs, squares, mask, torch.tensor([0, 0, 1])).advantages
-    assert (~found.isfinite()).tolist() == [[True, True], [True, False], [False, False]]
-    assert found[2].tolist() == [2.0, 2.0]
+    """A bad return shows, also if no other response has its token and the baseline is 0; it spoils its prompt alone."""
+    advantages = optimal_token_baseline(
+        rewards=torch.tensor([[0.0, bad], [1.0, 0.0], [0.0, 2.0]]),
+        log_probs=torch.full((3, 2), -1.0),
+        sum_pi_squared=torch.full((3, 2), 0.5),
+        response_mask=torch.tensor([[True, True], [True, False], [True, True]]),
+        group_ids=torch.tensor([0, 0, 1]),
+    ).advantages
+    assert (~advantages.isfinite()).tolist() == [[True, True], [True, False], [False, False]]
+    assert advantages[2].tolist() == [2.0, 2.0]
 
 
-TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
-HALF = SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
-IDS, ONES = torch.zeros(2, dtype=torch.int64), torch.ones(2)
-
-
-def group(rewards=ONES, ids=IDS, **more):
-    return group_advantages(rewards, ids, **more)
+# Arguments for two sequences of four tokens.
+TOKENS = torch.zeros(2, 4)
+MASK = torch.ones(2, 4, dtype=torch.bool)
+SECOND_OF_TWO_RANKS = SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
+GROUP_IDS = torch.zeros(2, dtype=torch.int64)
+ONES = torch.ones(2)
 
 
 @pytest.mark.parametrize(
@@ -519,14 +705,14 @@ def group(rewards=ONES, ids=IDS, **more):
         (lambda: gae(TOKENS, TOKENS[:1], MASK), r"values .*\(1, 4\)"),
         (lambda: gae(TOKENS, TOKENS, TOKENS), r"response_mask .*float32"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma=1.5), r"gamma=1\.5"),
-        (lambda: group(ids=torch.zeros(3).long()), r"group_ids .*\(3,\)"),
-        (lambda: group(kept=ONES), r"kept .*float32"),
-        (lambda: group(estimator="opo"), r"estimator='opo' .*lengths"),
-        (lambda: group(estimator="opo", lengths=torch.ones(3)), r"lengths .*\(3,\)"),
-        (lambda: group(estimator="best"), r"estimator='best' .*grpo"),
-        (lambda: group(f_norm=0.0), r"f_norm=0\.0"),
-        (lambda: group(groups=ParallelGroups()), "groups .*num_groups"),
-        (lambda: whiten(TOKENS, MASK, layout=HALF), r"groups\.cp"),
+        (lambda: group_advantages(ONES, torch.zeros(3).long()), r"group_ids .*\(3,\)"),
+        (lambda: group_advantages(ONES, GROUP_IDS, kept=ONES), r"kept .*float32"),
+        (lambda: group_advantages(ONES, GROUP_IDS, estimator="opo"), r"estimator='opo' .*lengths"),
+        (lambda: group_advantages(ONES, GROUP_IDS, estimator="opo", lengths=torch.ones(3)), r"lengths .*\(3,\)"),
+        (lambda: group_advantages(ONES, GROUP_IDS, estimator="best"), r"estimator='best' .*grpo"),
+        (lambda: group_advantages(ONES, GROUP_IDS, f_norm=0.0), r"f_norm=0\.0"),
+        (lambda: group_advantages(ONES, GROUP_IDS, groups=ParallelGroups()), "groups .*num_groups"),
+        (lambda: whiten(TOKENS, MASK, layout=SECOND_OF_TWO_RANKS), r"groups\.cp"),
         (lambda: remax(TOKENS, torch.zeros(3), MASK), "baselines"),
         (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards"),
     ],
@@ -538,43 +724,66 @@ def test_wrong_calls(call, message):
 
 @functools.cache
 def scored(seed=0):
-    """Random rows with log-probs, Σπ² and weights of their tokens; the prompts of rows 0, 4, 8 and so on are one."""
-    arrays = {name: batch(seed)[name] for name in ("rewards", "response_mask")}
-    mask, generator = arrays["response_mask"], torch.Generator().manual_seed(seed)
-    random = functools.partial(torch.rand, mask.shape, generator=generator, dtype=torch.float64)
-    probability = random()
-    fields = {"log_probs": probability.log(), "weights": 2 * random()}
+    """Random arguments of optimal_token_baseline(): 12 rows of 4 prompts, of which row 4 is not kept."""
+    rewards = batch(seed)["rewards"]
+    mask = batch(seed)["response_mask"]
+    generator = torch.Generator().manual_seed(seed)
+    random_tokens = functools.partial(torch.rand, mask.shape, generator=generator, dtype=torch.float64)
+
+    probability = random_tokens()
+    weights = 2 * random_tokens()
     # Between the least possible value, with one other token, and the largest.
-    fields["sum_pi_squared"] = probability.square() + (1 - probability).square() * random()
-    arrays |= {name: torch.where(mask, value, torch.nan) for name, value in fields.items()}
-    return arrays | {"group_ids": torch.arange(len(mask)) % 4, "kept": torch.arange(len(mask)) != 4}
+    sum_pi_squared = probability.square() + (1 - probability).square() * random_tokens()
+    rows = torch.arange(len(mask))
+    return {
+        "rewards": rewards,
+        "response_mask": mask,
+        "log_probs": torch.where(mask, probability.log(), torch.nan),
+        "weights": torch.where(mask, weights, torch.nan),
+        "sum_pi_squared": torch.where(mask, sum_pi_squared, torch.nan),
+        "group_ids": rows % 4,
+        "kept": rows != 4,
+    }
 
 
-def wanted_tokens(fields):
-    order = ("rewards", "log_probs", "sum_pi_squared", "response_mask", "group_ids", "weights", "kept")
-    values = [fields[name].nan_to_num().tolist() if name in fields else None for name in order]
-    return torch.tensor(oracle.token_baseline(*values), dtype=torch.float64)
+def oracle_token_baseline(fields):
+    """Return the oracle's advantages for the arguments of optimal_token_baseline()."""
+    values = {name: value.nan_to_num().tolist() for name, value in fields.items()}
+    advantages = oracle.token_baseline(
+        rewards=values["rewards"],
+        log_probs=values["log_probs"],
+        squares=values["sum_pi_squared"],
+        mask=values["response_mask"],
+        ids=values["group_ids"],
+        weights=values.get("weights"),
+        kept=values.get("kept"),
+    )
+    return torch.tensor(advantages, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("without", [(), ("weights",), ("weights", "kept")], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_optimal_token_baseline(seed, without):
     fields = {name: value for name, value in scored(seed).items() if name not in without}
-    found = optimal_token_baseline(**fields)
-    torch.testing.assert_close(found.advantages, wanted_tokens(fields), rtol=1e-12, atol=1e-12)
-    mask = fields["response_mask"]
-    assert torch.equal(found.returns, gae(fields["rewards"], torch.zeros_like(fields["rewards"]), mask).returns)
+    estimated = optimal_token_baseline(**fields)
+    torch.testing.assert_close(estimated.advantages, oracle_token_baseline(fields), rtol=1e-12, atol=1e-12)
+
+    rewards = fields["rewards"]
+    rewards_to_come = gae(rewards, torch.zeros_like(rewards), fields["response_mask"]).returns
+    assert torch.equal(estimated.returns, rewards_to_come)
 
 
 def token_baselines_on_ranks():
-    """The largest difference on this rank."""
-    groups, worst = ParallelGroups.from_megatron(), 0.0
+    """Return the largest difference from the oracle on this rank."""
+    groups = ParallelGroups.from_megatron()
+    largest_difference = 0.0
     for form, split in CUTS:
         shard = Shard(scored(), form, split, groups)
         local = shard.take(scored())
-        found = optimal_token_baseline(**local, layout=shard.layout, groups=groups).advantages
-        worst = max(worst, float((found - shard.cut(wanted_tokens(scored()))).abs().max()))
-    return worst
+        advantages = optimal_token_baseline(**local, layout=shard.layout, groups=groups).advantages
+        differences = (advantages - shard.cut(oracle_token_baseline(scored()))).abs()
+        largest_difference = max(largest_difference, float(differences.max()))
+    return largest_difference
 
 
 @pytest.mark.parametrize("layout", [Layout(cp=4), Layout(cp=2, dp=2)], ids=str)

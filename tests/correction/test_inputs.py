@@ -1,4 +1,4 @@
-"""What the correction is given: what is refused at once, what is reported by check(), and what it asks of the host."""
+"""Inputs of the correction: errors that are raised at once, and errors that check() reports."""
 
 import contextlib
 import dataclasses
@@ -19,12 +19,14 @@ from tests.support.correction_cases import CASES, make_batch
 from tests.support.correction_comparison import config_of, numbers
 
 INTS = torch.zeros(12, dtype=torch.int64)
-OF_TOKENS = (torch.arange(12 * 16) == 3 * 16).view(12, 16).long()
+# A version for each token: 1 at the only trained token of row 3, 0 elsewhere.
+TOKEN_VERSIONS = (torch.arange(12 * 16) == 3 * 16).view(12, 16).long()
 NAMES = ("train_log_probs", "rollout_log_probs", "response_mask")
-KINDS = dict(zip(NAMES, (torch.float32, torch.float32, torch.bool), strict=True))
+DTYPES = dict(zip(NAMES, (torch.float32, torch.float32, torch.bool), strict=True))
 
 
 def arguments(name="token"):
+    """Log-probs and mask of a case's batch, by the names of the arguments."""
     batch = make_batch(CASES[name], 0, filler=0.0)
     return dict(zip(NAMES, (batch.train, batch.rollout, batch.mask), strict=True))
 
@@ -49,7 +51,7 @@ def arguments(name="token"):
         ({"max_staleness": 2}, "max_staleness=2"),
         ({"layout": SequenceLayout.padded(12, 8)}, r"\(12, 16\).*layout.*\(12, 8\)"),
         ({"layout": SequenceLayout.padded(12, 16, cp_size=2)}, r"groups\.cp"),
-        ({name: torch.zeros(5, dtype=kind) for name, kind in KINDS.items()}, r"\(5,\)"),
+        ({name: torch.zeros(5, dtype=dtype) for name, dtype in DTYPES.items()}, r"\(5,\)"),
         ({name: [] for name in NAMES}, "response_mask"),
     ],
 )
@@ -89,7 +91,7 @@ def test_criteria_name_the_input_that_they_lack(name, message):
         ({"group_ids": torch.arange(12), "num_groups": 11}, r"group_ids: 1 values .* lie in \[0, num_groups"),
         ({"sequence_ids": torch.arange(12) + 2**21 - 11}, "sequence_ids: 1 values"),
         ({"policy_versions": torch.arange(12), "current_version": 9}, "policy_versions: 2 values .* at most"),
-        ({"policy_versions": OF_TOKENS, "current_version": 0}, "policy_versions: 1 values"),
+        ({"policy_versions": TOKEN_VERSIONS, "current_version": 0}, "policy_versions: 1 values"),
         ({"rewards": torch.full((12,), math.nan)}, "rewards: 11 values .* finite"),
         ({"advantages": torch.full((12, 16), math.nan)}, "advantages: [0-9]+ values .* finite"),
     ],
@@ -102,20 +104,23 @@ def test_values_out_of_range_are_reported_by_check(change, message):
         result.check()
 
 
-_KINDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "positive"}
+# The word of the message for a bad log-prob.
+BAD_WORDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "positive"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e-4])
 @pytest.mark.parametrize("policy", ["train_log_probs", "rollout_log_probs"])
 def test_the_lowest_bad_token_is_named(policy, value):
-    given = arguments()
+    tensors = arguments()
     for row, column in ((1, 5), (1, 9), (9, 0)):
-        given["response_mask"][row, column] = True
-        given[policy][row, column] = value
-    ids = torch.arange(12).flip(0)
-    result = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
-    name = "training" if policy[0] == "t" else "rollout"
-    message = rf"{name} log-prob of sample 2, position 0 is {_KINDS[str(value)]} .*3.*bad_log_probs=reject_token"
+        tensors["response_mask"][row, column] = True
+        tensors[policy][row, column] = value
+    # Row 9 has the lowest id of the rows with bad tokens, 2.
+    sequence_ids = torch.arange(12).flip(0)
+    result = correct_rollouts(**tensors, config=config_of("token"), sequence_ids=sequence_ids)
+
+    name = "training" if policy == "train_log_probs" else "rollout"
+    message = rf"{name} log-prob of sample 2, position 0 is {BAD_WORDS[str(value)]} .*3.*bad_log_probs=reject_token"
     with pytest.raises(ValueError, match=message):
         result.check()
 
@@ -124,9 +129,10 @@ def test_the_lowest_bad_token_is_named(policy, value):
 def test_narrow_log_probs_in_the_loss_are_compared_in_float32(dtype):
     """A model's log π_θ may be narrow; the result is the one of the same numbers in float32."""
     config = RolloutCorrectionConfig(rollout_is="sequence", bypass_mode=True, loss_type="reinforce")
-    given = arguments()
-    theta = given["train_log_probs"].nan_to_num(0.0).to(dtype)
-    rollout, mask = given["rollout_log_probs"].float(), given["response_mask"]
+    tensors = arguments()
+    theta = tensors["train_log_probs"].nan_to_num(0.0).to(dtype)
+    rollout = tensors["rollout_log_probs"].float()
+    mask = tensors["response_mask"]
     weights = []
     for log_probs in (theta, theta.float()):
         correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
@@ -137,60 +143,82 @@ def test_narrow_log_probs_in_the_loss_are_compared_in_float32(dtype):
 
 
 def test_what_a_masked_sequence_says_is_no_error():
-    """Dummies that fill a batch carry anything."""
-    given = arguments()
-    given["response_mask"][4] = False
-    sides = {"rewards": torch.zeros(12), "policy_versions": INTS.clone(), "sequence_ids": torch.arange(12)}
-    sides["rewards"][4], sides["policy_versions"][4], sides["sequence_ids"][4] = math.nan, 99, -7
-    correct_rollouts(**given, config=config_of("token"), **sides, current_version=1).check()
+    """Dummy sequences that fill a batch may have any rewards, versions and ids."""
+    tensors = arguments()
+    tensors["response_mask"][4] = False
+    rewards = torch.zeros(12)
+    rewards[4] = math.nan
+    policy_versions = INTS.clone()
+    policy_versions[4] = 99
+    sequence_ids = torch.arange(12)
+    sequence_ids[4] = -7
+    result = correct_rollouts(
+        **tensors,
+        config=config_of("token"),
+        rewards=rewards,
+        policy_versions=policy_versions,
+        sequence_ids=sequence_ids,
+        current_version=1,
+    )
+    result.check()
 
 
-def zeros(lengths, count):
-    """Arguments with ``count`` sequences of these trained tokens each, whose rollout log-probs are all 0."""
-    given = arguments()
-    for row in range(count):
-        given["response_mask"][row], given["rollout_log_probs"][row] = False, 0.0
-        given["response_mask"][row, :lengths], given["rollout_log_probs"][row, lengths:] = True, -1.0
-        given["train_log_probs"][row] = -0.5
-    return given
+def with_zeros(length, num_sequences):
+    """Arguments whose first sequences have ``length`` trained tokens each, all with a rollout log-prob of 0."""
+    tensors = arguments()
+    for row in range(num_sequences):
+        tensors["response_mask"][row] = False
+        tensors["response_mask"][row, :length] = True
+        tensors["rollout_log_probs"][row] = 0.0
+        tensors["rollout_log_probs"][row, length:] = -1.0
+        tensors["train_log_probs"][row] = -0.5
+    return tensors
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0])
 def test_rollout_log_probs_that_are_all_zero_are_refused(value):
-    """An engine that returned none, or a field that was never filled; decided for each sequence."""
-    given = zeros(9, 2)
-    given["rollout_log_probs"][0, :9] = value
-    result = correct_rollouts(**given, config=config_of("token"))
+    """An engine returned none, or the field was never filled. Each sequence is judged by itself."""
+    tensors = with_zeros(length=9, num_sequences=2)
+    tensors["rollout_log_probs"][0, :9] = value
+    result = correct_rollouts(**tensors, config=config_of("token"))
     result.metrics()
     with pytest.raises(ValueError, match=r"rollout_log_probs.* 2 .*allow_zero_log_probs=True"):
         result.check()
-    correct_rollouts(**given, config=config_of("token"), allow_zero_log_probs=True).check()
+    correct_rollouts(**tensors, config=config_of("token"), allow_zero_log_probs=True).check()
 
 
 @pytest.mark.parametrize(("place", "value"), [((0, 8), -1e-30), ((0, 0), 1e-9)])
 def test_eight_zeros_and_zeros_among_others_are_honest(place, value):
-    correct_rollouts(**zeros(8, 5), config=config_of("token")).check()
-    rounded = torch.full((12, 16), 9e-5)  # nor is a rounding above 0 an error
-    correct_rollouts(**arguments() | {"train_log_probs": rounded}, config=config_of("token")).check()
-    given = zeros(9, 1)
-    given["rollout_log_probs"][place] = value
-    correct_rollouts(**given, config=config_of("token")).check()
+    config = config_of("token")
+    eight_zeros = with_zeros(length=8, num_sequences=5)
+    correct_rollouts(**eight_zeros, config=config).check()
+
+    # A log-prob that rounding has moved above 0 is no error either.
+    rounded = torch.full((12, 16), 9e-5)
+    correct_rollouts(**arguments() | {"train_log_probs": rounded}, config=config).check()
+
+    nine_tokens = with_zeros(length=9, num_sequences=1)
+    nine_tokens["rollout_log_probs"][place] = value
+    correct_rollouts(**nine_tokens, config=config).check()
 
 
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_trainer_refuses_zero_log_probs_too(bypass):
-    given = zeros(9, 3)
+    tensors = with_zeros(length=9, num_sequences=3)
     mode = {"bypass_mode": True, "loss_type": "reinforce"} if bypass else {}
     config = RolloutCorrectionConfig(rollout_is="token", **mode)
     for allowed in (False, True):
         correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(), allow_zero_log_probs=allowed)
-        inputs = PlanInputs(**given)
-        result = correction.plan(dataclasses.replace(inputs, train_log_probs=None) if bypass else inputs)
+        inputs = PlanInputs(**tensors)
         if bypass:
-            correction.in_loss(*given.values())
+            correction.plan(dataclasses.replace(inputs, train_log_probs=None))
+            correction.in_loss(tensors["train_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"])
             correction.finish_step()
             result = correction.step
-        with contextlib.nullcontext() if allowed else pytest.raises(ValueError, match="allow_zero_log_probs=True"):
+        else:
+            result = correction.plan(inputs)
+        outcome = contextlib.nullcontext() if allowed else pytest.raises(ValueError, match="allow_zero_log_probs=True")
+        with outcome:
             result.check()
 
 
@@ -204,21 +232,23 @@ def test_a_trainer_refuses_zero_log_probs_too(bypass):
     ],
 )
 def test_bypass_refuses_rollout_log_probs_in_the_plan(rollout, message, listed):
-    """In the schedule, where other pipeline stages would wait, it is too late."""
+    """The schedule would be too late for the error: other pipeline stages would wait."""
     config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce")
     correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
     mask = arguments()["response_mask"]
     if listed:
-        rollout, mask = None if rollout is None else [rollout], [mask]
+        mask = [mask]
+        rollout = None if rollout is None else [rollout]
     with pytest.raises(ValueError, match=message):
         correction.plan(PlanInputs(None, rollout, mask))
 
 
 @pytest.mark.parametrize("policy", ["reject_token", "reject_sequence"])
 def test_bad_tokens_are_counted_where_they_are_rejected(policy):
-    given = arguments()
-    given["rollout_log_probs"][1, :2], given["response_mask"][1, :2] = math.nan, True
-    result = correct_rollouts(**given, config=RolloutCorrectionConfig(rollout_is="token", bad_log_probs=policy))
+    tensors = arguments()
+    tensors["rollout_log_probs"][1, :2] = math.nan
+    tensors["response_mask"][1, :2] = True
+    result = correct_rollouts(**tensors, config=RolloutCorrectionConfig(rollout_is="token", bad_log_probs=policy))
     result.check()
     assert result.metrics()["rollout_corr/bad_log_probs"] == 2
     assert not result.mask[1, :2].any()
@@ -226,21 +256,25 @@ def test_bad_tokens_are_counted_where_they_are_rejected(policy):
 
 
 def test_views_and_mixed_dtypes_are_read_as_they_are():
-    given = arguments()
+    tensors = arguments()
     config = config_of("token")
-    leaf = given["train_log_probs"].clone().requires_grad_()
-    want = correct_rollouts(**given | {"train_log_probs": leaf}, config=config)
-    assert not want.weights.requires_grad
-    wide = {name: torch.cat([value, value[:, :3]], dim=1)[:, :16] for name, value in given.items()}
+    leaf = tensors["train_log_probs"].clone().requires_grad_()
+    expected = correct_rollouts(**tensors | {"train_log_probs": leaf}, config=config)
+    assert not expected.weights.requires_grad
+
+    # Columns of wider tensors.
+    columns = {name: torch.cat([tensor, tensor[:, :3]], dim=1)[:, :16] for name, tensor in tensors.items()}
     # Megatron's tensors are [s, b]: their transposes are [b, s], and not contiguous.
-    turned = {name: value.T.contiguous().T for name, value in given.items()}
-    some = {name: turned[name] for name in NAMES[:2]}
-    for views in (wide, turned, given | some, given | {"response_mask": turned["response_mask"]}):
-        got = correct_rollouts(**views, config=config)
-        assert torch.equal(got.weights, want.weights)
-        assert torch.equal(got.mask, want.mask)
-        assert torch.equal(numbers(got), numbers(want))
-    mixed = given | {"rollout_log_probs": given["rollout_log_probs"].float()}
+    transposed = {name: tensor.T.contiguous().T for name, tensor in tensors.items()}
+    transposed_log_probs = {name: transposed[name] for name in ("train_log_probs", "rollout_log_probs")}
+    transposed_mask = {"response_mask": transposed["response_mask"]}
+    for views in (columns, transposed, tensors | transposed_log_probs, tensors | transposed_mask):
+        result = correct_rollouts(**views, config=config)
+        assert torch.equal(result.weights, expected.weights)
+        assert torch.equal(result.mask, expected.mask)
+        assert torch.equal(numbers(result), numbers(expected))
+
+    mixed = tensors | {"rollout_log_probs": tensors["rollout_log_probs"].float()}
     assert correct_rollouts(**mixed, config=config).weights.dtype == torch.float64
 
 

@@ -1,4 +1,4 @@
-"""The proximal policy by interpolation: its ends, the gradients of a float64 reference, and what it cannot do."""
+"""The proximal policy by interpolation: its ends, the gradients of a float64 reference, and its refusals."""
 
 import dataclasses
 import functools
@@ -26,53 +26,71 @@ ALONE = ParallelGroups()
 
 def test_both_ends_are_exact():
     generator = torch.Generator().manual_seed(0)
-    now, then = -3 * torch.rand(2, 4, 5, generator=generator)
-    fresh, old = torch.zeros(4, 5, dtype=torch.int64), torch.full((4, 5), 10**9)
-    assert torch.equal(interpolate(now, then, fresh, 0), now), "the first update has the weights of the proximal policy"
-    assert torch.equal(interpolate(now, then, old, 0), now)
-    assert torch.equal(interpolate(now, then, fresh, 1), then), "later, fresh tokens were sampled by it"
-    torch.testing.assert_close(interpolate(now, then, old, 1), now)
+    theta, rollout = -3 * torch.rand(2, 4, 5, generator=generator)
+    fresh = torch.zeros(4, 5, dtype=torch.int64)
+    very_old = torch.full((4, 5), 10**9)
+    first_update = interpolate(theta, rollout, fresh, updates=0)
+    assert torch.equal(first_update, theta), "the first update has the weights of the proximal policy"
+    assert torch.equal(interpolate(theta, rollout, very_old, updates=0), theta)
+    second_update = interpolate(theta, rollout, fresh, updates=1)
+    assert torch.equal(second_update, rollout), "later, fresh tokens were sampled by it"
+    torch.testing.assert_close(interpolate(theta, rollout, very_old, updates=1), theta)
 
 
 def test_versions_in_between_are_weighed_by_their_distance():
-    now, then = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0, -3.0])
-    found = interpolate(now, then, torch.tensor([0, 1, 3, 9]), 1)
+    theta = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    rollout = torch.tensor([-3.0, -3.0, -3.0, -3.0])
     # One step after weights that were s versions ahead of the token's: v_prox is s/(s + 1) of the way.
-    assert found.tolist() == pytest.approx([-3, -2, -1.5, -1.2])
-    assert interpolate(now, then, torch.tensor([1, 2, 2, 4]), 2).tolist() == pytest.approx([-7 / 3, -2, -2, -5 / 3])
+    second_update = interpolate(theta, rollout, torch.tensor([0, 1, 3, 9]), updates=1)
+    assert second_update.tolist() == pytest.approx([-3, -2, -1.5, -1.2])
+    # Two steps after them it is s/(s + 2) of the way.
+    third_update = interpolate(theta, rollout, torch.tensor([1, 2, 2, 4]), updates=2)
+    assert third_update.tolist() == pytest.approx([-7 / 3, -2, -2, -5 / 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_log_probs_of_a_model_round_no_log_prob_of_the_engine(dtype):
     generator = torch.Generator().manual_seed(0)
-    now, then = -6 * torch.rand(2, 4, 5, generator=generator)
-    fresh, old = torch.zeros(4, 5, dtype=torch.int64), torch.full((4, 5), 3)
-    assert torch.equal(interpolate(now.to(dtype), then, fresh, 1), then)
-    want = interpolate(now.to(dtype).float(), then, old, 2)
-    assert torch.equal(interpolate(now.to(dtype), then, old, 2), want)
-    assert interpolate(now.to(dtype), then, old, 0).dtype == torch.float32
+    theta, rollout = -6 * torch.rand(2, 4, 5, generator=generator)
+    narrow_theta = theta.to(dtype)
+    fresh = torch.zeros(4, 5, dtype=torch.int64)
+    old = torch.full((4, 5), 3)
+    assert torch.equal(interpolate(narrow_theta, rollout, fresh, updates=1), rollout)
+    expected = interpolate(narrow_theta.float(), rollout, old, updates=2)
+    assert torch.equal(interpolate(narrow_theta, rollout, old, updates=2), expected)
+    assert interpolate(narrow_theta, rollout, old, updates=0).dtype == torch.float32
 
 
 def test_what_is_bad_stays_with_its_policy():
-    now, then = torch.tensor([-1.0, math.nan, -math.inf, 0.5]), torch.tensor([math.nan, -1.0, -1.0, -math.inf])
+    theta = torch.tensor([-1.0, math.nan, -math.inf, 0.5])
+    rollout = torch.tensor([math.nan, -1.0, -1.0, -math.inf])
     for updates in (0, 1):
-        found = interpolate(now, then, torch.ones(4, dtype=torch.int64), updates)
-        assert found[0] == -1, "the rollout's log-prob is the bad one"
-        assert not found[1].isfinite()
-        assert not found[2].isfinite()
-        assert found[3] == 0.5
+        proximal = interpolate(theta, rollout, torch.ones(4, dtype=torch.int64), updates)
+        assert proximal[0] == -1, "the rollout's log-prob is the bad one"
+        assert not proximal[1].isfinite()
+        assert not proximal[2].isfinite()
+        assert proximal[3] == 0.5
 
 
 # Against the reference
 
 _CRITERIA = (("token_k1", oracle.log(0.8), oracle.log(1.3)), ("seq_mean_k3", -math.inf, 0.06))
-_WORDS = ("--proximal-interpolation", "--rollout-staleness=8", "--rollout-rs=token_k1,seq_mean_k3")
-_WORDS += ("--rollout-rs-threshold=0.8_1.3,0.06",)
+_FLAGS = (
+    "--proximal-interpolation",
+    "--rollout-staleness=8",
+    "--rollout-rs=token_k1,seq_mean_k3",
+    "--rollout-rs-threshold=0.8_1.3,0.06",
+)
 OBJECTIVES = {
     "ppo": Objective(
         words=(
-            *(*_WORDS, "--rollout-is=token", "--rollout-is-threshold=1.2", "--grpo-kl-beta=0.05"),
-            *("--grpo-clamp-eps-lower=0.02", "--grpo-clamp-eps-upper=0.03", "--grpo-entropy-term-weight=0.02"),
+            *_FLAGS,
+            "--rollout-is=token",
+            "--rollout-is-threshold=1.2",
+            "--grpo-kl-beta=0.05",
+            "--grpo-clamp-eps-lower=0.02",
+            "--grpo-clamp-eps-upper=0.03",
+            "--grpo-entropy-term-weight=0.02",
         ),
         settings=oracle.Settings(level="token", upper=1.2, criteria=_CRITERIA),
         low=0.02,
@@ -83,8 +101,14 @@ OBJECTIVES = {
     ),
     "gspo": Objective(
         words=(
-            *(*_WORDS, "--rollout-is=geometric", "--rollout-is-threshold=1.05", "--rollout-is-batch-normalize"),
-            *("--policy-loss=gspo", "--grpo-clamp-eps-lower=0.01", "--grpo-clamp-eps-upper=0.01", "--grpo-kl-beta=0"),
+            *_FLAGS,
+            "--rollout-is=geometric",
+            "--rollout-is-threshold=1.05",
+            "--rollout-is-batch-normalize",
+            "--policy-loss=gspo",
+            "--grpo-clamp-eps-lower=0.01",
+            "--grpo-clamp-eps-upper=0.01",
+            "--grpo-kl-beta=0",
             "--loss-aggregation=seq-mean-token-mean",
         ),
         settings=oracle.Settings(level="geometric", upper=1.05, batch_normalize=True, criteria=_CRITERIA),
@@ -99,56 +123,82 @@ OBJECTIVES = {
 
 @functools.cache
 def make_data():
-    """Tokens of 0 to 3 versions before the old weights; drawn until no objective decides anything narrowly."""
+    """Tokens of 0 to 3 versions before the old weights; drawn until every objective decides clearly."""
     generator = torch.Generator().manual_seed(5)
-    shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
+    shape = (SEQUENCES, LENGTH)
+    sequences = torch.arange(SEQUENCES)
     tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
-    new = training_oracle.score({k: w.double() for k, w in training_cases.weights()[1].items()}, tokens)[0]
-    ages, mask = torch.randint(0, 4, shape, generator=generator), torch.zeros(shape, dtype=torch.bool)
+    _, new_weights = training_cases.weights()
+    exact_weights = {name: weight.double() for name, weight in new_weights.items()}
+    new_log_probs, _ = training_oracle.score(exact_weights, tokens)
+    ages = torch.randint(0, 4, shape, generator=generator)
     rewards = torch.rand(SEQUENCES, generator=generator)
-    data = Data(tokens, mask, new.clone(), rewards, ids // 4, ids // PER_MINI_BATCH, ages)
+    data = Data(
+        tokens=tokens,
+        mask=torch.zeros(shape, dtype=torch.bool),  # filled in by draw(), like the rollout's log-probs
+        rollout=new_log_probs.clone(),
+        rewards=rewards,
+        group_ids=sequences // 4,
+        mini_batch_ids=sequences // PER_MINI_BATCH,
+        ages=ages,
+    )
     for row in range(SEQUENCES):
-        draw(data, row, new, generator)
+        draw(data, row, new_log_probs, generator)
     return data
 
 
-def draw(data, row, new, generator):
+def draw(data, row, new_log_probs, generator):
+    """Fill in the mask and the rollout's log-probs of a sequence."""
     for _ in range(2000):
         data.mask[row] = torch.rand(LENGTH, generator=generator) > 0.4
         data.mask[row, -1] = False
-        noise = 0.3 * torch.randn(LENGTH, generator=generator) + 0.15 * float(torch.randn((), generator=generator))
-        data.rollout[row] = (new[row] + noise).clamp(max=-0.01).float().double()
+        token_noise = 0.3 * torch.randn(LENGTH, generator=generator)
+        sequence_noise = 0.15 * float(torch.randn((), generator=generator))
+        noisy = new_log_probs[row] + (token_noise + sequence_noise)
+        data.rollout[row] = noisy.clamp(max=-0.01).float().double()
         if data.mask[row].any() and all(
-            narrowest(objective, data, row, new) > NEAREST for objective in OBJECTIVES.values()
+            narrowest(objective, data, row, new_log_probs) > NEAREST for objective in OBJECTIVES.values()
         ):
             return
     raise AssertionError(f"no draw of sequence {row} is clear")
 
 
-def narrowest(objective, data, row, new):
-    """How near anything that is decided in a sequence comes to flipping."""
-    one = dataclasses.replace(
-        data, **{name: getattr(data, name)[row : row + 1] for name in ("mini_batch_ids", "ages", "rollout")}
+def narrowest(objective, data, row, new_log_probs):
+    """The least distance of a decision in a sequence from flipping."""
+    row_alone = slice(row, row + 1)
+    sequence = dataclasses.replace(
+        data,
+        mini_batch_ids=data.mini_batch_ids[row_alone],
+        ages=data.ages[row_alone],
+        rollout=data.rollout[row_alone],
     )
-    between = training_oracle.proximal(one, new[row : row + 1])
-    lists = (between.tolist(), one.rollout.tolist(), data.mask[row : row + 1].tolist())
-    log_ratio = (new[row] - between[0])[data.mask[row]]
-    log_ratio = log_ratio.mean(0, keepdim=True) if objective.algorithm == "gspo" else log_ratio
-    bounds = (1 - objective.low, 1 + objective.high)
-    near = [abs(float(r) - bound) for r in log_ratio.exp() for bound in bounds]
-    return min(oracle.distance_to_bounds(*lists, objective.settings), *near, math.inf)
+    mask = data.mask[row_alone]
+    proximal = training_oracle.proximal(sequence, new_log_probs[row_alone])
+
+    log_ratio = (new_log_probs[row_alone] - proximal)[mask]
+    if objective.algorithm == "gspo":
+        log_ratio = log_ratio.mean(0, keepdim=True)
+    clip_bounds = (1 - objective.low, 1 + objective.high)
+    to_clip_bounds = [abs(float(ratio) - bound) for ratio in log_ratio.exp() for bound in clip_bounds]
+
+    to_correction_bounds = oracle.distance_to_bounds(
+        proximal.tolist(), sequence.rollout.tolist(), mask.tolist(), objective.settings
+    )
+    return min(to_correction_bounds, *to_clip_bounds, math.inf)
 
 
 @functools.cache
-def expected(name):
-    return training_oracle.update(OBJECTIVES[name], make_data(), *training_cases.weights())
+def reference_update(name):
+    """The reference's losses, gradients and metrics of an objective."""
+    old_weights, new_weights = training_cases.weights()
+    return training_oracle.update(OBJECTIVES[name], make_data(), old_weights, new_weights)
 
 
-def words_of(name, layout, folder, *more):
-    kept = [
-        word for word in flags(folder, *training_cases.BATCH) if not word.startswith(("--rollout-", "--grpo-clamp"))
-    ]
-    return [*kept, *layout.flags(), *OBJECTIVES[name].words, *more]
+def flags_of(name, layout, folder, *more):
+    """The launcher's flags of an objective on a layout."""
+    replaced = ("--rollout-", "--grpo-clamp")
+    common = [flag for flag in flags(folder, *training_cases.BATCH) if not flag.startswith(replaced)]
+    return [*common, *layout.flags(), *OBJECTIVES[name].words, *more]
 
 
 @pytest.mark.parametrize(
@@ -163,29 +213,33 @@ def words_of(name, layout, folder, *more):
     ids=lambda value: str(value) if not isinstance(value, list) else "-".join(value).strip("-"),
 )
 def test_the_gradients_are_those_of_the_reference(ranks, tmp_path, name, layout, more):
-    want, words = expected(name), words_of(name, layout, tmp_path, *more)
-    everywhere = ranks.run(training_cases.run_case, layout, words, make_data(), *training_cases.weights())
+    expected = reference_update(name)
+    launcher_flags = flags_of(name, layout, tmp_path, *more)
+    old_weights, new_weights = training_cases.weights()
+    results = ranks.run(training_cases.run_case, layout, launcher_flags, make_data(), old_weights, new_weights)
+
     for index in range(training_cases.MINI_BATCHES):
-        assert_gradients(whole_gradients(everywhere, index), want.gradients[index], TO_REFERENCE)
-        for rank in everywhere:
-            assert rank.metrics[index] == everywhere[0].metrics[index]
-        got = everywhere[0].metrics[index]
-        assert abs(got["loss/total"] - want.loss[index]) <= TO_REFERENCE * want.size[index]
-        for metric, value in want.metrics[index].items():
-            assert got[f"rollout_corr/{metric}"] == pytest.approx(value, rel=1e-4, abs=2e-5), metric
-        assert got["policy/approx_kl"] == pytest.approx(-want.policy[index]["log_ratio"], rel=1e-4, abs=1e-5)
+        assert_gradients(whole_gradients(results, index), expected.gradients[index], TO_REFERENCE)
+        metrics = results[0].metrics[index]
+        for result in results:
+            assert result.metrics[index] == metrics
+        assert abs(metrics["loss/total"] - expected.loss[index]) <= TO_REFERENCE * expected.size[index]
+        for metric, value in expected.metrics[index].items():
+            assert metrics[f"rollout_corr/{metric}"] == pytest.approx(value, rel=1e-4, abs=2e-5), metric
+        log_ratio = expected.policy[index]["log_ratio"]
+        assert metrics["policy/approx_kl"] == pytest.approx(-log_ratio, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_data_are_not_vacuous(name):
-    want = expected(name)
-    assert want.policy[0]["log_ratio"] == 0, "the first update is on the proximal policy itself"
-    assert min(want.policy[1]["low"], want.policy[1]["high"]) > 0.05
-    assert 0.1 < want.metrics[1]["rollout_rs_masked_fraction"] < 0.9
-    assert want.metrics[1]["rollout_is_ratio_fraction_high"] > 0.1
+    expected = reference_update(name)
+    assert expected.policy[0]["log_ratio"] == 0, "the first update is on the proximal policy itself"
+    assert min(expected.policy[1]["low"], expected.policy[1]["high"]) > 0.05
+    assert 0.1 < expected.metrics[1]["rollout_rs_masked_fraction"] < 0.9
+    assert expected.metrics[1]["rollout_is_ratio_fraction_high"] > 0.1
 
 
-# What it cannot do
+# Refusals
 
 
 INTERPOLATION = {"rollout_is": "token", "proximal_interpolation": True}
@@ -202,7 +256,8 @@ def test_what_would_not_be_exact_is_refused():
 
 def test_without_versions_it_is_an_error():
     correction = RolloutCorrection(RolloutCorrectionConfig(**INTERPOLATION), ALONE, loss=PolicyLossConfig())
-    train, mask = torch.full((2, 3), -1.0), torch.ones(2, 3, dtype=torch.bool)
+    train = torch.full((2, 3), -1.0)
+    mask = torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"proximal_interpolation=True.*policy_versions="):
         correction.plan(PlanInputs(None, train, mask))
     versions = torch.tensor([4, 1])
@@ -214,10 +269,11 @@ def test_without_versions_it_is_an_error():
 
 
 def test_the_launcher_needs_versions_of_this_run(tmp_path):
-    words = ["--proximal-interpolation"]
-    configure(flags(tmp_path, *words), 1)
+    configure(flags(tmp_path, "--proximal-interpolation"), world_size=1)
+
+    # Rollouts that are read count as another run's, unless --rollout-staleness says that they are of this one.
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
-    words += [f"--load-rollouts={tmp_path}", "--train-iters=2"]
+    with_rollouts = ["--proximal-interpolation", f"--load-rollouts={tmp_path}", "--train-iters=2"]
     with pytest.raises(ConfigurationError, match="--proximal-interpolation"):
-        configure(flags(tmp_path, *words), 1)
-    configure(flags(tmp_path, *words, "--rollout-staleness=4"), 1)
+        configure(flags(tmp_path, *with_rollouts), world_size=1)
+    configure(flags(tmp_path, *with_rollouts, "--rollout-staleness=4"), world_size=1)

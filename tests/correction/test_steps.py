@@ -1,4 +1,4 @@
-"""What one optimizer step counts, and that calls between two steps change no gradient or are refused."""
+"""Counts of one optimizer step. Calls between two steps change no gradient, or are refused."""
 
 import contextlib
 import dataclasses
@@ -34,32 +34,39 @@ def test_each_step_has_the_gradient_of_the_formula_in_any_order(training):
     for mini_batch in (0, 1, 0, 1):
         gradient, _ = training.step(plan, mini_batch)
         torch.testing.assert_close(gradient, training.expected(mini_batch), rtol=1e-12, atol=1e-15)
+    # The two mini-batches have different gradients: the comparison above could fail.
     assert not torch.allclose(training.expected(0).sum(), training.expected(1).sum())
 
 
 @pytest.mark.parametrize("gradients", [contextlib.nullcontext, torch.no_grad], ids=["", "no_grad"])
 @pytest.mark.parametrize("own_plan", [False, True])
 def test_an_evaluation_between_two_steps_counts_nothing(training, gradients, own_plan):
-    other = Training(training.mode)
-    known = [other.step(other.planned(), index) for index in range(2)]
+    undisturbed = Training(training.mode)
+    expected_steps = [undisturbed.step(undisturbed.planned(), mini_batch) for mini_batch in range(2)]
+
     plan = training.planned()
     for mini_batch in range(2):
         with gradients():
-            evaluated = training.planned() if own_plan else plan
-            training.schedule(evaluated, 1 - mini_batch, forward_only=True)
+            evaluated_plan = training.planned() if own_plan else plan
+            training.schedule(evaluated_plan, 1 - mini_batch, forward_only=True)
         gradient, metrics = training.step(plan, mini_batch)
-        assert torch.equal(gradient, known[mini_batch][0])
-        assert metrics == known[mini_batch][1]
+
+        expected_gradient, expected_metrics = expected_steps[mini_batch]
+        assert torch.equal(gradient, expected_gradient)
+        assert metrics == expected_metrics
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the step", "before its end"])
 def test_a_second_plan_changes_nothing(training, before):
     plan = training.planned()
-    other = Training(training.mode)
-    other.mask &= torch.arange(WIDTH) % 2 == 0
-    inputs = PlanInputs(None if training.mode == "bypass" else other.old, other.rollout, other.mask)
+    # A plan of the same rollouts with half of the tokens.
+    halved = Training(training.mode)
+    halved.mask &= torch.arange(WIDTH) % 2 == 0
+    old_log_probs = None if training.mode == "bypass" else halved.old
+    halved_inputs = PlanInputs(old_log_probs, halved.rollout, halved.mask)
+
     if before:
-        training.correction.plan(inputs)
+        training.correction.plan(halved_inputs)
         training.step(plan, 1)
     else:
         training.schedule(plan, 1, finalize=False)
@@ -73,16 +80,20 @@ def test_a_schedule_that_failed_is_not_run_again_before_the_step_is_reset(traini
     scale = training.scale(plan, 0)
     with pytest.raises(OSError, match="out of memory"):
         training.schedule(plan, 0, scale, fails_at=1)
-    for counted in (3, 5):
+
+    # The first micro-batch of the failed schedule stays counted; each new try adds two.
+    for num_counted in (3, 5):
         training.model.zero_grad_buffer()
-        with pytest.raises(StepError, match=rf"micro-batches {counted} instead of 2, tokens .* call reset_step\(\)"):
+        message = rf"micro-batches {num_counted} instead of 2, tokens .* call reset_step\(\)"
+        with pytest.raises(StepError, match=message):
             training.schedule(plan, 0, scale)
+
     training.correction.reset_step()
     gradient, metrics = training.step(plan, 0)
-    other = Training(training.mode)
-    known, known_metrics = other.step(other.planned(), 0)
-    assert torch.equal(gradient, known)
-    assert metrics == known_metrics
+    undisturbed = Training(training.mode)
+    expected_gradient, expected_metrics = undisturbed.step(undisturbed.planned(), 0)
+    assert torch.equal(gradient, expected_gradient)
+    assert metrics == expected_metrics
 
 
 def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
@@ -93,8 +104,8 @@ def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
         training.schedule(plan, 1)
 
 
-# The places of micro-batches that are run for the first mini-batch, whose own are 0 and 1.
-WRONG = {
+# Indices of the micro-batches that are run as the first mini-batch, which consists of the micro-batches 0 and 1.
+WRONG_SCHEDULES = {
     "one missing and one twice": (0, 0),
     "both twice": (0, 1, 0, 1),
     "one of the other mini-batch": (0, 3),
@@ -105,51 +116,57 @@ WRONG = {
 
 
 @pytest.mark.parametrize("ids", ["default ids", "sequence_ids", "no mini_batch_ids"])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", WRONG_SCHEDULES)
 def test_equal_micro_batches_are_told_apart(training, wrong, ids):
     """All rows have equally many tokens, and weights of 1."""
     training.make_alike()
-    plan, made = planned(
-        training, sequence_ids=torch.tensor([7, 5, 3, 8, 2, 6, 0, 1]) if ids == "sequence_ids" else None
-    )
+    sequence_ids = torch.tensor([7, 5, 3, 8, 2, 6, 0, 1]) if ids == "sequence_ids" else None
+    plan, micro_batches = planned(training, sequence_ids=sequence_ids)
     if ids == "no mini_batch_ids":
-        made = [dataclasses.replace(each, mini_batch_ids=None) for each in made]
-    wrong_places = WRONG[wrong]
-    scale = plan.loss_scale(0, num_microbatches=len(wrong_places))
+        micro_batches = [dataclasses.replace(micro_batch, mini_batch_ids=None) for micro_batch in micro_batches]
+
+    indices = WRONG_SCHEDULES[wrong]
+    scale = plan.loss_scale(0, num_microbatches=len(indices))
     with pytest.raises(StepError, match="not those of its mini-batch in the plan"):
-        run(training, scale, [(place, made[place]) for place in wrong_places])
+        run(training, scale, [(index, micro_batches[index]) for index in indices])
+
+    # The right micro-batches are accepted in any order.
     training.correction.reset_step()
-    # In any order.
-    run(training, plan.loss_scale(0, num_microbatches=2), [(1, made[1]), (0, made[0])])
+    run(training, plan.loss_scale(0, num_microbatches=2), [(1, micro_batches[1]), (0, micro_batches[0])])
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
 def test_equal_micro_batches_are_told_apart_after_a_schedule_that_failed(training):
-    """One micro-batch of it is left; the schedule that is run again leaves that one out."""
+    """The failed schedule has counted micro-batch 0. The schedule that is run again leaves micro-batch 1 out."""
     training.make_alike()
-    plan, made = planned(training)
+    plan, micro_batches = planned(training)
     scale = plan.loss_scale(0, num_microbatches=2)
     log_probs = training.model(range(PER_MICRO_BATCH))
-    masked_loss(training.correction, made[0], log_probs, None, scale)[0].backward()
+    loss, _, _ = masked_loss(training.correction, micro_batches[0], log_probs, entropy=None, scale=scale)
+    loss.backward()
     with pytest.raises(StepError, match=r"\(sum of \(sequence id \+ 1\) over tokens 36 instead of 60\)"):
-        run(training, scale, [(0, made[0])])
+        run(training, scale, [(0, micro_batches[0])])
 
 
 @pytest.mark.parametrize("mini_batch", [0, 1])
 def test_a_step_that_nothing_ends_is_found_by_the_next_one(training, mini_batch):
-    """No wrapped function is in Megatron's config, or none that anybody calls."""
+    """Megatron's config has no wrapped function, or one that nobody calls."""
     training.make_alike()
     plan = training.planned()
     scales = [training.scale(plan, index) for index in range(2)]
     training.schedule(plan, 0, scales[0], finalize=False)
-    for read in (lambda: training.correction.loss_metrics(), lambda: training.scale(plan, mini_batch)):
-        with pytest.raises(StepError, match=r"finalize_model_grads_func"):
-            read()
+
+    with pytest.raises(StepError, match=r"finalize_model_grads_func"):
+        training.correction.loss_metrics()
+    with pytest.raises(StepError, match=r"finalize_model_grads_func"):
+        training.scale(plan, mini_batch)
     if training.mode == "bypass":
         with pytest.raises(StepError, match=r"step before finish_step\(\)"):
             assert training.correction.step
-    # With a scale that was made before: found in the loss of another mini-batch, or at the end.
-    with pytest.raises(StepError, match=["micro-batches 4 instead of 2", "mini_batch=1 in the open step"][mini_batch]):
+
+    # With a scale that was made before: found at the end of the same mini-batch, or in the loss of another one.
+    message = "micro-batches 4 instead of 2" if mini_batch == 0 else "mini_batch=1 in the open step"
+    with pytest.raises(StepError, match=message):
         training.schedule(plan, mini_batch, scales[mini_batch])
 
 
@@ -166,122 +183,146 @@ def test_an_early_stage_learns_from_the_losses_metrics_alone_that_no_step_was_en
 
 
 def test_what_fills_a_step_may_be_of_any_mini_batch(training):
+    # The rows of micro-batch 3 have no token: it may fill a step of the first mini-batch.
     training.mask[6:] = False
-    plan, made = planned(training)
-    run(training, plan.loss_scale(0, num_microbatches=3), [(index, made[index]) for index in (0, 1, 3)])
+    plan, micro_batches = planned(training)
+    scale = plan.loss_scale(0, num_microbatches=3)
+    run(training, scale, [(index, micro_batches[index]) for index in (0, 1, 3)])
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
 def test_losses_of_half_a_step_are_not_a_step(training):
     """The gradients would be divided by another number of micro-batches than the losses were multiplied by."""
     plan = training.planned()
-    half = plan.loss_scale(0, num_microbatches=4)
+    scale_of_four = plan.loss_scale(0, num_microbatches=4)
     with pytest.raises(StepError, match=r"\(micro-batches 2 instead of 4\).* plan\.loss_scale\(\)"):
-        training.schedule(plan, 0, half)
+        training.schedule(plan, 0, scale_of_four)
 
 
 def test_two_schedules_add_up_where_nothing_is_scaled():
     training = Training("decoupled")
     plan = training.planned()
     training.model.zero_grad_buffer()
-    for index in range(2):
-        training.schedule(plan, index)
-    wanted = training.expected(0) + training.expected(1)
-    torch.testing.assert_close(training.model.gradient, wanted, rtol=1e-12, atol=1e-15)
+    for mini_batch in range(2):
+        training.schedule(plan, mini_batch)
+    expected_sum = training.expected(0) + training.expected(1)
+    torch.testing.assert_close(training.model.gradient, expected_sum, rtol=1e-12, atol=1e-15)
 
 
 def test_a_wrapped_function_is_not_wrapped_again(training):
     with pytest.raises(ValueError, match="ends the steps of this correction already"):
         wrap_finalize(training.correction, training.finalize)
+    # Another correction may wrap it.
     wrap_finalize(Training(training.mode).correction, training.finalize)
 
 
 def test_a_loss_that_cannot_be_made_leaves_no_trace(training):
-    """The rank that makes it raises, and so do not the others."""
-    plan, made = planned(training)
+    """The rank that makes it raises; the other ranks do not."""
+    plan, micro_batches = planned(training)
     scale = plan.loss_scale(0, num_microbatches=2)
-    wrong = dataclasses.replace(made[0], rollout_log_probs=made[0].rollout_log_probs[:1])
+    one_row = micro_batches[0].rollout_log_probs[:1]
+    misshapen = dataclasses.replace(micro_batches[0], rollout_log_probs=one_row)
     with pytest.raises(ValueError, match="rollout_log_probs has shape"):
-        masked_loss(training.correction, wrong, training.model(range(2)), None, scale)
-    run(training, scale, [(0, made[0]), (1, made[1])])
+        masked_loss(training.correction, misshapen, training.model(range(2)), entropy=None, scale=scale)
+
+    run(training, scale, [(0, micro_batches[0]), (1, micro_batches[1])])
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
 def test_a_step_keeps_no_token():
-    """Its numbers are added up when a loss is made, so that they do not grow with the tokens."""
+    """The numbers of a step are added up when a loss is made, so that they do not grow with the tokens."""
     training = Training("bypass", CONFIG | {"rollout_is": "sequence"})
     correction = training.correction
-    rows, length = 4, 2**14
-    rollout = torch.full((rows, length), -1.0)
-    layout = SequenceLayout.padded(rows, length)
+    num_rows = 4
+    length = 2**14
+    rollout = torch.full((num_rows, length), -1.0)
+    layout = SequenceLayout.padded(num_rows, length)
     plan = correction.plan(PlanInputs(None, [rollout] * 3, [rollout < 0] * 3))
     scale = plan.loss_scale(num_microbatches=3)
 
-    def bytes_of_step():
+    def num_tensors_of_tokens():
         gc.collect()
-        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+        # By type(): some objects of other packages warn when they are asked for their class.
+        tensors = [candidate for candidate in gc.get_objects() if type(candidate) is torch.Tensor]
+        return sum(tensor.numel() == num_rows * length for tensor in tensors)
 
     def run_micro_batch():
         log_probs = torch.full_like(rollout, -1.1, requires_grad=True)
-        micro_batch = MicroBatch(None, rollout, rollout < 0, layout, torch.ones(rows))
-        masked_loss(correction, micro_batch, log_probs, None, scale)[0].backward()
+        micro_batch = MicroBatch(
+            train_log_probs=None,
+            rollout_log_probs=rollout,
+            response_mask=rollout < 0,
+            layout=layout,
+            advantages=torch.ones(num_rows),
+        )
+        loss, _, _ = masked_loss(correction, micro_batch, log_probs, entropy=None, scale=scale)
+        loss.backward()
 
-    run_micro_batch()
-    correction.reset_step()  # the library's constant tables are made by now
-    before = bytes_of_step()
+    num_before = num_tensors_of_tokens()
     for _ in range(3):
         run_micro_batch()
-    assert bytes_of_step() - before < rows * length
+    assert num_tensors_of_tokens() == num_before
     assert correction.finish_step() == 1
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "response_mask", "log_probs"])
 def test_buffers_may_be_filled_anew_within_a_step(name):
     """The micro-batches share the memory of one of their tensors: the end of the step reads none of them."""
-    usual, training = Training("bypass"), Training("bypass")
-    usual.step(usual.planned(), 0)
-    plan, buffer = training.planned(), None
+    unshared = Training("bypass")
+    unshared.step(unshared.planned(), 0)
+
+    training = Training("bypass")
+    plan = training.planned()
     scale = training.scale(plan, 0)
+    buffer = None
     for start in range(0, 4, PER_MICRO_BATCH):
         rows = range(start, start + PER_MICRO_BATCH)
-        log_probs, micro_batch = training.model(rows), training.micro_batch(plan, rows)
+        log_probs = training.model(rows)
+        micro_batch = training.micro_batch(plan, rows)
         if name != "log_probs":
-            fresh = getattr(micro_batch, name)
-            buffer = fresh.clone() if buffer is None else buffer.copy_(fresh)
+            values = getattr(micro_batch, name)
+            buffer = values.clone() if buffer is None else buffer.copy_(values)
             micro_batch = dataclasses.replace(micro_batch, **{name: buffer})
-        masked_loss(training.correction, micro_batch, log_probs, None, scale)[0].backward()
+        loss, _, _ = masked_loss(training.correction, micro_batch, log_probs, entropy=None, scale=scale)
+        loss.backward()
         if name == "log_probs":
             log_probs.detach().zero_()
     training.finalize([training.model])
+
     training.correction.step.check()
+    # masked_loss multiplies by the number of micro-batches, 2. Megatron would divide by it again.
     torch.testing.assert_close(training.model.gradient, 2 * training.expected(0), rtol=1e-12, atol=1e-15)
-    for one in (training, usual):
-        one.correction.step.check()
-    assert on_host(training.correction.step.header) == on_host(usual.correction.step.header)
+    unshared.correction.step.check()
+    assert on_host(training.correction.step.header) == on_host(unshared.correction.step.header)
 
 
 def test_micro_batches_of_a_step_may_give_values_by_sequence_or_by_token():
-    usual, mixed = Training("bypass"), Training("bypass")
-    as_usual = mixed.micro_batch
+    by_sequence = Training("bypass")
+    mixed = Training("bypass")
+    make_by_sequence = mixed.micro_batch
 
-    def by_token(plan, rows):
-        """The first micro-batch has an advantage for each token, and ids."""
-        one = as_usual(plan, rows)
-        advantages = one.layout.expand(one.advantages)
-        return one if rows[0] else dataclasses.replace(one, advantages=advantages, sequence_ids=torch.arange(2))
+    def make_first_by_token(plan, rows):
+        """Return a micro-batch; the first one of a step has an advantage for each token, and ids."""
+        micro_batch = make_by_sequence(plan, rows)
+        if rows[0] != 0:
+            return micro_batch
+        token_advantages = micro_batch.layout.expand(micro_batch.advantages)
+        return dataclasses.replace(micro_batch, advantages=token_advantages, sequence_ids=torch.arange(2))
 
-    mixed.micro_batch = by_token
-    (gradient, _), (wanted, _) = (one.step(one.planned(), 0) for one in (mixed, usual))
-    assert torch.equal(gradient, wanted)
-    metrics, expected = (one.correction.step.metrics() for one in (mixed, usual))
-    assert metrics == pytest.approx(expected, rel=1e-12)
+    mixed.micro_batch = make_first_by_token
+    gradient, _ = mixed.step(mixed.planned(), 0)
+    expected_gradient, _ = by_sequence.step(by_sequence.planned(), 0)
+    assert torch.equal(gradient, expected_gradient)
+    metrics = mixed.correction.step.metrics()
+    expected_metrics = by_sequence.correction.step.metrics()
+    assert metrics == pytest.approx(expected_metrics, rel=1e-12)
 
 
 def test_tensors_of_the_inference_mode_are_taken():
     training = Training("bypass")
     with torch.inference_mode():
-        training.rollout, training.mask = training.rollout.clone(), training.mask.clone()
+        training.rollout = training.rollout.clone()
+        training.mask = training.mask.clone()
     gradient, _ = training.step(training.planned(), 0)
     torch.testing.assert_close(gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
@@ -300,13 +341,14 @@ def test_a_step_of_nothing_is_refused_where_the_loss_corrects():
 def test_weights_that_the_config_applies_must_be_given():
     training = Training("decoupled")
     plan = training.planned()
-    whole, scale = training.micro_batch(plan, range(2)), training.scale(plan, 0)
-    without = dataclasses.replace(whole, weights=None)
+    micro_batch = training.micro_batch(plan, range(2))
+    without_weights = dataclasses.replace(micro_batch, weights=None)
+    scale = training.scale(plan, 0)
     with pytest.raises(ValueError, match=r"rollout_is='token' applies weights, and the micro-batch has none"):
-        masked_loss(training.correction, without, training.model(range(2)), None, scale)
+        masked_loss(training.correction, without_weights, training.model(range(2)), entropy=None, scale=scale)
 
 
-BY_TOKENS = {"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}
+PER_TOKEN_LOSS = {"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}
 
 
 @pytest.mark.parametrize(
@@ -317,8 +359,8 @@ BY_TOKENS = {"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss":
         ({"mini_batch": -1, "num_microbatches": 2}, "mini_batch=-1 is not in"),
         ({"mini_batch": 0, "num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
         ({"mini_batch": 0, "num_microbatches": 2.0}, "num_microbatches=2.0 must be a whole number"),
-        (BY_TOKENS, "local_tokens=0, total_tokens=0"),
-        (BY_TOKENS | {"local_tokens": 4, "total_tokens": 2**31}, "total_tokens=2147483648"),
+        (PER_TOKEN_LOSS, "local_tokens=0, total_tokens=0"),
+        (PER_TOKEN_LOSS | {"local_tokens": 4, "total_tokens": 2**31}, "total_tokens=2147483648"),
     ],
 )
 def test_scales_that_cannot_be_are_refused(training, arguments, message):
@@ -330,32 +372,39 @@ def test_weights_that_are_not_applied_are_refused():
     training = Training("decoupled", CONFIG | {"rollout_is_apply": False})
     plan = training.planned()
     micro_batch = training.micro_batch(plan, range(2))
-    masked_loss(training.correction, micro_batch, training.model(range(2)), None, training.scale(plan, 0))
+    scale = training.scale(plan, 0)
+    masked_loss(training.correction, micro_batch, training.model(range(2)), entropy=None, scale=scale)
+
     weighted = dataclasses.replace(micro_batch, weights=torch.ones(2, WIDTH))
+    scale = training.scale(plan, 0)
     with pytest.raises(ValueError, match=r"rollout_is_apply=False: no weights are applied.* leave MicroBatch"):
-        masked_loss(training.correction, weighted, training.model(range(2)), None, training.scale(plan, 0))
+        masked_loss(training.correction, weighted, training.model(range(2)), entropy=None, scale=scale)
 
 
 @pytest.mark.parametrize("bad_log_probs", ["error", "reject_token", "reject_sequence"])
-@pytest.mark.parametrize("rows", [[(0, 2), (2, 4), (0, 2)], [(0, 2)]], ids=["one twice", "one missing"])
-def test_a_step_counts_the_tokens_of_its_mini_batch(rows, bad_log_probs):
+@pytest.mark.parametrize("wrong_pieces", [[(0, 2), (2, 4), (0, 2)], [(0, 2)]], ids=["one twice", "one missing"])
+def test_a_step_counts_the_tokens_of_its_mini_batch(wrong_pieces, bad_log_probs):
     """An evaluation by in_loss() with gradients on, or a repeated or incomplete schedule without a LossScale."""
     training = Training("bypass", CONFIG | {"bad_log_probs": bad_log_probs})
     if bad_log_probs != "error":
-        training.rollout[1, int(training.mask[1].nonzero()[0])] = torch.nan
+        first_token = int(training.mask[1].nonzero()[0])
+        training.rollout[1, first_token] = torch.nan
     correction = training.correction
 
     def count(pieces):
+        """Correct the rows from ``start`` to ``end`` of each piece in the first mini-batch."""
         for start, end in pieces:
-            at = slice(start, end)
-            correction.in_loss(training.old[at], training.rollout[at], training.mask[at], mini_batch=0)
+            rows = slice(start, end)
+            correction.in_loss(training.old[rows], training.rollout[rows], training.mask[rows], mini_batch=0)
 
     training.planned()
     count([(0, 2), (2, 4)])
     factor = correction.finish_step()
-    count(rows)
+
+    count(wrong_pieces)
     with pytest.raises(StepError, match=r"tokens \d+ instead of \d+.*reset_step"):
         correction.finish_step()
+
     correction.reset_step()
     count([(0, 2), (2, 4)])
     assert torch.equal(correction.finish_step(), factor)
@@ -364,16 +413,19 @@ def test_a_step_counts_the_tokens_of_its_mini_batch(rows, bad_log_probs):
 def test_the_mini_batch_is_named_where_there_are_several():
     training = Training("bypass")
     training.planned()
-    found = training.rollout[:2], training.rollout[:2], training.mask[:2]
+    in_loss = training.correction.in_loss
+    log_probs = training.rollout[:2]
+    response_mask = training.mask[:2]
     with pytest.raises(ValueError, match="the plan has 2 mini-batches: say which"):
-        training.correction.in_loss(*found)
+        in_loss(log_probs, log_probs, response_mask)
     with pytest.raises(ValueError, match=r"mini_batch=2 is not in \[0, 2\)"):
-        training.correction.in_loss(*found, mini_batch=2)
+        in_loss(log_probs, log_probs, response_mask, mini_batch=2)
+
     with torch.no_grad():
-        weights, mask, lengths = training.correction.in_loss(*found, mini_batch=1)
+        weights, mask, lengths = in_loss(log_probs, log_probs, response_mask, mini_batch=1)
     assert (weights.shape, mask.dtype, lengths.shape) == (mask.shape, torch.bool, (2,))
     # Without gradients nothing was counted, and another step may begin.
-    training.correction.in_loss(*found, mini_batch=0)
+    in_loss(log_probs, log_probs, response_mask, mini_batch=0)
 
 
 def test_a_plan_of_other_counts_between_two_steps_changes_nothing():
@@ -395,9 +447,9 @@ def test_ids_that_only_the_loss_is_given_are_not_compared():
     rollout[1, training.mask[1]] = torch.nan
     for start in (0, 2):
         rows = slice(start, start + 2)
-        ids = torch.tensor([50, 60]) + start
+        sequence_ids = torch.tensor([50, 60]) + start
         training.correction.in_loss(
-            training.old[rows], rollout[rows], training.mask[rows], mini_batch=0, sequence_ids=ids
+            training.old[rows], rollout[rows], training.mask[rows], mini_batch=0, sequence_ids=sequence_ids
         )
     training.correction.finish_step()
     with pytest.raises(ValueError, match="sample 60"):
@@ -408,10 +460,10 @@ def test_ids_that_only_the_loss_is_given_are_not_compared():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda one: {"mask": one.mask.float()}, "mask is torch.float32: expected bool"),
-        (lambda one: {"mask": one.mask[:1]}, r"mask has shape \(1, 6\): expected \(2, 6\)"),
+        (lambda micro_batch: {"mask": micro_batch.mask.float()}, "mask is torch.float32: expected bool"),
+        (lambda micro_batch: {"mask": micro_batch.mask[:1]}, r"mask has shape \(1, 6\): expected \(2, 6\)"),
         (
-            lambda one: {"sequence_lengths": one.sequence_lengths.repeat(2)},
+            lambda micro_batch: {"sequence_lengths": micro_batch.sequence_lengths.repeat(2)},
             "sequence_lengths has 4 values: expected one for each of 2 sequences",
         ),
     ],
@@ -419,32 +471,37 @@ def test_ids_that_only_the_loss_is_given_are_not_compared():
 def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):
     training = Training("decoupled")
     plan = training.planned()
-    whole, scale = training.micro_batch(plan, range(2)), training.scale(plan, 0)
-    micro_batch = dataclasses.replace(whole, **wrong(whole))
+    micro_batch = training.micro_batch(plan, range(2))
+    misfit = dataclasses.replace(micro_batch, **wrong(micro_batch))
+    scale = training.scale(plan, 0)
     with pytest.raises(ValueError, match=message):
-        masked_loss(training.correction, micro_batch, training.model(range(2)), None, scale)
+        masked_loss(training.correction, misfit, training.model(range(2)), entropy=None, scale=scale)
 
 
 def test_what_is_no_scale_no_group_and_no_tensor_is_named():
     training = Training("decoupled")
     micro_batch = training.micro_batch(training.planned(), range(2))
     with pytest.raises(ValueError, match=r"scale is None: take it from plan\.loss_scale"):
-        masked_loss(training.correction, micro_batch, training.model(range(2)), None, None)
+        masked_loss(training.correction, micro_batch, training.model(range(2)), entropy=None, scale=None)
     with pytest.raises(ValueError, match=r"groups is a NoneType: pass ParallelGroups"):
         RolloutCorrection(training.correction.config, None, loss=PolicyLossConfig())
     with pytest.raises(ValueError, match=r"response_mask is a NoneType: expected a torch\.Tensor"):
         correct_rollouts(training.old, training.rollout, None, training.correction.config)
     with pytest.raises(ValueError, match=r"loss is a dict: pass a PolicyLossConfig"):
         RolloutCorrection(training.correction.config, ParallelGroups(), loss={})
+
     for mode in MODES:
         training = Training(mode)
         with pytest.raises(ValueError, match=r"inputs is a dict: pass PlanInputs"):
             training.correction.plan({})
         for name in ("rollout_log_probs", "response_mask", "layout", "advantages", "mini_batch_ids"):
             inputs = listed(training)
-            wrong = dataclasses.replace(inputs, **{name: [[0], *inputs.response_mask[1:]]})
+            # The first entry is a list instead of a tensor or a layout.
+            entries = [[0], *inputs.response_mask[1:]]
+            wrong_inputs = dataclasses.replace(inputs, **{name: entries})
             with pytest.raises(ValueError, match=rf"{name}\[0\] is a list: pass"):
-                training.correction.plan(wrong, num_mini_batches=2)
+                training.correction.plan(wrong_inputs, num_mini_batches=2)
+
     with pytest.raises(ValueError, match=r"max_staleness=None must be a whole number"):
         training.correction.plan(PlanInputs(training.old, training.rollout, training.mask), max_staleness=None)
     with pytest.raises(ValueError, match=r"num_mini_batches=2\.5 must be a whole number"):
@@ -454,29 +511,32 @@ def test_what_is_no_scale_no_group_and_no_tensor_is_named():
 def test_the_plan_makes_the_micro_batches():
     for mode in MODES:
         training = Training(mode)
-        whole = training.planned()
+        plan_of_tensors = training.planned()
         inputs = listed(training)
-        ids = inputs.mini_batch_ids
-        _, found = planned(training)
-        assert len(found) == 4
-        for index, micro_batch in enumerate(found):
-            known = training.micro_batch(whole, range(2 * index, 2 * index + 2))
+        _, micro_batches = planned(training)
+        assert len(micro_batches) == 4
+
+        for index, micro_batch in enumerate(micro_batches):
+            cut_by_hand = training.micro_batch(plan_of_tensors, range(2 * index, 2 * index + 2))
             assert micro_batch.plan_ids.tolist() == [2 * index, 2 * index + 1]
-            known = dataclasses.replace(known, mini_batch_ids=ids[index], plan_ids=micro_batch.plan_ids)
-            for name, value in vars(known).items():
-                got = getattr(micro_batch, name)
-                assert type(got) is type(value), name
-                if isinstance(value, torch.Tensor):
-                    torch.testing.assert_close(got, value, rtol=1e-12, atol=0)
+            expected = dataclasses.replace(
+                cut_by_hand, mini_batch_ids=inputs.mini_batch_ids[index], plan_ids=micro_batch.plan_ids
+            )
+            for name, expected_value in vars(expected).items():
+                value = getattr(micro_batch, name)
+                assert type(value) is type(expected_value), name
+                if isinstance(expected_value, torch.Tensor):
+                    torch.testing.assert_close(value, expected_value, rtol=1e-12, atol=0)
+
         with pytest.raises(ValueError, match="advantages are missing"):
-            whole.micro_batches(dataclasses.replace(inputs, advantages=None))
-        for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.int64)):
+            plan_of_tensors.micro_batches(dataclasses.replace(inputs, advantages=None))
+        for wrong_advantages in (torch.zeros(3), torch.zeros(2, dtype=torch.int64)):
             with pytest.raises(ValueError, match="advantages"):
-                whole.micro_batches(dataclasses.replace(inputs, advantages=[wrong] * 4))
+                plan_of_tensors.micro_batches(dataclasses.replace(inputs, advantages=[wrong_advantages] * 4))
 
 
 def test_the_benchmark_of_steps_times_methods_that_are_there():
-    """It puts clocks around them by name, and takes them off again."""
+    """The benchmark puts clocks around methods by name, and takes them off again."""
     correction = RolloutCorrection(RolloutCorrectionConfig(), ParallelGroups(), loss=PolicyLossConfig())
     with timed_correction(correction) as calls:
         correction.plan(PlanInputs(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)))

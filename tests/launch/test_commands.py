@@ -93,9 +93,14 @@ def test_under_torchrun_rank_0_speaks_alone(tmp_path):
     process = ForkedCall(tmp_path, torchrun_main, [*words, "--num-attention-heads=1", f"--runs-dir={tmp_path}"])
     code, _, errors = finish(process)
     assert code == 1, "torchrun's own code"
-    assert errors.count("error: --num-attention-heads 1 must be a multiple of --num-query-groups = 2") == 1
-    assert "exitcode  : 2" in errors
-    assert errors.count("Traceback") == 1, "torchrun's own"
+
+    sentence = "error: --num-attention-heads 1 must be a multiple of --num-query-groups = 2"
+    assert errors.count(sentence) == 1
+
+    # What follows is torchrun's: its table of failures, or, where a rank ends
+    # while torchrun is about to kill it, a ProcessLookupError of its own.
+    before, _ = errors.split(sentence)
+    assert "Traceback" not in before
 
 
 def test_without_torchrun_the_remedy_is_named(monkeypatch, capsys):

@@ -18,7 +18,8 @@ from tests.support.on_rank import cp_place, recorded
 from tests.support.ranks import Layout
 
 EXACT = 1e-12
-ROWS, WIDTH = 12, 16
+ROWS = 12
+WIDTH = 16
 # Bounds at which each objective leaves out tokens on both sides; cppo's budget of earlier tokens decides some.
 SETTINGS = {
     "ppo_clip": {"dual": 1.3},
@@ -30,129 +31,204 @@ SETTINGS = {
     "gmpo": {"low": 0.1, "high": 0.2},
 }
 BOUNDS = {name: Bounds(name, **SETTINGS.get(name, {})) for name in OBJECTIVES}
-SEVERAL = {"gspo": 2, "gmpo": 2, "cppo": 2 * WIDTH}  # numbers of each sequence in the one sum over CP
+# Numbers of each sequence in the one sum over CP; the other objectives need no sum.
+SUMMED_PER_SEQUENCE = {"gspo": 2, "gmpo": 2, "cppo": 2 * WIDTH}
 
 
 def float64(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def drawn(seed=0):
-    """(log π_θ, log π_old, advantages, weights, mask): prompts, gaps between turns, one response without a token."""
+def random_batch(seed=0):
+    """Random responses behind prompts, with gaps between turns; one response has no token, and one a single token.
+
+    Returns:
+        (log π_θ, log π_old, advantages, weights, mask), [n, s]; the advantages are [n].
+    """
     generator = torch.Generator().manual_seed(seed)
-    old = -4 * torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    # Tokens that are certain, and rounded to it; far drops and rises.
-    old[:, 3], old[0, 5], old[1, 5] = -1e-9, 0.0, -30.0
-    new = (old + 0.4 * torch.randn(old.shape, generator=generator, dtype=torch.float64)).clamp(max=0.0)
-    new[0, 6], new[2, 7], new[3, 8], new[1, 5] = -60.0, 0.0, -1e-9, -0.1
-    place = torch.arange(WIDTH)
+    old_log_probs = -4 * torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    # Tokens that are certain, or rounded to certain, and one that is improbable.
+    old_log_probs[:, 3] = -1e-9
+    old_log_probs[0, 5] = 0.0
+    old_log_probs[1, 5] = -30.0
+
+    noise = 0.4 * torch.randn(old_log_probs.shape, generator=generator, dtype=torch.float64)
+    log_probs = (old_log_probs + noise).clamp(max=0.0)
+    # A far drop, two tokens that become certain, and a far rise.
+    log_probs[0, 6] = -60.0
+    log_probs[2, 7] = 0.0
+    log_probs[3, 8] = -1e-9
+    log_probs[1, 5] = -0.1
+
+    position = torch.arange(WIDTH)
     starts = torch.randint(0, 3, (ROWS, 1), generator=generator)
-    mask = (place >= starts) & (place < WIDTH - torch.arange(ROWS).unsqueeze(1) % 4)
+    ends = WIDTH - torch.arange(ROWS).unsqueeze(1) % 4
+    mask = (position >= starts) & (position < ends)
     mask &= torch.rand(mask.shape, generator=generator) > 0.25
-    mask[4], mask[5] = False, place == 9
-    worths, weights = torch.randn(ROWS, generator=generator).double(), torch.rand(mask.shape, generator=generator)
-    worths[7] = 0.0  # as GRPO's, if all rewards of a prompt are equal
-    return new, old, worths, weights.double(), mask
+    mask[4] = False
+    mask[5] = position == 9
+
+    advantages = torch.randn(ROWS, generator=generator).double()
+    advantages[7] = 0.0  # as GRPO's, if all rewards of a prompt are equal
+    weights = torch.rand(mask.shape, generator=generator).double()
+    return log_probs, old_log_probs, advantages, weights, mask
 
 
-def by_loops(bounds, new, old, worths, weights, mask):
-    """(loss [n, s], its gradient with each token's loss once, {kind of clipping: tokens})."""
-    theta = new.clone().requires_grad_()
-    loss, kinds = torch.zeros_like(new), {"low": 0, "high": 0, "dual": 0}
-    for row in range(len(new)):
-        tokens = mask[row].nonzero().flatten().tolist()
-        before, worth = [old[row, t].item() for t in tokens], [worths[row].item()] * len(tokens)
-        for t, (value, kind) in zip(
-            tokens, of_response(bounds, [theta[row, t] for t in tokens], before, worth), strict=True
-        ):
-            loss[row, t] = weights[row, t] * value
+def oracle_loss(bounds, log_probs, old_log_probs, advantages, weights, mask):
+    """Return the oracle's (loss of each token [n, s], gradient of their sum, {kind of clipping: tokens})."""
+    leaf = log_probs.clone().requires_grad_()
+    losses = torch.zeros_like(log_probs)
+    tokens_clipped = {"low": 0, "high": 0, "dual": 0}
+    for row in range(len(log_probs)):
+        positions = mask[row].nonzero().flatten().tolist()
+        token_losses = of_response(
+            bounds,
+            log_probs=[leaf[row, t] for t in positions],
+            old=[old_log_probs[row, t].item() for t in positions],
+            worths=[advantages[row].item() for _ in positions],
+        )
+        for t, (loss, kind) in zip(positions, token_losses, strict=True):
+            losses[row, t] = weights[row, t] * loss
             if kind:
-                kinds[kind] += 1
-    (gradient,) = torch.autograd.grad(loss.sum(), theta)
-    return loss.detach(), gradient, kinds
+                tokens_clipped[kind] += 1
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    return losses.detach(), gradient, tokens_clipped
 
 
 def settings_of(bounds):
-    given = {"clip_low": bounds.low, "clip_high": bounds.high, "dual_clip": bounds.dual}
-    tau = {"tau_pos": bounds.tau_pos, "tau_neg": bounds.tau_neg} if bounds.algorithm == "sapo" else {}
-    return given | tau | {"algorithm": bounds.algorithm}
+    """Return the keyword arguments of policy_loss() for these bounds."""
+    settings = {
+        "algorithm": bounds.algorithm,
+        "clip_low": bounds.low,
+        "clip_high": bounds.high,
+        "dual_clip": bounds.dual,
+    }
+    # Only SAPO has temperatures.
+    if bounds.algorithm == "sapo":
+        settings["tau_pos"] = bounds.tau_pos
+        settings["tau_neg"] = bounds.tau_neg
+    return settings
 
 
-def ours(bounds, new, old, worths, weights, mask, **place):
-    theta = new.clone().requires_grad_()
-    found = policy_loss(theta, old, worths, mask, weights=weights, **settings_of(bounds), **place)
-    (gradient,) = torch.autograd.grad(found.per_token.sum(), theta)
-    return found.per_token.detach(), gradient, dict(zip(SUMS, found.statistics.sums.tolist(), strict=True))
+def library_loss(bounds, log_probs, old_log_probs, advantages, weights, mask, **placement):
+    """Return the library's (loss of each token, gradient of their sum, {statistic: sum over the tokens})."""
+    leaf = log_probs.clone().requires_grad_()
+    policy = policy_loss(leaf, old_log_probs, advantages, mask, weights=weights, **settings_of(bounds), **placement)
+    (gradient,) = torch.autograd.grad(policy.per_token.sum(), leaf)
+    return policy.per_token.detach(), gradient, sums_of(policy)
+
+
+def sums_of(policy):
+    """Return the sums of a policy loss, by name."""
+    return dict(zip(SUMS, policy.statistics.sums.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_values_gradients_and_counts_are_those_of_the_loops(name):
-    counted = Counter()
+    clipped_of_all_seeds = Counter()
     for seed in range(3):
-        tensors = drawn(seed)
-        loss, gradient, kinds = by_loops(BOUNDS[name], *tensors)
-        found, slope, sums = ours(BOUNDS[name], *tensors)
-        torch.testing.assert_close(found, loss, rtol=EXACT, atol=EXACT)
-        torch.testing.assert_close(slope, gradient, rtol=EXACT, atol=EXACT)
-        assert [sums[key] for key in ("clipped_low", "clipped_high", "dual_clipped")] == list(kinds.values())
-        counted.update(kinds)
+        tensors = random_batch(seed)
+        expected_losses, expected_gradient, tokens_clipped = oracle_loss(BOUNDS[name], *tensors)
+        losses, gradient, sums = library_loss(BOUNDS[name], *tensors)
+        torch.testing.assert_close(losses, expected_losses, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=EXACT, atol=EXACT)
+        assert sums["clipped_low"] == tokens_clipped["low"]
+        assert sums["clipped_high"] == tokens_clipped["high"]
+        assert sums["dual_clipped"] == tokens_clipped["dual"]
+        clipped_of_all_seeds.update(tokens_clipped)
+
+    # The batches have tokens that are clipped in every way that the objective knows.
     objective = OBJECTIVES[name]
-    assert objective.clips == (counted["low"] >= 3) == (counted["high"] >= 3)
-    assert (counted["dual"] > 0) == objective.takes_dual_clip
+    assert objective.clips == (clipped_of_all_seeds["low"] >= 3) == (clipped_of_all_seeds["high"] >= 3)
+    assert (clipped_of_all_seeds["dual"] > 0) == objective.takes_dual_clip
 
 
 @pytest.mark.parametrize("algorithm", ["gmpo", "cppo", "ppo_clip", "gspo"])
 def test_an_advantage_of_0_is_of_neither_sign(algorithm):
     """Log r of ±1 is beyond every bound, and an advantage of 0 pushes to neither side: no token is clipped."""
-    new = torch.tensor([[-1.0, -2.0, -1.0], [-2.0, -1.0, -2.0]], dtype=torch.float64)
-    old, mask = new.flip(0), torch.ones(2, 3, dtype=torch.bool)
-    found = policy_loss(new, old, torch.zeros(2, dtype=torch.float64), mask, algorithm=algorithm)
-    sums = dict(zip(SUMS, found.statistics.sums.tolist(), strict=True))
+    log_probs = float64([[-1.0, -2.0, -1.0], [-2.0, -1.0, -2.0]])
+    old_log_probs = log_probs.flip(0)
+    advantages = torch.zeros(2, dtype=torch.float64)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    policy = policy_loss(log_probs, old_log_probs, advantages, mask, algorithm=algorithm)
+    sums = sums_of(policy)
     assert sums["clipped_low"] == sums["clipped_high"] == 0
-    assert not found.per_token.any()
+    assert not policy.per_token.any()
 
 
 def test_gmpo_takes_the_log_ratio_of_an_advantage_of_0_as_it_is():
-    old = torch.tensor([[-2.0, -2.0]], dtype=torch.float64)
-    new, mask = old + torch.tensor([[0.1, 1.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
-    advantages = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    found = policy_loss(new, old, advantages, mask, algorithm="gmpo", clip_low=0.4, clip_high=0.4)
-    assert found.per_token.tolist() == [pytest.approx([-math.exp((0.1 + 1.0) / 2), 0.0])]
+    old_log_probs = float64([[-2.0, -2.0]])
+    log_probs = old_log_probs + float64([[0.1, 1.0]])
+    advantages = float64([[1.0, 0.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    policy = policy_loss(log_probs, old_log_probs, advantages, mask, algorithm="gmpo", clip_low=0.4, clip_high=0.4)
+    assert policy.per_token.tolist() == [pytest.approx([-math.exp((0.1 + 1.0) / 2), 0.0])]
 
 
-def parts(form):
-    """(layout, function that cuts [n, s] to this rank's tokens) for one way of cutting all rows."""
-    where = cp_place()
+def layout_on_rank(form):
+    """Return (this rank's layout, function that cuts its tokens out of [n, s]) for one way of cutting all rows."""
+    place_in_cp = cp_place()
+    cp_size = place_in_cp["cp_size"]
     if form != "packed":
-        layout = SequenceLayout.padded(ROWS, WIDTH // where["cp_size"], split=form, **where)
+        layout = SequenceLayout.padded(ROWS, WIDTH // cp_size, split=form, **place_in_cp)
         return layout, layout.cut
-    lengths = [WIDTH - 8 * (row % 4 == 3) for row in range(ROWS)]
-    local = [length // where["cp_size"] for length in lengths]
-    layout = SequenceLayout.packed([sum(local[:index]) for index in range(ROWS + 1)], **where)
-    return layout, lambda full: layout.cut(torch.cat([row[:length] for row, length in zip(full, lengths, strict=True)]))
+
+    # Every fourth row is short.
+    lengths = [WIDTH - 8 if row % 4 == 3 else WIDTH for row in range(ROWS)]
+    local_lengths = [length // cp_size for length in lengths]
+    bounds = [sum(local_lengths[:row]) for row in range(ROWS + 1)]
+    layout = SequenceLayout.packed(bounds, **place_in_cp)
+
+    def cut_packed(full):
+        return layout.cut(torch.cat([row[:length] for row, length in zip(full, lengths, strict=True)]))
+
+    return layout, cut_packed
 
 
-def on_shards(wanted, tensors, form):
-    """{objective: (loss and gradient, the same of the loops, collectives)} of this rank, with NaN outside the mask."""
-    (layout, cut), groups = parts(form), ParallelGroups.from_megatron()
-    new, old, worths, weights, mask = tensors
-    theta, before, filled = (cut(torch.where(mask, value, torch.nan)) for value in (new, old, weights))
-    found = {}
-    for name, want in wanted.items():
-        with recorded() as calls:
-            got = ours(BOUNDS[name], theta, before, worths, filled, cut(mask), layout=layout, groups=groups)
-        found[name] = got[:2], [cut(value) for value in want], list(calls)
-    return found
+def losses_on_rank(expected, tensors, form):
+    """Compute every objective on this rank's shard, with NaN outside of the mask.
+
+    Returns:
+        {objective: (losses and gradient, those of the oracle, collectives)}
+    """
+    layout, cut = layout_on_rank(form)
+    groups = ParallelGroups.from_megatron()
+    log_probs, old_log_probs, advantages, weights, mask = tensors
+    local_log_probs = cut(torch.where(mask, log_probs, torch.nan))
+    local_old_log_probs = cut(torch.where(mask, old_log_probs, torch.nan))
+    local_weights = cut(torch.where(mask, weights, torch.nan))
+    local_mask = cut(mask)
+
+    results = {}
+    for name, expected_tensors in expected.items():
+        with recorded() as collectives:
+            losses, gradient, _ = library_loss(
+                BOUNDS[name],
+                local_log_probs,
+                local_old_log_probs,
+                advantages,
+                local_weights,
+                local_mask,
+                layout=layout,
+                groups=groups,
+            )
+        expected_shards = [cut(tensor) for tensor in expected_tensors]
+        results[name] = (losses, gradient), expected_shards, list(collectives)
+    return results
 
 
 @functools.cache
-def wanted_of(form):
-    """({objective: loss and gradient of the loops}, the tensors that :func:`on_shards` gets)."""
-    new, old, worths, weights, mask = drawn()
+def expected_of(form):
+    """Return ({objective: the oracle's losses and gradient}, the tensors that they are computed from)."""
+    log_probs, old_log_probs, advantages, weights, mask = random_batch()
     if form == "packed":  # every fourth row is short
         mask[3::4, WIDTH - 8 :] = False
-    tensors = new, old, worths, weights, mask
-    return {name: by_loops(bounds, *tensors)[:2] for name, bounds in BOUNDS.items()}, tensors
+    tensors = (log_probs, old_log_probs, advantages, weights, mask)
+    expected = {}
+    for name, bounds in BOUNDS.items():
+        losses, gradient, _ = oracle_loss(bounds, *tensors)
+        expected[name] = (losses, gradient)
+    return expected, tensors
 
 
 @pytest.mark.parametrize(
@@ -165,94 +241,137 @@ def wanted_of(form):
     ids=str,
 )
 def test_shards_are_those_of_the_loops_with_at_most_one_sum(ranks, layout, form):
-    for rank in ranks.run(on_shards, layout, *wanted_of(form), form):
-        for name, (got, want, calls) in rank.items():
-            for one, other in zip(got, want, strict=True):
-                torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
-            numbers = SEVERAL.get(name)
-            assert calls == ([] if numbers is None else [("SUM", layout.cp, numbers * ROWS)]), name
+    expected, tensors = expected_of(form)
+    for results in ranks.run(losses_on_rank, layout, expected, tensors, form):
+        for name, ((losses, gradient), (expected_losses, expected_gradient), collectives) in results.items():
+            torch.testing.assert_close(losses, expected_losses, rtol=EXACT, atol=EXACT)
+            torch.testing.assert_close(gradient, expected_gradient, rtol=EXACT, atol=EXACT)
+            expected_collectives = []
+            if name in SUMMED_PER_SEQUENCE:
+                expected_collectives = [("SUM", layout.cp, SUMMED_PER_SEQUENCE[name] * ROWS)]
+            assert collectives == expected_collectives, name
 
 
 def test_a_certain_token_has_a_finite_divergence():
-    """log-probs of 0, above it by rounding, and so near that 1 - p is lost in p."""
-    some = [1e-5, 0.0, -1e-12, -1e-9, -1e-8, -1e-5, -0.1, -3.0, -60.0]
-    for log_p in some:
-        for log_q in some:
-            found = two_point_kl(*(torch.tensor(one, dtype=torch.float64) for one in (log_p, log_q))).item()
-            assert found == pytest.approx(two_point(log_p, log_q), rel=1e-12, abs=1e-15)
+    """Log-probs of 0, above it by rounding, and so near that 1 - p is lost in p."""
+    log_probs = [1e-5, 0.0, -1e-12, -1e-9, -1e-8, -1e-5, -0.1, -3.0, -60.0]
+    for log_p in log_probs:
+        for log_q in log_probs:
+            divergence = two_point_kl(float64(log_p), float64(log_q)).item()
+            assert divergence == pytest.approx(two_point(log_p, log_q), rel=1e-12, abs=1e-15)
     assert two_point(0.0, 0.0) == 0
+
     # verl adds 1e-8 inside the logarithm: 4 % off where 1 - p is of that size.
-    p, q = math.exp(-1e-7), math.exp(-4e-7)
-    verls = p * (-1e-7 + 4e-7) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
-    assert abs(verls / two_point(-1e-7, -4e-7) - 1) > 0.02
+    p = math.exp(-1e-7)
+    q = math.exp(-4e-7)
+    of_verl = p * (-1e-7 + 4e-7) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
+    assert abs(of_verl / two_point(-1e-7, -4e-7) - 1) > 0.02
 
 
 def test_cppo_has_less_room_for_late_tokens_of_a_response_that_is_far_already():
-    """By hand: three of four tokens move by 0.1, more than their budget of 0.04, and the fourth by 0.13."""
-    old, new = [math.log(0.5)] * 4, [math.log(0.6)] * 3 + [math.log(0.63)]
-    needed = over_budget(new, old)
-    second, third = 1 - 0.2 / 3, 1 - 0.4 / 3
-    later = [0.1 * second + 0.06, 0.1 * third + 0.06 * (1 + second), 0.8 * 0.13 + 0.06 * (1 + second + third)]
-    assert needed == pytest.approx([0.1, *later])
-    theta, mask = float64([new]), torch.ones(1, 4, dtype=torch.bool)
-    for high, kept in ((needed[3] + 1e-9, 4), (needed[3] - 1e-9, 3), (needed[2] - 1e-9, 2), (0.1 - 1e-9, 0)):
-        loss = policy_loss(theta, float64([old]), float64([2.0]), mask, algorithm="cppo", clip_high=high).per_token
-        assert loss[loss != 0].tolist() == pytest.approx([-2.4, -2.4, -2.4, -2.52][:kept])
-    # What goes back towards the old policy is always kept.
-    loss = policy_loss(theta, float64([old]), float64([-2.0]), mask, algorithm="cppo", clip_low=0.0).per_token
-    assert (loss != 0).all()
+    """An example by hand: three of four tokens move by 0.1, more than their budget of 0.04, and the fourth by 0.13."""
+    old = [math.log(0.5)] * 4
+    new = [math.log(0.6)] * 3 + [math.log(0.63)]
+    # The bound that each token needs: its own weighted distance, and by how much the tokens before it exceed their
+    # budget, (0.1 - 0.04) times the sum of their weights. The weights of the four tokens fall from 1 to 0.8.
+    second_weight = 1 - 0.2 / 3
+    third_weight = 1 - 0.4 / 3
+    expected_bounds = [
+        0.1,
+        0.1 * second_weight + 0.06,
+        0.1 * third_weight + 0.06 * (1 + second_weight),
+        0.8 * 0.13 + 0.06 * (1 + second_weight + third_weight),
+    ]
+    needed_bounds = over_budget(new, old)
+    assert needed_bounds == pytest.approx(expected_bounds)
+
+    log_probs = float64([new])
+    old_log_probs = float64([old])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    for clip_high, num_kept in (
+        (needed_bounds[3] + 1e-9, 4),
+        (needed_bounds[3] - 1e-9, 3),
+        (needed_bounds[2] - 1e-9, 2),
+        (0.1 - 1e-9, 0),
+    ):
+        losses = policy_loss(
+            log_probs, old_log_probs, float64([2.0]), mask, algorithm="cppo", clip_high=clip_high
+        ).per_token
+        assert losses[losses != 0].tolist() == pytest.approx([-2.4, -2.4, -2.4, -2.52][:num_kept])
+
+    # A token that goes back towards the old policy always keeps its loss.
+    losses = policy_loss(log_probs, old_log_probs, float64([-2.0]), mask, algorithm="cppo", clip_low=0.0).per_token
+    assert (losses != 0).all()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_far_and_certain_tokens_give_finite_losses_and_gradients(name):
-    some = float64([0.0, -1e-12, -1.0, -1e3, -1e30])
-    new, old = torch.cartesian_prod(some, some).T
+    extremes = float64([0.0, -1e-12, -1.0, -1e3, -1e30])
+    # All 25 pairs, each a response of one token.
+    new, old = torch.cartesian_prod(extremes, extremes).T
+    mask = torch.ones(25, 1, dtype=torch.bool)
     for dtype, sign in ((torch.float32, 1.0), (torch.float64, -1.0)):
-        theta = new.to(dtype).unsqueeze(1).requires_grad_()
-        worths, mask = torch.full((25,), sign, dtype=dtype), torch.ones(25, 1, dtype=torch.bool)
-        found = policy_loss(theta, old.to(dtype).unsqueeze(1), worths, mask, **settings_of(BOUNDS[name])).per_token
-        found.sum().backward()
-        assert found.isfinite().all()
-        assert theta.grad.isfinite().all()
+        log_probs = new.to(dtype).unsqueeze(1).requires_grad_()
+        old_log_probs = old.to(dtype).unsqueeze(1)
+        advantages = torch.full((25,), sign, dtype=dtype)
+        losses = policy_loss(log_probs, old_log_probs, advantages, mask, **settings_of(BOUNDS[name])).per_token
+        losses.sum().backward()
+        assert losses.isfinite().all()
+        assert log_probs.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_log_prob_that_is_no_number_is_not_hidden_by_a_bound(name):
-    for log_prob in ("new", "old"):
-        new, old, worths, _, mask = drawn()
-        {"new": new, "old": old}[log_prob][mask.nonzero()[0][0], mask.nonzero()[0][1]] = torch.nan
-        found = policy_loss(new, old, worths, mask, **settings_of(BOUNDS[name])).per_token
-        assert found.isnan().any() or (name == "reinforce" and log_prob == "old")
+    for spoilt in ("new", "old"):
+        log_probs, old_log_probs, advantages, _, mask = random_batch()
+        row, position = mask.nonzero()[0]
+        if spoilt == "new":
+            log_probs[row, position] = torch.nan
+        else:
+            old_log_probs[row, position] = torch.nan
+        losses = policy_loss(log_probs, old_log_probs, advantages, mask, **settings_of(BOUNDS[name])).per_token
+        # REINFORCE has no ratio to the old policy.
+        assert losses.isnan().any() or (name == "reinforce" and spoilt == "old")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_a_gpu_the_host_does_not_wait(name):
+    settings = settings_of(BOUNDS[name])
     with far_device() as device:
-        new, old, worths, weights, mask = (tensor.to("cuda") for tensor in drawn())
+        log_probs, old_log_probs, advantages, weights, mask = (tensor.to("cuda") for tensor in random_batch())
         layout = SequenceLayout.padded(ROWS, WIDTH)
         device.waits.clear()
-        found = policy_loss(new, old, worths, mask, weights=weights, layout=layout, **settings_of(BOUNDS[name]))
+        on_gpu = policy_loss(log_probs, old_log_probs, advantages, mask, weights=weights, layout=layout, **settings)
         assert not device.waits
-        want = policy_loss(*drawn()[:3], drawn()[4], weights=drawn()[3], **settings_of(BOUNDS[name]))
-        torch.testing.assert_close(found.per_token.cpu(), want.per_token, rtol=0, atol=0)
+
+        log_probs, old_log_probs, advantages, weights, mask = random_batch()
+        on_cpu = policy_loss(log_probs, old_log_probs, advantages, mask, weights=weights, **settings)
+        torch.testing.assert_close(on_gpu.per_token.cpu(), on_cpu.per_token, rtol=0, atol=0)
 
 
 def test_responses_without_a_token_and_batches_without_a_response():
     for rows, width in ((0, 4), (3, 0), (2, 4)):
-        tokens = torch.zeros(rows, width, dtype=torch.float64, requires_grad=True)
+        log_probs = torch.zeros(rows, width, dtype=torch.float64, requires_grad=True)
+        advantages = torch.ones(rows)
+        mask = torch.zeros(rows, width, dtype=torch.bool)
         for name, bounds in BOUNDS.items():
-            nothing = [tokens.detach(), torch.ones(rows), torch.zeros(rows, width, dtype=torch.bool)]
-            found = policy_loss(tokens, *nothing, **settings_of(bounds)).per_token
-            assert found.shape == (rows, width), name
-            assert not found.any()
+            losses = policy_loss(log_probs, log_probs.detach(), advantages, mask, **settings_of(bounds)).per_token
+            assert losses.shape == (rows, width), name
+            assert not losses.any()
 
 
 def test_defaults_are_the_papers():
     """DPPO's ratio is at most 20, and SAPO's temperatures are 1 and 1.05."""
-    theta, old, mask = float64([[-1.0, -1.0]]), float64([[-1.0 - math.log(30), -1.5]]), torch.ones(1, 2).bool()
-    wide = {"clip_low": 1.0, "clip_high": 1.0}
-    found = policy_loss(theta, old, float64([1.0]), mask, algorithm="dppo_tv", **wide).per_token
-    assert found.tolist()[0] == pytest.approx([20, math.exp(0.5)])
+    # Ratios of 30 and of e^0.5.
+    log_probs = float64([[-1.0, -1.0]])
+    old_log_probs = float64([[-1.0 - math.log(30), -1.5]])
+    mask = torch.ones(1, 2).bool()
+    losses = policy_loss(
+        log_probs, old_log_probs, float64([1.0]), mask, algorithm="dppo_tv", clip_low=1.0, clip_high=1.0
+    ).per_token
+    assert losses.tolist()[0] == pytest.approx([20, math.exp(0.5)])
+
     for sign, tau in ((1.0, 1.0), (-1.0, 1.05)):
-        found = policy_loss(theta, old, float64([sign]), mask, algorithm="sapo").per_token[0, 1].item()
-        assert found == pytest.approx(-sign * 4 / tau / (1 + math.exp(-tau * (math.exp(0.5) - 1))), rel=1e-14)
+        losses = policy_loss(log_probs, old_log_probs, float64([sign]), mask, algorithm="sapo").per_token
+        expected = -sign * 4 / tau / (1 + math.exp(-tau * (math.exp(0.5) - 1)))
+        assert losses[0, 1].item() == pytest.approx(expected, rel=1e-14)

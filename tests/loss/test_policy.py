@@ -23,23 +23,30 @@ def float64(values):
 
 
 def sums_of(statistics, *names):
-    named = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
-    return [named[name] for name in names]
+    sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
+    return [sums[name] for name in names]
 
 
 def derived(statistics):
-    sums, maxima = statistics.sums.tolist(), statistics.maxima.tolist()
-    return derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
+    sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
+    maxima = dict(zip(MAXIMA, statistics.maxima.tolist(), strict=True))
+    return derive_loss_metrics(sums, maxima)
 
 
 def kl_by_hand(estimator, difference):
-    """(value, derivative by log π_θ) of one token, in floats."""
+    """Return the KL penalty of one token and its derivative by log π_θ, in floats."""
+    # Below -20 the difference counts as -20, so that k3 is constant there.
     clamped = max(difference, -20.0)
-    inside = float(difference >= -20)
-    of_k3 = math.exp(-clamped) - 1 + clamped, (1 - math.exp(-clamped)) * inside
-    of_abs = abs(difference), float(difference > 0) - float(difference < 0)
-    known = {"k1": (difference, 1.0), "k2": (difference**2 / 2, difference), "k3": of_k3, "abs": of_abs}
-    value, slope = known[estimator.removesuffix("+")]
+    slope_of_k3 = 1 - math.exp(-clamped) if difference >= -20 else 0.0
+    sign = float(difference > 0) - float(difference < 0)
+    values_and_slopes = {
+        "k1": (difference, 1.0),
+        "k2": (difference**2 / 2, difference),
+        "k3": (math.exp(-clamped) - 1 + clamped, slope_of_k3),
+        "abs": (abs(difference), sign),
+    }
+    value, slope = values_and_slopes[estimator.removesuffix("+")]
+    # Estimators with a plus sign have the gradient of k2.
     return value, difference if estimator.endswith("+") else slope
 
 
@@ -54,37 +61,44 @@ def test_kl_estimators_follow_loops(estimator):
     coefficients = torch.randn(200, generator=generator, dtype=torch.float64)
     penalty = kl_penalty(log_probs, ref, estimator)
     (penalty * coefficients).sum().backward()
-    wanted = [kl_by_hand(estimator, difference) for difference in (log_probs - ref).tolist()]
-    values, slopes = (float64(each) for each in zip(*wanted, strict=True))
-    torch.testing.assert_close(penalty, values, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(log_probs.grad, slopes * coefficients, rtol=1e-12, atol=1e-12)
+
+    values_and_slopes = [kl_by_hand(estimator, difference) for difference in (log_probs - ref).tolist()]
+    expected_values = float64([value for value, _ in values_and_slopes])
+    expected_slopes = float64([slope for _, slope in values_and_slopes])
+    torch.testing.assert_close(penalty, expected_values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_probs.grad, expected_slopes * coefficients, rtol=1e-12, atol=1e-12)
     assert ref.grad is None
 
 
 def test_gspo_takes_the_mean_that_is_known():
-    log_probs, mask = float64([[-1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
-    known = {"algorithm": "gspo", "sequence_log_ratio": float64([0.1])}
-    loss = policy_loss(log_probs, log_probs, float64([1.0]), mask, **known)
+    log_probs = float64([[-1.0, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    known_mean = float64([0.1])
+    loss = policy_loss(log_probs, log_probs, float64([1.0]), mask, algorithm="gspo", sequence_log_ratio=known_mean)
     assert loss.per_token.tolist() == [pytest.approx([-math.exp(0.1)] * 2)]
 
 
 @pytest.mark.parametrize("algorithm", OBJECTIVES)
 def test_masked_positions_change_no_bit(algorithm):
     mask = torch.tensor([[True, False, True], [False, False, False]])
-    found = []
+    results = []  # for each filler: losses, gradients, sums and maxima
     for filler in (0.0, math.nan, math.inf):
         generator = torch.Generator().manual_seed(0)
-        values = [torch.where(mask, -torch.rand(2, 3, generator=generator), filler) for _ in range(4)]
-        log_probs, old, advantages, weights = values
+        inputs = [torch.where(mask, -torch.rand(2, 3, generator=generator), filler) for _ in range(4)]
+        log_probs, old, advantages, weights = inputs
         log_probs.requires_grad_()
         loss = policy_loss(log_probs, old, advantages, mask, algorithm=algorithm, weights=weights)
         loss.per_token.sum().backward()
         assert not log_probs.grad[~mask].any()
         assert not loss.per_token[~mask].any()
-        found.append((loss.per_token, log_probs.grad, loss.statistics.sums, loss.statistics.maxima))
-    assert found[0][1][mask].all()
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        results.append((loss.per_token, log_probs.grad, loss.statistics.sums, loss.statistics.maxima))
+
+    results_of_zeros = results[0]
+    gradient_of_zeros = results_of_zeros[1]
+    assert gradient_of_zeros[mask].all()
+    for results_of_filler in results[1:]:
+        for of_zeros, of_filler in zip(results_of_zeros, results_of_filler, strict=True):
+            assert torch.equal(of_zeros, of_filler)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +116,10 @@ def test_masked_positions_change_no_bit(algorithm):
         ({"kl_importance_weight": 1}, "kl_importance_weight=1 must be True or False"),
         *(
             (
-                {"kl_importance_weight": True, "kl_estimator": name},
-                f"^kl_importance_weight=True .*{re.escape(repr(name))}",
+                {"kl_importance_weight": True, "kl_estimator": estimator},
+                f"^kl_importance_weight=True .*{re.escape(repr(estimator))}",
             )
-            for name in ("k2", "abs", "abs+")
+            for estimator in ("k2", "abs", "abs+")
         ),
         ({"entropy_coef": math.inf}, "entropy_coef=inf"),
         ({"aggregation": "mean"}, "aggregation='mean'"),
@@ -117,20 +131,23 @@ def test_masked_positions_change_no_bit(algorithm):
 def test_objectives_that_cannot_work_are_refused_and_those_at_the_edge_are_not(fields, message):
     with pytest.raises(ValueError, match=message):
         PolicyLossConfig(**fields)
+    # At the edge.
     PolicyLossConfig(clip_low=1.0, clip_high=0.0, dual_clip=1.01, algorithm="gspo")
     PolicyLossConfig(clip_low=0.0, aggregation="token-sum", loss_scale_factor=0.5)
 
 
 def test_calls_that_cannot_be_are_refused():
-    some, tokens, layout = torch.zeros(1, 1), torch.zeros(2, 3), SequenceLayout.padded(2, 1)
+    single_token = torch.zeros(1, 1)
+    tokens = torch.zeros(2, 3)
+    narrower_layout = SequenceLayout.padded(2, 1)
     with pytest.raises(ValueError, match="algorithm='gpg'"):
-        policy_loss(some, some, some, some.bool(), algorithm="gpg")
+        policy_loss(single_token, single_token, single_token, single_token.bool(), algorithm="gpg")
     with pytest.raises(ValueError, match=r"log_probs .*\(2, 3\).*\(2, 1\)"):
-        policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
+        policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=narrower_layout)
     with pytest.raises(ValueError, match=r"ref_log_probs .*\(3,\)"):
         kl_penalty(tokens, torch.zeros(3))
     with pytest.raises(ValueError, match="estimator='k4'"):
-        kl_penalty(some, some, "k4")
+        kl_penalty(single_token, single_token, "k4")
 
 
 @pytest.mark.parametrize("name", ["old_log_probs", "response_mask", "weights", "advantages"])
@@ -141,66 +158,95 @@ def test_shapes_that_do_not_fit_are_named(name):
         "advantages": torch.zeros(2),
         "response_mask": torch.ones(2, 3, dtype=torch.bool),
     }
+    misshapen = torch.zeros(3, 3)
+    if name == "response_mask":
+        misshapen = misshapen.bool()
     with pytest.raises(ValueError, match=name):
-        policy_loss(**(arguments | {name: torch.zeros(3, 3).bool() if name == "response_mask" else torch.zeros(3, 3)}))
+        policy_loss(**(arguments | {name: misshapen}))
 
 
 def test_advantages_of_either_shape_are_those_of_sequences():
-    """Two sequences and two tokens, both of the second: as the correction reads them."""
-    tokens = torch.full((2,), -1.0)
-    advantages, layout = torch.tensor([5.0, -3.0]), SequenceLayout.packed([0, 0, 2])
-    found = policy_loss(tokens, tokens, advantages, tokens < 0, algorithm="reinforce", layout=layout)
-    assert found.per_token.tolist() == [-3.0, -3.0]
+    """Two advantages fit both two sequences and two tokens; they are read by sequence, as the correction does.
+
+    Both tokens belong to the second sequence.
+    """
+    log_probs = torch.full((2,), -1.0)
+    advantages = torch.tensor([5.0, -3.0])
+    layout = SequenceLayout.packed([0, 0, 2])
+    loss = policy_loss(log_probs, log_probs, advantages, log_probs < 0, algorithm="reinforce", layout=layout)
+    assert loss.per_token.tolist() == [-3.0, -3.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("algorithm", OBJECTIVES)
 def test_narrow_log_probs_are_reckoned_with_in_float32(algorithm, dtype):
-    """Of the numbers that are given the loss is exact, and no ratio overflows: exp(20) is no float16."""
+    """The loss is exact for the rounded log-probs, and no ratio overflows: exp(20) is no float16."""
     generator = torch.Generator().manual_seed(0)
-    given = -(4 * torch.rand(2, 3, 50, generator=generator)).to(dtype)
-    given[0, 0, 0], given[1, 0, 0] = 0.0, -30.0
-    mask, advantages = torch.rand(3, 50, generator=generator) > 0.2, torch.tensor([1.0, -1.0, 0.5])
+    # [2, sequences, tokens]: log π_θ and log π_old. The log-ratio of the first token is 30.
+    narrow = -(4 * torch.rand(2, 3, 50, generator=generator)).to(dtype)
+    narrow[0, 0, 0] = 0.0
+    narrow[1, 0, 0] = -30.0
+    mask = torch.rand(3, 50, generator=generator) > 0.2
     mask[0, 0] = True
-    losses, gradients, bounds = [], [], {"clip_high": 1e9} if algorithm == "ppo_clip" else {}
-    for theta, old in (given, given.double()):
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    bounds = {"clip_high": 1e9} if algorithm == "ppo_clip" else {}
+
+    losses = []
+    gradients = []
+    for theta, old in (narrow, narrow.double()):
         theta = theta.clone().requires_grad_()
-        found = policy_loss(theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **bounds)
-        loss = found.per_token + 0.1 * torch.where(mask, kl_penalty(theta, old, "k3"), 0)
+        objective = policy_loss(theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **bounds)
+        loss = objective.per_token + 0.1 * torch.where(mask, kl_penalty(theta, old, "k3"), 0)
         loss.sum().backward()
         losses.append(loss.detach())
         gradients.append(theta.grad)
-    assert losses[0].dtype == torch.float32
-    torch.testing.assert_close(losses[0].double(), losses[1], rtol=2e-6, atol=2e-6)
-    assert gradients[0].isfinite().all() == (dtype == torch.bfloat16 or gradients[1].abs().max() < 65504)
-    exact = gradients[1].abs() < 65504
-    torch.testing.assert_close(gradients[0][exact], gradients[1].to(dtype)[exact], rtol=2e-2, atol=2e-3)
+
+    narrow_loss, exact_loss = losses
+    assert narrow_loss.dtype == torch.float32
+    torch.testing.assert_close(narrow_loss.double(), exact_loss, rtol=2e-6, atol=2e-6)
+
+    # Gradients have the dtype of the log-probs. The largest float16 is 65504.
+    narrow_gradient, exact_gradient = gradients
+    all_are_representable = dtype == torch.bfloat16 or exact_gradient.abs().max() < 65504
+    assert narrow_gradient.isfinite().all() == all_are_representable
+    representable = exact_gradient.abs() < 65504
+    torch.testing.assert_close(
+        narrow_gradient[representable], exact_gradient.to(dtype)[representable], rtol=2e-2, atol=2e-3
+    )
 
 
 def test_statistics_merge():
-    """Those of two parts merge to those of the whole; nothing changes nothing."""
+    """Statistics of two parts merge to the statistics of the whole. Those of no token change nothing."""
     generator = torch.Generator().manual_seed(1)
-    log_probs, old = (-2 * torch.rand(6, 5, generator=generator).double() for _ in range(2))
-    mask, advantages = torch.rand(6, 5, generator=generator) < 0.7, torch.randn(6, generator=generator).double()
-    of = [
-        policy_loss(log_probs[rows], old[rows], advantages[rows], mask[rows], dual_clip=1.5).statistics
-        for rows in (slice(0, 6), slice(0, 2), slice(2, 6), slice(0, 0))
-    ]
-    whole, merged = of[0], of[1].merge(of[3]).merge(LossStatistics.nothing()).merge(of[2])
+    log_probs = -2 * torch.rand(6, 5, generator=generator).double()
+    old = -2 * torch.rand(6, 5, generator=generator).double()
+    mask = torch.rand(6, 5, generator=generator) < 0.7
+    advantages = torch.randn(6, generator=generator).double()
+
+    def statistics_of(rows):
+        return policy_loss(log_probs[rows], old[rows], advantages[rows], mask[rows], dual_clip=1.5).statistics
+
+    whole = statistics_of(slice(0, 6))
+    first_part = statistics_of(slice(0, 2))
+    second_part = statistics_of(slice(2, 6))
+    no_rows = statistics_of(slice(0, 0))
+    merged = first_part.merge(no_rows).merge(LossStatistics.nothing()).merge(second_part)
     torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-12, atol=0)
     assert torch.equal(merged.maxima, whole.maxima)
+    # Some tokens are clipped on either side, and some by the dual clip.
     assert min(sums_of(whole, *SUMS[:6])[3:]) > 0
-    assert torch.equal(of[3].maxima, LossStatistics.nothing().maxima)
+    assert torch.equal(no_rows.maxima, LossStatistics.nothing().maxima)
 
 
 def test_statistics_take_more_sums_and_become_metrics():
     log_probs = float64([[math.log(1.5), math.log(0.5), 0.0, 9.0]])
     mask = torch.tensor([[True, True, True, False]])
     loss = policy_loss(log_probs, torch.zeros_like(log_probs), float64([[1.0, -1.0, 1.0, 1.0]]), mask)
-    found = loss.statistics.plus(loss=float64(2.5), entropy=float64(6.0)).plus(entropy=float64(3.0))
-    metrics = derived(found.merge(LossStatistics.nothing()))
-    low, high = math.log(0.5), math.log(1.5)
-    wanted = {
+    statistics = loss.statistics.plus(loss=float64(2.5), entropy=float64(6.0)).plus(entropy=float64(3.0))
+    metrics = derived(statistics.merge(LossStatistics.nothing()))
+    low = math.log(0.5)
+    high = math.log(1.5)
+    expected = {
         "loss/total": 2.5,
         "policy/approx_kl": -(low + high) / 3,
         "policy/abs_log_ratio": (high - low) / 3,
@@ -212,10 +258,10 @@ def test_statistics_take_more_sums_and_become_metrics():
         "policy/entropy": 3,
         "policy/reference_kl": 0,
     }
-    assert metrics == pytest.approx(wanted)
-    assert derived(LossStatistics.nothing()) == dict.fromkeys(wanted, 0)
+    assert metrics == pytest.approx(expected)
+    assert derived(LossStatistics.nothing()) == dict.fromkeys(expected, 0)
     with pytest.raises(ValueError, match="kl is no statistic of the loss"):
-        found.plus(kl=float64(1.0))
+        statistics.plus(kl=float64(1.0))
 
 
 PER_TOKEN = [[1.0, 2.0, 50.0], [4.0, 60.0, 70.0], [80.0, 90.0, 99.0]]
@@ -234,31 +280,35 @@ MODES = {mode: {"mode": mode, "loss_scale_factor": factor} for mode, factor, *_ 
 
 @pytest.mark.parametrize(("mode", "factor", "loss", "gradient", "original_loss", "original_gradient"), BY_HAND)
 def test_aggregations_by_hand(mode, factor, loss, gradient, original_loss, original_gradient):
-    for denominator_mask, value, slopes in ((None, loss, gradient), (ORIGINAL, original_loss, original_gradient)):
+    cases = ((None, loss, gradient), (ORIGINAL, original_loss, original_gradient))
+    for denominator_mask, expected_loss, expected_gradient in cases:
         per_token = float64(PER_TOKEN).requires_grad_()
-        got = aggregate_loss(per_token, MASK, mode, loss_scale_factor=factor, denominator_mask=denominator_mask)
-        got.backward()
-        assert (got.dtype, got.dim()) == (torch.float64, 0)
-        assert got.item() == pytest.approx(value)
-        assert per_token.grad[MASK].tolist() == pytest.approx(slopes)
+        total = aggregate_loss(per_token, MASK, mode, loss_scale_factor=factor, denominator_mask=denominator_mask)
+        total.backward()
+        assert (total.dtype, total.dim()) == (torch.float64, 0)
+        assert total.item() == pytest.approx(expected_loss)
+        assert per_token.grad[MASK].tolist() == pytest.approx(expected_gradient)
         assert not per_token.grad[~MASK].any()
     assert tuple(MODES) == AGGREGATIONS
-    # Terms are added in float64.
-    ones = torch.tensor([[2.0**24, 1.0, 1.0]])
-    assert aggregate_loss(ones, ones > 0, "token-sum", loss_scale_factor=1.0).item() == 2**24 + 2
+
+    # Terms are added in float64: in float32, 2^24 + 1 is 2^24.
+    per_token = torch.tensor([[2.0**24, 1.0, 1.0]])
+    assert aggregate_loss(per_token, per_token > 0, "token-sum", loss_scale_factor=1.0).item() == 2**24 + 2
 
 
 @pytest.mark.parametrize("filler", [math.nan, math.inf])
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregation_does_not_see_masked_positions(mode, filler):
-    found = []
-    for value in (0.0, filler):
-        per_token = torch.where(MASK, torch.tensor(PER_TOKEN), value).requires_grad_()
+    losses = []
+    gradients = []
+    for masked_value in (0.0, filler):
+        per_token = torch.where(MASK, torch.tensor(PER_TOKEN), masked_value).requires_grad_()
         loss = aggregate_loss(per_token, MASK, denominator_mask=ORIGINAL, **MODES[mode])
         loss.backward()
-        found.append((loss.detach(), per_token.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        losses.append(loss.detach())
+        gradients.append(per_token.grad)
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize(
@@ -278,39 +328,47 @@ def test_aggregations_that_cannot_work_are_refused(arguments, message):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_accepted_tokens_lie_in_the_denominator(mode):
-    """A mean of ones would be 2.25: nine of them over four."""
-    ones, everything, some = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool), torch.zeros(3, 3, dtype=torch.bool)
-    some[0], some[1, 0] = True, True
+    """With nine accepted tokens over a denominator of four, a mean of ones would be 2.25."""
+    ones = torch.ones(3, 3)
+    all_tokens = torch.ones(3, 3, dtype=torch.bool)
+    four_tokens = torch.zeros(3, 3, dtype=torch.bool)
+    four_tokens[0] = True
+    four_tokens[1, 0] = True
     with pytest.raises(ValueError, match=r"5 .*denominator_mask"):
-        aggregate_loss(ones, everything, denominator_mask=some, **MODES[mode])
-    assert aggregate_loss(ones, some, denominator_mask=everything, **MODES[mode]).item() > 0
+        aggregate_loss(ones, all_tokens, denominator_mask=four_tokens, **MODES[mode])
+    assert aggregate_loss(ones, four_tokens, denominator_mask=all_tokens, **MODES[mode]).item() > 0
 
 
 def stray_on_ranks():
-    """What is raised where the last rank alone accepts tokens outside D."""
+    """The error if the last rank alone accepts tokens outside the denominator."""
     groups = ParallelGroups.from_megatron()
     accepted = torch.ones(1, 2, dtype=torch.bool)
-    denominator = torch.full((1, 2), group_rank(groups.dp_cp) < group_size(groups.dp_cp) - 1)
+    is_last_rank = group_rank(groups.dp_cp) == group_size(groups.dp_cp) - 1
+    denominator = torch.full((1, 2), not is_last_rank)
     return outcome(aggregate_loss, torch.ones(1, 2), accepted, denominator_mask=denominator, groups=groups)
 
 
 def test_tokens_outside_the_denominator_are_one_error_on_all_ranks(ranks):
-    found = ranks.run(stray_on_ranks, Layout(cp=2, dp=2))
-    assert len(set(found)) == 1
-    assert found[0].startswith("2 ")
-    assert "denominator_mask" in found[0]
+    messages = ranks.run(stray_on_ranks, Layout(cp=2, dp=2))
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("2 ")
+    assert "denominator_mask" in messages[0]
 
 
 def test_on_a_gpu_the_host_does_not_wait_for_the_loss():
-    """The device itself refuses tokens outside the denominator there."""
-    ones, everything, none = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.bool)
+    """On a GPU the device itself refuses tokens outside the denominator."""
+    ones = torch.ones(2, 3)
+    all_tokens = torch.ones(2, 3, dtype=torch.bool)
+    no_tokens = torch.zeros(2, 3, dtype=torch.bool)
     with far_device() as device:
-        values, accepted, empty = (tensor.to("cuda") for tensor in (ones, everything, none))
+        per_token = ones.to("cuda")
+        accepted = all_tokens.to("cuda")
+        empty_denominator = no_tokens.to("cuda")
         device.waits.clear()
-        loss = aggregate_loss(values, accepted, denominator_mask=accepted)
+        loss = aggregate_loss(per_token, accepted, denominator_mask=accepted)
         assert not device.waits
         with pytest.raises(RuntimeError, match="denominator_mask"):
-            aggregate_loss(values, accepted, denominator_mask=empty)
+            aggregate_loss(per_token, accepted, denominator_mask=empty_denominator)
         assert loss.cpu().item() == 1
 
 

@@ -90,3 +90,16 @@ def test_neighbours_are_next_positions_of_one_sequence(cp_size, split):
         last_has_none = torch.zeros(min(len(positions), 1), dtype=torch.bool)
         expected = torch.cat([is_next, last_has_none])
         assert torch.equal(layout.followed(torch.arange(len(positions))), expected)
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1])
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+def test_the_position_of_a_token_follows_from_its_place_in_the_shard(split, cp_rank):
+    for layout in (
+        SequenceLayout.packed([0, 0, 6, 8, 10], cp_rank=cp_rank, cp_size=2, split=split),
+        SequenceLayout.padded(3, 8, cp_rank=cp_rank, cp_size=2, split=split),
+    ):
+        sequences = layout.sequence_index
+        starts = layout.local_lengths.cumsum(0) - layout.local_lengths
+        offsets = torch.arange(len(sequences)) - starts[sequences]
+        assert torch.equal(layout.position_of(sequences, offsets), layout.positions().view(-1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,8 @@ class Advantages:
     """The estimator of advantages. All ranks of the last stage call it together, and no others."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.wanted, self.groups = config.advantages, groups
+        self.settings = config.advantages
+        self.groups = groups
 
     def of(self, scores: Scores, accepted: Tensor | None = None, weights: Tensor | None = None) -> Estimated:
         """Estimate the advantages.
@@ -68,125 +68,176 @@ class Advantages:
             as ``gpg``. Up to six SUMs of [n] over ``cp``: for estimators per token, for rewards of turns, for
             ``accepted``, for a KL in the rewards, and two for the weights of responses.
         """
-        mask = scores.cut.local.response_mask
-        kl = self._kl(scores) if self.wanted.kl_in_reward else None
-        name = self.wanted.advantage_estimator
-        if name in GROUP_ESTIMATORS:
-            per_row = self._of_responses(scores, name, kl, accepted, weights)
-            return Estimated(scores.cut.sides(per_row.float()), per_row != 0, kl=kl)
-        found = self._of_tokens(scores, kl, accepted, weights)
-        advantages = found.advantages
-        if self.wanted.whitens:
-            counted = mask if accepted is None else mask & accepted
-            advantages = whiten(advantages, counted, layout=scores.cut.local.layout, groups=self.groups)
+        local = scores.cut.local
+        kl = self._kl(scores) if self.settings.kl_in_reward else None
+        estimator = self.settings.advantage_estimator
+        if estimator in GROUP_ESTIMATORS:
+            row_advantages = self._of_responses(scores, estimator, kl, accepted, weights)
+            return Estimated(
+                advantages=scores.cut.sides(row_advantages.float()),
+                decided=row_advantages != 0,
+                kl=kl,
+            )
+
+        estimated = self._of_tokens(scores, kl, accepted, weights)
+        advantages = estimated.advantages
+        if self.settings.whitens:
+            counted = local.response_mask if accepted is None else local.response_mask & accepted
+            advantages = whiten(advantages, counted, layout=local.layout, groups=self.groups)
+        # One token with an advantage other than 0 decides its response.
         decided = self._by_row(scores, advantages != 0) > 0
-        return Estimated(advantages.float(), decided, found.returns.float() if name == "gae" else None, kl)
+        return Estimated(
+            advantages=advantages.float(),
+            decided=decided,
+            returns=estimated.returns.float() if estimator == "gae" else None,
+            kl=kl,
+        )
 
     def _of_responses(
-        self, scores: Scores, name: str, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
+        self, scores: Scores, estimator: str, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
     ) -> Tensor:
         """Advantages of responses, [rows], float64."""
-        rewards, kept = scores.rewards, self._kept(scores, accepted)
+        in_baselines = self._in_baselines(scores, accepted)
+        rewards = scores.rewards
         if kl is not None:
             penalty = _over_rollouts(scores.batch, self._by_row(scores, kl))
-            rewards = rewards.double() - self.wanted.kl_in_reward * penalty
-        lengths = scores.batch.response_mask.sum(1)
+            rewards = rewards.double() - self.settings.kl_in_reward * penalty
+        is_weighted = self.settings.advantage_baseline == "weighted"
         return group_advantages(
             rewards,
             scores.batch.group_ids,
-            estimator=name,
-            lengths=lengths,
-            weights=self._weights(scores, weights) if self.wanted.advantage_baseline == "weighted" else None,
-            kept=kept,
+            estimator=estimator,
+            lengths=scores.batch.response_mask.sum(1),
+            weights=self._response_weights(scores, weights) if is_weighted else None,
+            kept=in_baselines,
             rollout_ids=scores.batch.rollout_ids,
-            f_norm=self.wanted.gpg_f_norm,
+            f_norm=self.settings.gpg_f_norm,
             # All responses to a prompt are on one rank: only sums over the whole batch need the others.
-            groups=self.groups if GROUP_ESTIMATORS[name].uses_batch else None,
+            groups=self.groups if GROUP_ESTIMATORS[estimator].uses_batch else None,
         )
 
-    def _kept(self, scores: Scores, accepted: Tensor | None) -> Tensor:
-        """The responses in the baselines, [rows] bool."""
-        kept = ~dropped(scores.batch)
-        return kept if accepted is None else kept & (self._by_row(scores, accepted) > 0)
+    def _in_baselines(self, scores: Scores, accepted: Tensor | None) -> Tensor:
+        """The responses that count in the baselines, [rows] bool: not dropped, and with an accepted token."""
+        in_baselines = ~dropped(scores.batch)
+        if accepted is None:
+            return in_baselines
+        return in_baselines & (self._by_row(scores, accepted) > 0)
 
-    def _weights(self, scores: Scores, corrected: Tensor | None) -> Tensor | None:
-        """The weight of each response in the baseline of its prompt, [rows], float64; None: all count alike."""
+    def _response_weights(self, scores: Scores, token_weights: Tensor | None) -> Tensor | None:
+        """The weight of each response in the baseline of its prompt, [rows], float64; None: all count alike.
+
+        ``correction``: the mean of the correction's weights over the tokens of the rollout. ``ratio``: the bounded
+        ratio π_old/π_rollout of the whole rollout.
+        """
         local = scores.cut.local
-        if self.wanted.advantage_baseline_weights == "correction":
-            if corrected is None:
+        if self.settings.advantage_baseline_weights == "correction":
+            if token_weights is None:
                 return None
-            total = _over_rollouts(scores.batch, self._by_row(scores, corrected))
-            tokens = _over_rollouts(scores.batch, self._by_row(scores, local.response_mask))
-            return total / tokens.clamp(min=1)
-        old, rollout = _given(scores.old, "a forward-only pass"), local.rollout_log_probs
+            total_weight = _over_rollouts(scores.batch, self._by_row(scores, token_weights))
+            num_tokens = _over_rollouts(scores.batch, self._by_row(scores, local.response_mask))
+            return total_weight / num_tokens.clamp(min=1)
+
+        old = _required(scores.old, "a forward-only pass")
+        rollout = local.rollout_log_probs
         usable = local.response_mask & is_log_prob(old) & is_log_prob(rollout)
-        log_ratio = self._by_row(scores, torch.where(usable, old.double() - rollout.double(), 0))
-        log_ratio = _over_rollouts(scores.batch, log_ratio)
-        return exp_weight(log_ratio).clamp(max=self.wanted.advantage_baseline_bound)
+        token_log_ratio = torch.where(usable, old.double() - rollout.double(), 0)
+        log_ratio = _over_rollouts(scores.batch, self._by_row(scores, token_log_ratio))
+        return exp_weight(log_ratio).clamp(max=self.settings.advantage_baseline_bound)
 
     def _of_tokens(
         self, scores: Scores, kl: Tensor | None, accepted: Tensor | None, weights: Tensor | None
     ) -> TokenAdvantages:
         """Advantages of tokens, like the tokens, not whitened."""
-        local, sides = scores.cut.local, scores.cut.sides
-        mask, layout, name = local.response_mask, local.layout, self.wanted.advantage_estimator
-        where: dict[str, Any] = {"layout": layout, "groups": self.groups}
-        if name == "reinforce-pp-baseline":
-            of_groups = sides(self._of_responses(scores, "grpo-no-std", kl, accepted, weights))
-            each = torch.where(mask, layout.expand(of_groups), 0)
-            return TokenAdvantages(each, each)
+        mask = scores.cut.local.response_mask
+        layout = scores.cut.local.layout
+        estimator = self.settings.advantage_estimator
+        if estimator == "reinforce-pp-baseline":
+            row_advantages = self._of_responses(scores, "grpo-no-std", kl, accepted, weights)
+            advantages = torch.where(mask, layout.expand(scores.cut.sides(row_advantages)), 0)
+            return TokenAdvantages(advantages, returns=advantages)
+
         rewards = self._token_rewards(scores)
         if kl is not None:
-            rewards = rewards - self.wanted.kl_in_reward * kl
-        if name == "reinforce-pp":
-            returns = discounted_returns(rewards, mask, gamma=self.wanted.gamma, **where)
-            return TokenAdvantages(returns, returns)
-        if name == "remax":
-            return remax(rewards, sides(_given(scores.baselines, "a greedy response to each prompt")), mask, **where)
-        if name == "optimal-token-baseline":
-            old, squares = (_given(one, "a forward-only pass") for one in (scores.old, scores.squares))
-            # An unusable token has the energy 1 - 2 + 1; the correction decides what becomes of it.
-            usable = is_log_prob(old)
-            old, squares = torch.where(usable, old, 0), torch.where(usable, squares, 1)
-            ids, kept = sides(scores.batch.group_ids), sides(self._kept(scores, accepted))
-            return optimal_token_baseline(rewards, old, squares, mask, ids, weights=weights, kept=kept, **where)
-        values = _given(scores.values, "a critic").double()
-        return gae(rewards, values, mask, gamma=self.wanted.gamma, lam=self.wanted.gae_lambda, **where)
+            rewards = rewards - self.settings.kl_in_reward * kl
+        if estimator == "reinforce-pp":
+            returns = discounted_returns(rewards, mask, gamma=self.settings.gamma, layout=layout, groups=self.groups)
+            return TokenAdvantages(advantages=returns, returns=returns)
+        if estimator == "remax":
+            baselines = _required(scores.baselines, "a greedy response to each prompt")
+            return remax(rewards, scores.cut.sides(baselines), mask, layout=layout, groups=self.groups)
+        if estimator == "optimal-token-baseline":
+            return self._with_token_baseline(scores, rewards, accepted, weights)
+        return gae(
+            rewards,
+            _required(scores.values, "a critic").double(),
+            mask,
+            gamma=self.settings.gamma,
+            lam=self.settings.gae_lambda,
+            layout=layout,
+            groups=self.groups,
+        )
+
+    def _with_token_baseline(
+        self, scores: Scores, rewards: Tensor, accepted: Tensor | None, weights: Tensor | None
+    ) -> TokenAdvantages:
+        """Advantages with the optimal token baseline, from rewards like the tokens."""
+        old = _required(scores.old, "a forward-only pass")
+        squares = _required(scores.squares, "a forward-only pass")
+        # With π = Σπ² = 1 an unusable token has the energy 1 - 2 + 1 = 0; the correction decides what becomes of it.
+        usable = is_log_prob(old)
+        return optimal_token_baseline(
+            rewards,
+            torch.where(usable, old, 0),
+            torch.where(usable, squares, 1),
+            scores.cut.local.response_mask,
+            scores.cut.sides(scores.batch.group_ids),
+            weights=weights,
+            kept=scores.cut.sides(self._in_baselines(scores, accepted)),
+            layout=scores.cut.local.layout,
+            groups=self.groups,
+        )
 
     def _token_rewards(self, scores: Scores) -> Tensor:
         """Rewards like the tokens, float64: the parts of earlier turns at their last tokens, the rest at the end."""
-        local, rewards, early = scores.cut.local, scores.rewards.double(), scores.cut.local.turn_rewards
-        where: dict[str, Any] = {"layout": local.layout, "groups": self.groups}
-        if early is None:
-            return outcome_rewards(scores.cut.sides(rewards), local.response_mask, **where)
-        early = early.double() * scores.turn_scale
-        rest = scores.cut.sides(rewards - self._by_row(scores, early))
-        return early + outcome_rewards(rest, local.response_mask, **where)
+        local = scores.cut.local
+        final_rewards = scores.rewards.double()
+        turn_rewards = local.turn_rewards
+        if turn_rewards is not None:
+            turn_rewards = turn_rewards.double() * scores.turn_scale
+            final_rewards = final_rewards - self._by_row(scores, turn_rewards)
+
+        token_rewards = outcome_rewards(
+            scores.cut.sides(final_rewards), local.response_mask, layout=local.layout, groups=self.groups
+        )
+        return token_rewards if turn_rewards is None else turn_rewards + token_rewards
 
     def _kl(self, scores: Scores) -> Tensor:
         """KL to the reference, like the tokens, float64; 0 at masked tokens and at tokens with bad log-probs."""
         local = scores.cut.local
+        ref = _required(scores.ref, "a reference policy")
         old = local.rollout_log_probs if scores.old is None else scores.old
         usable = local.response_mask & is_log_prob(old)
-        here, there = (torch.where(usable, one.double(), 0) for one in (old, _given(scores.ref, "a reference policy")))
-        return torch.where(usable, kl_penalty(here, there, self.wanted.kl_in_reward_estimator), 0)
+        usable_old = torch.where(usable, old.double(), 0)
+        usable_ref = torch.where(usable, ref.double(), 0)
+        return torch.where(usable, kl_penalty(usable_old, usable_ref, self.settings.kl_in_reward_estimator), 0)
 
     def _by_row(self, scores: Scores, values: Tensor) -> Tensor:
         """Sums of tokens' values over whole responses, [rows], float64. Collectives: one SUM of [n] over ``cp``."""
         cut = scores.cut
         sums = all_reduce_sum(cut.local.layout.sum_sequences(values), self.groups.cp)
-        rows = torch.zeros(len(scores.rewards), dtype=torch.float64, device=sums.device)
-        return rows.index_add_(0, cut.rows.clamp(min=0), torch.where(cut.rows >= 0, sums, 0))
+        by_row = torch.zeros(len(scores.rewards), dtype=torch.float64, device=sums.device)
+        # Padding, whose row is -1, adds 0 to row 0.
+        return by_row.index_add_(0, cut.rows.clamp(min=0), torch.where(cut.rows >= 0, sums, 0))
 
 
 def _over_rollouts(batch: RolloutBatch, values: Tensor) -> Tensor:
-    """[rows] float64: the sum of a value over the rows of each row's rollout."""
+    """The sum of a value over the rows of each row's rollout, [rows] float64."""
     if batch.rollout_ids is None:
         return values
-    pairs = torch.stack([batch.group_ids.long(), batch.rollout_ids.long()], dim=1)
-    _, rollout = pairs.unique(dim=0, return_inverse=True)
-    sums = torch.zeros_like(values).index_add_(0, rollout, values)
-    return sums[rollout]
+    ids = torch.stack([batch.group_ids.long(), batch.rollout_ids.long()], dim=1)
+    _, rollout_of_row = ids.unique(dim=0, return_inverse=True)
+    sums = torch.zeros_like(values).index_add_(0, rollout_of_row, values)
+    return sums[rollout_of_row]
 
 
 def summarize(
@@ -202,24 +253,34 @@ def summarize(
     sums = torch.zeros(2 * mini_batches + 2, dtype=torch.float64)
     if scores is not None and estimated is not None:
         sums = all_reduce_sum(_counts(scores, estimated, mini_batches, groups), groups.dp_cp)
-    sums = broadcast(sums.to(group_device(groups.pp)), group_size(groups.pp) - 1, groups.pp).cpu()
+    last_stage = group_size(groups.pp) - 1
+    sums = broadcast(sums.to(group_device(groups.pp)), last_stage, groups.pp).cpu()
+
     decided, responses, (kl, tokens) = sums.split([mini_batches, mini_batches, 2])
-    return (decided / responses.clamp(min=1)).tolist(), {"reward/kl": float(kl / tokens)} if tokens else {}
+    decided_shares = (decided / responses.clamp(min=1)).tolist()
+    metrics = {"reward/kl": float(kl / tokens)} if tokens else {}
+    return decided_shares, metrics
 
 
 def _counts(scores: Scores, estimated: Estimated, mini_batches: int, groups: ParallelGroups) -> Tensor:
-    """This rank's counts; only CP rank 0 counts responses, each CP rank counts its own tokens."""
-    kept = ~dropped(scores.batch)
-    rows = torch.stack([estimated.decided & kept, kept]).double().unflatten(1, (mini_batches, -1)).sum(dim=2)
-    if group_rank(groups.cp):
-        rows = torch.zeros_like(rows)
-    tokens = rows.new_zeros(2)
+    """This rank's counts; only CP rank 0 counts responses, each CP rank counts its own tokens.
+
+    Decided responses of each mini-batch, responses of each mini-batch, the sum of the KL, and its tokens.
+    """
+    present = ~dropped(scores.batch)
+    by_row = torch.stack([estimated.decided & present, present]).double()
+    responses = by_row.unflatten(1, (mini_batches, -1)).sum(dim=2)
+    if group_rank(groups.cp) != 0:
+        responses = torch.zeros_like(responses)
+    kl_and_tokens = responses.new_zeros(2)
     if estimated.kl is not None:
-        tokens = torch.stack([estimated.kl.sum(), scores.cut.local.response_mask.sum(dtype=torch.float64)])
-    return torch.cat([rows.flatten(), tokens])
+        num_tokens = scores.cut.local.response_mask.sum(dtype=torch.float64)
+        kl_and_tokens = torch.stack([estimated.kl.sum(), num_tokens])
+    return torch.cat([responses.flatten(), kl_and_tokens])
 
 
-def _given(value: Tensor | None, what: str) -> Tensor:
+def _required(value: Tensor | None, source: str) -> Tensor:
+    """Return the value; ValueError that names its source if it is None."""
     if value is None:
-        raise ValueError(f"this estimator of advantages needs {what}")
+        raise ValueError(f"this estimator of advantages needs {source}")
     return value
