@@ -134,6 +134,12 @@ def _check_layers(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"{of_engine[0]} needs --transformer-impl transformer_engine: use it, or drop the flag"
             )
+    is_selective = config.compute.recompute_granularity == "selective"
+    if is_selective and "mlp" in fields.get("recompute_modules", ()) and config.transformer.add_bias_linear:
+        # Megatron hands the bias out of the recomputed part, and the backward then calls itself until memory is full.
+        raise ConfigurationError(
+            "--recompute-modules mlp needs --disable-bias-linear: Megatron's backward would never end; drop mlp"
+        )
     for name in _OF_GPUS:
         if fields.get(name) and config.launch.on_cpu:
             raise ConfigurationError(f"{config.typed(name)} needs a GPU: drop it")

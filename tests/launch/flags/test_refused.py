@@ -234,7 +234,15 @@ TABLES = {
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
     ),
-    "gelu": (GPT2, "", False, "--bias-activation-fusion :: --bias-activation-fusion | --openai-gelu"),
+    "gelu": (
+        GPT2,
+        "",
+        False,
+        """
+        --bias-activation-fusion :: --bias-activation-fusion | --openai-gelu
+        --recompute-granularity=selective --recompute-modules mlp :: --recompute-modules mlp | --disable-bias-linear
+        """,
+    ),
     "exported": (LLAMA, "--save-hf=hf", False, "--add-qkv-bias --qk-layernorm :: no Hugging Face architecture"),
 }
 ROWS = [
