@@ -207,19 +207,24 @@ def test_examples_import_public_names_alone(document):
             assert {alias.name for alias in node.names} <= set(public)
 
 
-def run(document, index=0):
-    """What an example of a page leaves behind; it stands by itself."""
-    namespace = {}
+def run(document, index=0, **names):
+    """What an example of a page leaves behind; it stands by itself, or begins with these names."""
+    namespace = dict(names)
     torch.manual_seed(0)
     exec(compile(blocks(ROOT / document, "python")[index], f"{document}, example {index}", "exec"), namespace)
     return namespace
 
 
-def test_readme_corrects_a_batch(capsys):
-    found = run("README.md")
+def test_readme_corrects_a_batch(monkeypatch, capsys):
+    one_call = run("README.md", 2)
     assert f"{PREFIX}kl" in capsys.readouterr().out
-    assert found["loss"].isfinite()
-    assert 0 < int(found["result"].mask.sum()) < int(found["response_mask"].sum())
+    assert one_call["loss"].isfinite()
+    assert 0 < int(one_call["result"].mask.sum()) < int(one_call["response_mask"].sum())
+
+    # The lines for a Megatron loop are the same call: here in one process, with the batch of the example.
+    monkeypatch.setattr(ParallelGroups, "from_megatron", classmethod(lambda cls: ParallelGroups()))
+    in_a_loop = run("README.md", 1, ParallelGroups=ParallelGroups, **one_call)
+    assert torch.equal(in_a_loop["loss"], one_call["loss"])
 
 
 def test_the_library_page_corrects_on_shards(monkeypatch):
