@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checks.step_checks import BadStepError, LeftOut, StepChecks
@@ -298,12 +297,3 @@ def test_megatrons_checks_of_a_step(ranks, tmp_path, more, losses, norms, messag
     words = flags(tmp_path, *more.split(), *Layout(dp=2).flags())
     said = agreed(ranks.run(checked, Layout(dp=2), words, losses, norms))
     assert said is message is None or said.startswith(message)
-
-
-def test_a_run_does_not_read_bad_batches_where_it_writes_them(tmp_path):
-    """A new run sets those of the old one aside."""
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}/other/../run/bad", "--train-iters=2", "--run-name")
-    with pytest.raises(ConfigurationError, match=r"--load-rollouts .*--run-name .*run$"):
-        run_config([*words, "run"])
-    with pytest.raises(ConfigurationError, match="no such folder"):
-        run_config([*words, "other"])

@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
@@ -116,10 +115,13 @@ def train_without_records(words):
         return run_training(words)
 
 
-def test_the_flag_needs_the_last_step_on_a_batch(tmp_path):
+def test_the_flag_needs_the_last_step_on_a_batch(tmp_path, caplog):
     words = [f"--save-rollouts={tmp_path}/records", "--save-log-probs", "--grpo-iterations=3"]
     config = run_config(flags(tmp_path, *words, "--train-iters=100"))
     steps = config.updates_per_rollout
-    run_config(flags(tmp_path, *words, f"--train-iters={steps}"))
-    with pytest.raises(ConfigurationError, match=rf"--save-log-probs .*--train-iters {steps - 1}: .*{steps}"):
-        run_config(flags(tmp_path, *words, f"--train-iters={steps - 1}"))
+    assert run_config(flags(tmp_path, *words, f"--train-iters={steps}")).rollouts.save_log_probs
+    assert not caplog.text
+
+    fewer = run_config(flags(tmp_path, *words, f"--train-iters={steps - 1}"))
+    assert not fewer.rollouts.save_log_probs
+    assert "--save-log-probs (needs --train-iters of a whole rollout batch)" in caplog.text
