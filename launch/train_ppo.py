@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
     Ends the process with 2 for flags that cannot work, 1 for a failed run, 3 for one that a guard ended.
     """
-    if "RANK" in os.environ:
-        # A launcher that is killed leaves no rank behind.
-        end_with_parent(os.getppid())
+    if "RANK" not in os.environ:
+        say_error("start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`")
+        sys.exit(USAGE_ERROR)
+    # A launcher that is killed leaves no rank behind.
+    end_with_parent(os.getppid())
     if signal_of_launcher() is not None:
         sys.exit(0)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ["RANK"])
     lines = logging.StreamHandler()
     lines.setFormatter(VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[lines])
@@ -86,10 +88,6 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
 def _main(words: Sequence[str], run: Run | None) -> None:
     """Do the work of this rank."""
-    if "RANK" not in os.environ:
-        raise RunError(
-            "start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`", USAGE_ERROR
-        )
     try:
         config, task = configure(words, int(os.environ["WORLD_SIZE"]))
     except ConfigurationError as error:

@@ -152,8 +152,6 @@ class _Run:
 
     def save(self) -> None:
         """Make the last save; tell the launcher that nothing can be lost any more."""
-        # The condition may tell of a ruined model: the user goes on from an older checkpoint.
-        self.trainer.writer.keeps_older = self.guard is not None
         self.saver.at_the_end()
         self.save_hf(at_end=True)
         self.request.is_saved = self.is_kept
@@ -180,7 +178,9 @@ class _Run:
                 except Exception as error:  # files, drawings and boards may raise anything
                     _log.warning("%s; its report failed (%s: %s)", note, type(error).__name__, one_line(error))
         if self.guard is not None:
-            raise self.guard
+            save = self.config.checkpoints.save
+            place = f"; checkpoint {self.trainer.iteration} in {save} holds the steps so far" if save else ""
+            raise RunError(f"{self.guard}{place}", self.guard.code)
 
     def _evaluate_last(self, note: str) -> None:
         """Give the engines the last weights and evaluate them, if ``--eval-interval`` asks for that."""
@@ -255,6 +255,8 @@ class _Run:
             reported = row | self.saver.metrics
             self.reporter.step(step, reported, self.distributions)
             self.guard = self.guards.step(step, reported)
+            # The condition may tell of a ruined model: the user goes on from an older checkpoint.
+            self.trainer.writer.keeps_older = self.guard is not None
         self.steps.check(row)
         self.profiling(step)
 
