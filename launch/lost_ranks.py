@@ -1,9 +1,10 @@
-"""Ends of other machines' ranks: told through the ranks' store, or seen from a store that does not answer.
+"""Ends of other machines' ranks: told through the ranks' store, or seen from machines that are silent.
 
 torchrun's agent ends the ranks of its own machine when one of them is gone. Ranks of other machines may wait in a
 collective, or for an engine, without a sign of that end, so a thread of each rank looks into the store every second. A
 call of the store may wait for ever if the machine of rank 0, which holds it, is cut off. So a second thread looks at
-the number of its own looks since the last answer alone; a job that was suspended as a whole goes on.
+nothing but the number of its looks since the last answer. Rank 0 looks at signs of life of the other machines likewise.
+Silence is counted in looks, so that a job that was suspended as a whole goes on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
 _TELL_SECONDS = 3
 _LOST = "lost"
+# Added to the signs of life of a machine whose work is done.
+_ENDED = 1 << 40
 
 
 class LostRanks:
@@ -37,7 +40,15 @@ class LostRanks:
     def __init__(self, limit: float, leave: Callable[[str, bool], NoReturn]) -> None:
         self.limit, self._leave = limit, leave
         self._host, self._port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        self._attempt = int(os.environ.get(ATTEMPT, "0"))
+        self._is_first = os.environ.get("RANK") == "0"
+        self._is_first_of_machine = os.environ.get("LOCAL_RANK") == "0"
+        self._machine = int(os.environ.get("GROUP_RANK", "0"))
+        self._num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self._looks_without_answer = 0
+        # By the number of the machine, on rank 0.
+        self._signs: dict[int, int] = {}
+        self._looks_without_sign: dict[int, int] = {}
         self._is_over = threading.Event()
         self._is_started = False
 
@@ -58,34 +69,56 @@ class LostRanks:
         if not self._is_started:
             return None
         time.sleep(_SILENT_SECONDS + 2 * LOOK_SECONDS)
-        return self._in_words() if self._looks_without_answer * LOOK_SECONDS >= _SILENT_SECONDS else None
+        if self._looks_without_answer * LOOK_SECONDS < _SILENT_SECONDS:
+            return None
+        return self._in_words(self._first_machine, self._looks_without_answer)
 
     def _look_into_store(self) -> None:
-        """Look for ranks that are lost, while the store answers."""
-        attempt = int(os.environ.get(ATTEMPT, "0"))
+        """Look for ranks that are lost, and give signs of life, while the store answers."""
         with suppress(RuntimeError):  # the store is gone, which the other thread sees
             store = _store(self._host, self._port, self.limit)
-            if attempt:
+            if self._attempt:
                 # Ranks of the start before may still wait on other machines.
-                store.set(f"{_LOST} {attempt - 1}", "a rank failed: all are started again")
+                store.set(f"{_LOST} {self._attempt - 1}", "a rank failed: all are started again")
+            machines = [f"machine {number} of start {self._attempt}" for number in range(self._num_machines)]
             while not self._is_over.wait(LOOK_SECONDS):
-                is_lost = store.check([f"{_LOST} {attempt}"])
-                self._looks_without_answer = 0
-                if is_lost:
-                    self._leave(store.get(f"{_LOST} {attempt}").decode(), False)
+                self._look(store, machines)
+            if self._is_first_of_machine:
+                store.add(machines[self._machine], _ENDED)
+
+    def _look(self, store: Any, machines: list[str]) -> None:
+        """Look once; ``machines``: the keys under which the machines count up their signs of life."""
+        lost = f"{_LOST} {self._attempt}"
+        is_lost = store.check([lost])
+        self._looks_without_answer = 0
+        if is_lost:
+            self._leave(store.get(lost).decode(), False)
+        if self._is_first_of_machine:
+            store.add(machines[self._machine], 1)
+        if self._is_first:
+            for number, key in enumerate(machines):
+                signs = store.add(key, 0)
+                is_alive = signs != self._signs.get(number) or signs >= _ENDED
+                self._looks_without_sign[number] = 0 if is_alive else self._looks_without_sign[number] + 1
+                self._signs[number] = signs
+                if self._looks_without_sign[number] * LOOK_SECONDS >= self.limit:
+                    store.set(lost, self._in_words(f"machine {number} of this run", self._looks_without_sign[number]))
 
     def _watch_answers(self) -> None:
         """End this rank when the store has not answered for too long; touches nothing that may wait."""
         while not self._is_over.wait(LOOK_SECONDS):
             self._looks_without_answer += 1
             if self._looks_without_answer * LOOK_SECONDS >= self.limit:
-                self._leave(self._in_words(), True)
+                self._leave(self._in_words(self._first_machine, self._looks_without_answer), True)
 
-    def _in_words(self) -> str:
-        silent = self._looks_without_answer * LOOK_SECONDS
+    @property
+    def _first_machine(self) -> str:
+        return f"the machine of rank 0 ({self._host})"
+
+    def _in_words(self, machine: str, looks: int) -> str:
         return (
-            f"the machine of rank 0 ({self._host}) has not answered for {silent:.0f} s (--distributed-timeout-minutes "
-            f"{self.limit / 60:g}): it is cut off from this machine, or stands still"
+            f"{machine} has not answered for {looks * LOOK_SECONDS:.0f} s (--distributed-timeout-minutes "
+            f"{self.limit / 60:g}): it is cut off, or stands still"
         )
 
 
