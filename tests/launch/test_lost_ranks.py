@@ -1,7 +1,5 @@
 """Ends of other machines' ranks, through a real store: told, or seen from a machine that is silent."""
 
-import os
-import re
 import signal
 import socket
 import subprocess
@@ -54,7 +52,7 @@ def join(monkeypatch):
 @pytest.fixture
 def port():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    yield server.port
+    return server.port
 
 
 def test_a_store_that_does_not_answer_ends_the_rank_at_the_limit(join):
@@ -71,9 +69,8 @@ def test_a_store_that_does_not_answer_ends_the_rank_at_the_limit(join):
             server.kill()
     number, words, is_cut_off = join.left[0]
     assert (number, is_cut_off) == (1, True)
-    assert re.fullmatch(
-        r"the machine of rank 0 \(127\.0\.0\.1\) has not answered for .* s \(--distributed-time.*", words
-    )
+    assert words.startswith("the machine of rank 0 (127.0.0.1) has not answered for ")
+    assert "--distributed-timeout-minutes" in words
 
 
 def test_a_launcher_tells_the_ranks_of_other_machines(join, port, monkeypatch):
