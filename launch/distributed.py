@@ -71,7 +71,8 @@ def _make_user_buffers(config: RunConfig) -> None:
     """Make Transformer Engine's buffers for ``--tp-comm-overlap``, with Megatron-LM's arguments."""
     from transformer_engine.pytorch.module import base
 
-    given, training = config.megatron.given, config.training
+    given = config.megatron.given
+    training = config.training
     kinds: dict[str, Any] = {"use_fp8": "fp8" in given}
     modes = getattr(base, "UserBufferQuantizationMode", None)  # of Transformer Engine 2.7 and later
     if modes is not None:

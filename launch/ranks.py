@@ -149,10 +149,12 @@ def _check_names(args: argparse.Namespace) -> None:
     import torch
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    remedy, host, flag = "give its address, or enter the name in DNS or /etc/hosts", args.master_addr, "--master-addr"
+    host = args.master_addr
+    user = f"--master-addr {host}"
     if args.rdzv_endpoint:
-        (host, _), flag = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0), "--rdzv-endpoint"
-    _check_resolves(host, f"{flag} {args.rdzv_endpoint or host}", remedy)
+        host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+        user = f"--rdzv-endpoint {args.rdzv_endpoint}"
+    _check_resolves(host, user, "give its address, or enter the name in DNS or /etc/hosts")
     by_name = not torch.cuda.is_available() and "GLOO_SOCKET_IFNAME" not in os.environ
     if by_name or args.rdzv_backend != "static":
         _check_resolves(socket.gethostname(), "this machine", "enter the name in DNS or /etc/hosts")
@@ -163,18 +165,18 @@ def _check_resolves(host: str, user: str, remedy: str) -> None:
 
     The message has ``user``, the flag with the name, and ``remedy``.
     """
-    found = threading.Event()
+    has_address = threading.Event()
 
     def look_up() -> None:
         until = time.monotonic() + LOOKUP_SECONDS
-        while not found.is_set() and time.monotonic() < until:
+        while not has_address.is_set() and time.monotonic() < until:
             with suppress(OSError, UnicodeError):
                 socket.getaddrinfo(host, None)
-                found.set()
+                has_address.set()
             time.sleep(_AGAIN_SECONDS)
 
     threading.Thread(target=look_up, daemon=True).start()
-    if not found.wait(LOOKUP_SECONDS):
+    if not has_address.wait(LOOKUP_SECONDS):
         raise ConfigurationError(
             f"{user}: the name {host} has no address, looked up for {LOOKUP_SECONDS:.0f} s: {remedy}"
         )

@@ -84,22 +84,26 @@ class Guards:
         """Count a step of one condition; an error clears the count, because the run may be resumed from there."""
         if condition.metric not in row:
             return None
-        value, found, error = row[condition.metric], self._met[condition], None
-        found.append((value, row.get("reward/nonzero_advantages") == 0))
+        value = row[condition.metric]
+        steps_in_a_row = self._met[condition]
+        steps_in_a_row.append((value, row.get("reward/nonzero_advantages") == 0))
+        error = None
         if condition.holds(value):
-            if len(found) < condition.steps:
+            if len(steps_in_a_row) < condition.steps:
                 return None
-            error = _met(condition, step, found)
-        found.clear()
+            error = _met(condition, step, steps_in_a_row)
+        steps_in_a_row.clear()
         return error
 
 
-def _met(condition: Condition, step: int, found: Sequence[tuple[float, bool]]) -> RunError:
+def _met(condition: Condition, step: int, steps_in_a_row: Sequence[tuple[float, bool]]) -> RunError:
+    """The error of a condition, from each step's value and whether that step had no signal."""
     side = condition.comparison[0]
     fitting = (words for (name, sides), words in _ADVICE.items() if condition.metric.endswith(name) and side in sides)
     advice = next(fitting, _OTHERWISE)
-    if condition.metric == "reward/mean" and side == "<" and 2 * sum(silent for _, silent in found) >= len(found):
+    without_signal = sum(is_without_signal for _, is_without_signal in steps_in_a_row)
+    if condition.metric == "reward/mean" and side == "<" and 2 * without_signal >= len(steps_in_a_row):
         advice = _COLLAPSED
-    values = ", ".join(f"{value:.3g}" for value, _ in found[-3:])
+    values = ", ".join(f"{value:.3g}" for value, _ in steps_in_a_row[-3:])
     words = f"stopped by --stop-if '{condition.text}' after step {step} ({condition.metric} was {values}): {advice}"
     return RunError(words, GUARD)

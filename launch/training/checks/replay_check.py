@@ -78,7 +78,8 @@ class ReplayCheck:
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         self.lines: list[str] = []
         self._not_judged = (K3Sums(), K3Sums())  # of batches that were too small for a verdict
         self._is_first = self._awaits_verdict = True
@@ -149,7 +150,8 @@ class ReplayCheck:
     def _judge(self, iteration: int, whole: K3Sums, limited: K3Sums) -> None:
         """Judge a batch, with those before it that had too few tokens; RunError on every rank if replay is wrong."""
         whole_before, limited_before = self._not_judged
-        whole, limited = whole.plus(whole_before), limited.plus(limited_before)
+        whole = whole.plus(whole_before)
+        limited = limited.plus(limited_before)
         words = _in_words(whole, limited)
         # Each tensor-parallel rank has added up its own numbers, whose last digits may differ: one verdict for all.
         is_wrong = whole.is_worse_with_replay or limited.is_worse_with_replay

@@ -13,7 +13,8 @@ from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 
 # Megatron-Core's number of values for comparison, and its factor of a value that is too large.
-_SAMPLES, _FACTOR = 100, 10.0
+_SAMPLES = 100
+_FACTOR = 10.0
 
 
 class BadStepError(RunError):
@@ -27,9 +28,12 @@ class StepChecks:
     """
 
     def __init__(self, config: RunConfig, whose: str = "the", rate: str = "--lr") -> None:
-        self.config, self.wanted, self.whose = config, config.training, whose
+        self.config = config
+        self.wanted = config.training
+        self.whose = whose
         self.advice = f"the step was not made; lower {rate}, or look at the rewards and log-probs of this batch"
-        self.losses, self.gradients = _Largest(), _Largest()
+        self.losses = _Largest()
+        self.gradients = _Largest()
 
     def loss(self, step: int, loss: float) -> None:
         """Check the loss, which is equal on all ranks.
@@ -117,7 +121,8 @@ class _Largest:
     """The largest of the first values, for comparison with later values, as in Megatron's rerun machine."""
 
     def __init__(self) -> None:
-        self.count, self.largest = 0, 0.0
+        self.count = 0
+        self.largest = 0.0
 
     def exceeded_by(self, value: float) -> float | None:
         """The largest of the first values if this value is ten times as large, else None; the first values are kept."""
