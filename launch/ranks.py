@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megatron_rc.launch.ending import FOLDER, Message, messages, messages_of_ranks, signal_of_launcher
 from megatron_rc.launch.errors import ConfigurationError, one_line
 from megatron_rc.launch.lost_ranks import tell_other_machines
-from megatron_rc.launch.standard_error import visible
+from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.stopping import SAVE_AND_END, signals_to_ranks
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def _leave_when_cut_off() -> None:
         is_cut_off = told is not None and told.is_cut_off
         # The second time torchrun had its seconds to end, or to start the ranks again.
         if told is not None and is_cut_off and was_cut_off:
-            sys.stderr.write(f"error: {visible(str(told.error))}\n")
-            sys.stderr.flush()
+            say_error(str(told.error))
+            shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
             os._exit(FAILURE)
 
 

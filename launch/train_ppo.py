@@ -68,23 +68,36 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     lines.setFormatter(VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[lines])
     tell_start()
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     try:
-        # torchrun's table of failures shows a recorded error.
-        record(_main)(sys.argv[1:] if argv is None else argv, run)
+        _recorded(_main)(sys.argv[1:] if argv is None else argv, run)
+        code = 0
     except RunError as error:
-        end(str(error), error.code)
+        code = say_end(str(error), error.code)
     except ValueError as error:
-        end(str(error), FAILURE)
+        code = say_end(str(error), FAILURE)
     except Exception as error:
         tell(error=f"rank {rank}: {type(error).__name__}: {one_line(error)}", code=FAILURE)
-        raise
-    # Python's own end would wait for, or crash, threads of an engine whose work a signal gave up.
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = FAILURE
+    # Python's own end would wait for threads in compiled code, as of an engine whose work was given up.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
+
+
+def _recorded(work: Callable[[Sequence[str], Run | None], None]) -> Callable[[Sequence[str], Run | None], None]:
+    """The work, with an error that leaves it in torchrun's table of failures."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class ErrorFile(ErrorHandler):
+        """torchrun's file of an error; a folder that is full or gone must not hide the error."""
+
+        def record_exception(self, e: BaseException) -> None:
+            with contextlib.suppress(OSError):
+                super().record_exception(e)
+
+    return record(work, ErrorFile())
 
 
 def _main(words: Sequence[str], run: Run | None) -> None:
@@ -206,8 +219,8 @@ def _say_restart() -> None:
         sys.stderr.write(f"a rank failed: all are started again (restart {attempt} of {most})\n")
 
 
-def end(message: str, code: int) -> NoReturn:
-    """End this rank with a sentence about the run.
+def say_end(message: str, code: int) -> int:
+    """Say why the run ends; return the exit code of this rank for a run that is to end with ``code``.
 
     Under the launcher the launcher says it. Otherwise the rank does; because most errors are alike on all ranks, the
     first rank of each machine says it at once, and the others after a wait in which torchrun ends them.
@@ -215,11 +228,11 @@ def end(message: str, code: int) -> NoReturn:
     is_told = tell(error=message, code=code)
     if is_told:
         # With another code torchrun would start the ranks again; the launcher gives the code.
-        sys.exit(0 if code == GUARD else code)
+        return 0 if code == GUARD else code
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(WAIT_SECONDS)
     say_error(message)
-    sys.exit(code)
+    return code
 
 
 def _end_at_once(message: str, is_cut_off: bool) -> NoReturn:
