@@ -49,9 +49,9 @@ def run_check(config: RunConfig, task: Task) -> bool:
     """Run the check on this rank and print the findings on rank 0; return True, since there is nothing to save.
 
     Raises:
-        AgreedError: on every rank: a finding does not agree; the message names it.
+        RolloutError: on every rank: a finding does not agree; the message names it.
     """
-    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.rollouts.collector import RolloutError
 
     findings = check_engine(config, task)
     if torch.distributed.get_rank() == 0:
@@ -60,7 +60,7 @@ def run_check(config: RunConfig, task: Task) -> bool:
         sys.stdout.flush()
     wrong = [finding.about for finding in findings if not finding.agrees]
     if wrong:
-        raise AgreedError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
+        raise RolloutError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
     return True
 
 

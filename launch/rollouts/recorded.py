@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 
 _log = logging.getLogger("megatron_rc")
 _NAME = re.compile(r"step-(\d{7})-replica-(\d{4})\.safetensors")
@@ -107,8 +107,30 @@ class RecordedRollouts:
         share = self.sequences // replicas
         return batch.rows(slice(replica * share, (replica + 1) * share))
 
+    def read_for(self, config: RunConfig, index: int, replica: int) -> RolloutBatch:
+        """:meth:`read`, for a run with this configuration; ValueError if the run cannot train on the records."""
+        batch = self.read(index, replica, config.data_parallel_size)
+        _check_sampling(batch.sampling, config)
+        _check_split_rollouts(batch, config)
+        return batch
 
-def check_split_rollouts(batch: RolloutBatch, config: RunConfig) -> None:
+
+def _check_sampling(recorded: SamplingParams, config: RunConfig) -> None:
+    """Check that records were sampled as the flags say, for the trainer computes the same distribution."""
+    flags = {"temperature": "rl-default-temperature"}
+    if not config.rollouts.allow_truncated_sampling:
+        flags |= {"top_p": "rollout-top-p", "top_k": "rollout-top-k", "min_p": "rollout-min-p"}
+    for name, flag in flags.items():
+        was = getattr(recorded, name)
+        now = getattr(config.rollouts.sampling, name)
+        if was != now:
+            raise ValueError(
+                f"the rollouts in {config.rollouts.load_rollouts} were sampled at {name} {was}, --{flag} is {now}: "
+                "set it alike"
+            )
+
+
+def _check_split_rollouts(batch: RolloutBatch, config: RunConfig) -> None:
     """Check that a run can train on rollouts of several rows; ValueError names the flag that counts each row."""
     if not batch.has_split_rollouts:
         return

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_rc.launch.engines import open_addresses
 from megatron_rc.launch.engines.open_addresses import addresses_of_machine, warning_of_open_addresses
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from tests.support.paths import ROOT
 from tests.support.rollout_servers import Server, given, running, weights
 from tests.support.training_runs import logged
@@ -115,11 +115,11 @@ def test_every_command_that_starts_a_server_names_the_loopback():
     files += [ROOT / "README.md", ROOT / "Makefile", ROOT / "CONTRIBUTING.md"]
     found = {path: STARTED.findall(path.read_text(encoding="utf-8")) for path in files}
     commands = [(path.name, command) for path, several in found.items() for command in several]
-    assert {name for name, _ in commands} >= {"rollouts.md", "launching.md", "vllm_server.py", "sglang_server.py"}
+    assert {name for name, _ in commands} >= {"rollouts.md", "launching.md", "vllm_client.py", "sglang_client.py"}
     assert [(name, command) for name, command in commands if command != "--host 127.0.0.1"] == []
 
 
-@pytest.mark.parametrize("kind", [VllmServerEngine, SglangServerEngine])
+@pytest.mark.parametrize("kind", [VllmClient, SglangClient])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_engine_says_so_once_at_its_start(tmp_path, kind, host):
     class Open(Server):

@@ -5,7 +5,7 @@ import threading
 
 from megatron_rc.launch.engines import Progress
 from megatron_rc.launch.engines.requests import RequestLimit
-from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from megatron_rc.launch.engines.vllm_client import ROUTE, VllmClient
 from megatron_rc.records.rollout import SamplingParams
 from tests.launch.engines.test_servers import in_choice
 from tests.support.partial_rollouts import wait_until
@@ -58,13 +58,13 @@ def asked(server):
 
 
 def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_path):
-    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True, concurrency=3)
+    engine = given(VllmClient, server, tmp_path, 3, partial_rollouts=True, concurrency=3)
     server.together = gate = threading.Event()
     later, earlier = {}, {}
     threads = [call(engine, 2, later)]
     wait_until(lambda: len(asked(server)) == 3)
     threads.append(call(engine, 1, earlier))
-    wait_until(lambda: len(engine._of_rollouts._waiting) == 5 + 8)
+    wait_until(lambda: len(engine._limit_of_rollouts._waiting) == 5 + 8)
     evaluation = threading.Thread(target=lambda: engine.sample([[9, 9]], SamplingParams(), TOKENS, 0))
     evaluation.start()
     wait_until(lambda: len(asked(server)) == 4)
@@ -79,7 +79,7 @@ def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_pat
 
 
 def test_after_a_restart_the_missing_responses_alone_are_asked_again(server, tmp_path):
-    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True, concurrency=1)
+    engine = given(VllmClient, server, tmp_path, 3, partial_rollouts=True, concurrency=1)
     server.faults[ROUTE] = [None] * 5 + [in_choice(weight_versions=[{"version": "default", "start": 0, "end": TOKENS}])]
     thread, found = call(engine, 3, {})
     thread.join(SECONDS)
@@ -89,7 +89,7 @@ def test_after_a_restart_the_missing_responses_alone_are_asked_again(server, tmp
 
 def test_a_restarted_server_gets_its_weights_once(server, tmp_path):
     """Two batches lose responses by one restart."""
-    engine = given(VllmServerEngine, server, tmp_path, 3, partial_rollouts=True, concurrency=64)
+    engine = given(VllmClient, server, tmp_path, 3, partial_rollouts=True, concurrency=64)
     lost = in_choice(weight_versions=[{"version": "default", "start": 0, "end": TOKENS}])
     server.together = gate = threading.Event()
     server.faults[ROUTE] = [None] * 7 + [lost] + [None] * 7 + [lost]
@@ -108,7 +108,7 @@ def test_a_restarted_server_gets_its_weights_once(server, tmp_path):
 
 def test_versions_are_counted_from_the_start_of_each_request(server, tmp_path):
     """A request that waits for its turn during an update is not under way."""
-    engine = given(VllmServerEngine, server, tmp_path, 0, partial_rollouts=True, concurrency=2)
+    engine = given(VllmClient, server, tmp_path, 0, partial_rollouts=True, concurrency=2)
     server.together = threading.Barrier(3, timeout=SECONDS)
     thread, _ = call(engine, 0, {}, number=6)
     for number in (2, 4, 6):

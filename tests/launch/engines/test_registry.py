@@ -7,9 +7,9 @@ import pytest
 from megatron_rc.launch.engines import registry
 from megatron_rc.launch.engines.registry import EngineKind, make_engine
 from megatron_rc.launch.engines.requests import API_KEY
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
@@ -28,19 +28,21 @@ def parse(folder, *words, world=1):
     ("words", "kind", "url"),
     [
         ([], TransformersEngine, None),
-        (["--rollout-engine=vllm-server", TWO, "--rollout-model=policy"], VllmServerEngine, "http://two:8000"),
-        (["--rollout-engine=sglang-server", TWO], SglangServerEngine, "http://two:8000"),
+        (["--rollout-engine=vllm-server", TWO, "--rollout-model=policy"], VllmClient, "http://two:8000"),
+        (["--rollout-engine=sglang-server", TWO], SglangClient, "http://two:8000"),
     ],
 )
 def test_each_replica_has_its_own(tmp_path, words, kind, url):
     shared = [] if url is None else [f"--rollout-weights-dir={tmp_path}/weights", "--rollout-attempts=2"]
     config = parse(tmp_path, *words, *shared, world=2)
     engine = make_engine(config, CharacterText(), replica=1)
-    assert type(engine) is kind
-    if url is not None:
+    if url is None:
+        assert type(engine) is kind
+    else:
+        assert type(engine.client) is kind
         assert engine.client.url == url
-        assert engine.client.retries.attempts == 2
-        assert engine.directory.path == tmp_path / "weights" / "replica-1"
+        assert engine.client.http.retries.attempts == 2
+        assert engine.publisher.directory.path == tmp_path / "weights" / "replica-1"
 
 
 SERVER = ["--rollout-engine=vllm-server", "--rollout-url=http://a:1", "--rollout-weights-dir=w"]
@@ -52,7 +54,7 @@ def test_the_servers_key_is_in_no_file_and_no_error(tmp_path, monkeypatch):
     assert f"`{API_KEY}`" in (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     monkeypatch.setenv(API_KEY, "secret")
     config = parse(tmp_path, *SERVER)
-    assert make_engine(config, CharacterText(), 0).client._headers["Authorization"] == "Bearer secret"
+    assert make_engine(config, CharacterText(), 0).client.http._headers["Authorization"] == "Bearer secret"
     for text in (repr(config), as_launch_file(config.flags), str(as_mapping(config.flags)), str(environment())):
         assert "secret" not in text
     monkeypatch.setenv(API_KEY, "secret\n")

@@ -14,9 +14,9 @@ import torch
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed, make_asks
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _to_sample, without_torchrun
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
@@ -62,7 +62,7 @@ def test_every_sampling_parameter_is_named(engine, server):
     sampling = body.get("sampling_params", body)
     fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "top_p": 1.0}
     assert sampling.items() >= (fixed | {"temperature": 0.6, "stop_token_ids": [EOS]}).items()
-    assert sampling["top_k"] == (0 if type(engine) is VllmServerEngine else -1)
+    assert sampling["top_k"] == (0 if type(engine.client) is VllmClient else -1)
     assert body.get("token_ids", body.get("input_ids")) == [5, 6]
     asked = {"return_routed_experts", "return_sampling_mask"}
     assert not asked & body.keys()
@@ -89,7 +89,7 @@ def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog)
             draw([2, index], derive_seed(9, index), TOKENS)[0] for index in range(12)
         ]
         assert server.version == "5"
-        swapped = "/collective_rpc" if kind is VllmServerEngine else "/update_weights_from_disk"
+        swapped = "/collective_rpc" if kind is VllmClient else "/update_weights_from_disk"
         after = server.paths()[server.paths().index(swapped) :]
         assert after.count(GENERATE[kind]) == 12, "what the server sampled before it had the weights is not used"
     assert "lost the weights of step 5" in caplog.text
@@ -162,8 +162,8 @@ WRONG_GENERATIONS = {
 
 
 WRONG_ANSWERS = [
-    *(pytest.param(VllmServerEngine, *case, id=f"vllm-{name}") for name, case in WRONG_COMPLETIONS.items()),
-    *(pytest.param(SglangServerEngine, *case, id=f"sglang-{name}") for name, case in WRONG_GENERATIONS.items()),
+    *(pytest.param(VllmClient, *case, id=f"vllm-{name}") for name, case in WRONG_COMPLETIONS.items()),
+    *(pytest.param(SglangClient, *case, id=f"sglang-{name}") for name, case in WRONG_GENERATIONS.items()),
 ]
 
 
@@ -198,7 +198,7 @@ def numpy_file(array):
 
 def reporting(kind, experts, kept):
     """A change of an answer: with experts and kept tokens, as this server writes them."""
-    if kind is VllmServerEngine:
+    if kind is VllmClient:
         array = numpy_file(experts.numpy().astype(numpy.uint8))
         return in_choice(routed_experts=array, sampling_mask=kept)
     numbers = base64.b64encode(experts.numpy().tobytes()).decode()
@@ -213,7 +213,7 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
     (got,) = sample(engine, top_p=0.9)
     assert torch.equal(got.routed_experts, EXPERTS)
     assert lists_of(got.support) == KEPT
-    if kind is SglangServerEngine:
+    if kind is SglangClient:
         assert got.log_probs == [-0.5] * TOKENS, "over the kept tokens"
         body = dict(server.seen)["/generate"]
         assert body["return_routed_experts"]
@@ -221,29 +221,29 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
     for params in ({"top_k": 1}, {}):
         (other,) = sample(engine, **params)
         assert other.support is None, "a greedy answer is not trained on; else no token was left out"
-    server.always[GENERATE[kind]] = in_choice(**ended([])) if kind is VllmServerEngine else pairs()
+    server.always[GENERATE[kind]] = in_choice(**ended([])) if kind is VllmClient else pairs()
     assert sample(engine, top_p=0.9)[0].token_ids == [], "one bad response, which needs no experts"
 
 
 PICKLE = numpy_file(numpy.array([print], dtype=object))
 REPORTS = [
-    (VllmServerEngine, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
-    (VllmServerEngine, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
-    (VllmServerEngine, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
-    (VllmServerEngine, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
-    (VllmServerEngine, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
-    (VllmServerEngine, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
-    (SglangServerEngine, {"routed_experts": "absent"}, "answered without routed_experts"),
-    (SglangServerEngine, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
-    (SglangServerEngine, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
-    (SglangServerEngine, {"output_token_sampling_logprobs": [-1.0]}, r"log-probs are \[-1.0\], expected a list of 4"),
+    (VllmClient, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
+    (VllmClient, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
+    (VllmClient, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
+    (VllmClient, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
+    (VllmClient, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
+    (VllmClient, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
+    (SglangClient, {"routed_experts": "absent"}, "answered without routed_experts"),
+    (SglangClient, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
+    (SglangClient, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
+    (SglangClient, {"output_token_sampling_logprobs": [-1.0]}, r"log-probs are \[-1.0\], expected a list of 4"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "wrong", "message"), REPORTS)
 def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
     engine = given(kind, server, tmp_path, experts_shape=(3, 2), reports_support=True)
-    put = in_choice if kind is VllmServerEngine else in_meta
+    put = in_choice if kind is VllmClient else in_meta
     server.always[GENERATE[kind]] = lambda answer: put(**wrong)(reporting(kind, EXPERTS, KEPT)(answer))
     with pytest.raises(EngineError, match=message):
         sample(engine, top_p=0.9)
@@ -253,7 +253,7 @@ def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
 def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status):
     server.route_status = status
     with pytest.raises(EngineError, match=rf"{status}.*0\.32.*VLLM_SERVER_DEV_MODE=1 vllm serve .*--enable-scale-out"):
-        given(VllmServerEngine, server, tmp_path)
+        given(VllmClient, server, tmp_path)
 
 
 ENDED, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
@@ -262,7 +262,7 @@ ENDED, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
 def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
     """Servers call it ``length``."""
     of_vllm, of_sglang = in_choice(**ended(ENDED)), pairs(*zip(VALUES, ENDED, strict=True))
-    server.faults[generate_path(engine)] = [of_vllm if type(engine) is VllmServerEngine else of_sglang]
+    server.faults[generate_path(engine)] = [of_vllm if type(engine.client) is VllmClient else of_sglang]
     assert sample(engine) == [Sample(ENDED, VALUES, "stop", versions=[3] * TOKENS)]
 
 
@@ -272,7 +272,7 @@ SEVERAL = ResponseEnds((EOS, 7), ("dd", "f"), lambda ids: "".join("abcdefghijklm
 
 def answered(kind, tokens, reason):
     """A change of an answer: other tokens, and the reason of their end."""
-    if kind is VllmServerEngine:
+    if kind is VllmClient:
         return in_choice(**ended(tokens), finish_reason=reason, weight_versions=None)
     change = pairs(*((-1.0, token) for token in tokens))
     return lambda answer: in_meta(finish_reason={"type": reason})(change(answer))
@@ -290,7 +290,7 @@ def test_every_end_is_sent_and_accepted(server, tmp_path, kind):
         assert (got.token_ids, got.finish_reason) == (tokens, "stop")
     asked = next(body["sampling_params"] for path, body in server.seen if path == GENERATE[kind])
     assert asked.items() >= {"stop_token_ids": [EOS, 7], "stop": ["dd", "f"], "skip_special_tokens": False}.items()
-    if kind is VllmServerEngine:
+    if kind is VllmClient:
         assert asked["detokenize"] is True, "else vLLM looks for no string"
         assert asked["ignore_eos"] is True, "the ends of the server's files end nothing"
 
@@ -320,23 +320,23 @@ SWAP = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_vers
 
 
 def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
-    engine = given(VllmServerEngine, server, tmp_path)
+    engine = given(VllmClient, server, tmp_path)
     assert server.paths()[-5:] == SWAP
     body = dict(server.seen)["/collective_rpc"]
     assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "weights")}}
-    assert engine.model == "tiny"
+    assert engine.client.model == "tiny"
     server.seen.clear()
     engine.load_weights(weights(seed=1).items(), 1)
     assert server.paths() == SWAP, "a server is met once"
     assert engine.version == 1
     # Of several models the named one is chosen.
     server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
-    sample(given(VllmServerEngine, server, tmp_path, 5, model="b"))
+    sample(given(VllmClient, server, tmp_path, 5, model="b"))
     assert {body["model"] for path, body in server.seen if path == ROUTE} == {"b"}
 
 
 def test_sglang_takes_weights_over_and_flushes(server, tmp_path):
-    given(SglangServerEngine, server, tmp_path, 7)
+    given(SglangClient, server, tmp_path, 7)
     body = {"model_path": str(tmp_path / "weights"), "flush_cache": True, "weight_version": "7"}
     assert server.seen[-2:] == [("/update_weights_from_disk", body), ("/flush_cache", None)]
 
@@ -345,7 +345,7 @@ def answer(**fields):
     return lambda _: fields
 
 
-VLLM, SGLANG = VllmServerEngine, SglangServerEngine
+VLLM, SGLANG = VllmClient, SglangClient
 DEVELOPER = r"status 404: use vLLM 0\.32 or newer, and start it as VLLM_SERVER_DEV_MODE=1 vllm"
 RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 REFUSED = answer(success=False, message="shape")
@@ -382,7 +382,7 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
     """Whether another trainer gives it some, or it never keeps them."""
     engine.load_weights(weights().items(), 5)
     sample(engine)
-    give = "/update_weight_version" if type(engine) is VllmServerEngine else "/update_weights_from_disk"
+    give = "/update_weight_version" if type(engine.client) is VllmClient else "/update_weights_from_disk"
     server.always[give] = lambda answer: setattr(server, "version", holds) or answer
     server.version = holds
     with pytest.raises(EngineError, match=message):
@@ -391,7 +391,7 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
 
 
 def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, tmp_path):
-    engine = given(SglangServerEngine, server, tmp_path, 5)
+    engine = given(SglangClient, server, tmp_path, 5)
     server.always["/generate"] = in_meta(weight_version="absent")
     for faults, swaps in (([(503, b"")], 1), ([], 0)):
         server.faults["/generate"] = faults
@@ -401,7 +401,7 @@ def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, 
 
 
 def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine = make_engine(VllmClient, server, tmp_path)
     server.faults["/reset_prefix_cache"] = [(502, b"")]
     engine.load_weights(weights().items(), 5)
     assert server.paths()[-11:] == [*SWAP[:3], *SWAP[2:], *SWAP]
@@ -418,7 +418,7 @@ def raw(answer):
 
 
 def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path):
-    engine = given(SglangServerEngine, server, tmp_path)
+    engine = given(SglangClient, server, tmp_path)
     server.always["/generate"] = raw
     assert sample(engine), "at temperature 1 they are equal"
     with pytest.raises(EngineError, match=r"log-probs before temperature 0.5: start it without SGLANG_RETURN_ORIG"):

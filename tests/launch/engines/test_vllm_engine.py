@@ -135,15 +135,16 @@ def test_vllm_always_has_a_process_of_its_own(tmp_path):
 
 def test_the_collector_lets_the_engine_sleep_after_each_rollout():
     collector = RolloutCollector.__new__(RolloutCollector)
-    collector.is_partial, collector.window = False, 0
+    collector.open_rollouts = None
     collector.config = mock.Mock()
     collector.config.engine.rollout_colocate = True
-    collector.config.updates_per_rollout, collector.config.training.train_iters = 1, 9
-    collector.work, collector.engine, collector.prefetched = mock.Mock(), mock.Mock(), mock.MagicMock()
+    collector.work, collector.engine, collector.scheduler = mock.Mock(), mock.Mock(), mock.Mock()
+    collector.scheduler.next_batch = lambda step, collect, *_: collect(step)
     collector.work.run = lambda work, words: work()
-    collector._collect_scored = mock.Mock()
+    collector.collect = mock.Mock()
+    collector._check_scores = mock.Mock()
     order = mock.Mock()
-    order.attach_mock(collector._collect_scored, "collect")
+    order.attach_mock(collector.collect, "collect")
     order.attach_mock(collector.engine.sleep, "sleep")
     collector.next_batch(3, mock.Mock(), mock.Mock())
     assert [name for name, *_ in order.mock_calls] == ["collect", "sleep"]

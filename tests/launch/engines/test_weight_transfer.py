@@ -19,8 +19,11 @@ from transformers import DeepseekV3Config, LlamaConfig
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.publishers import StreamPublisher
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.streamed import INCOMPLETE, STREAMED_START, SglangStreamedEngine, VllmStreamedEngine
+from megatron_rc.launch.engines.server_client import INCOMPLETE
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import STREAMED_START, VllmClient
 from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender, send_weights
 from megatron_rc.launch.engines.weight_stream import (
     ARRIVED,
@@ -265,12 +268,17 @@ def either(request):
 def made(server, folder, seconds=5):
     """An engine, and two senders."""
     once = HttpClient(server.url, seconds, Retries(attempts=1))
+
+    def publisher(directory):
+        return StreamPublisher(directory, torch.float32)
+
     if type(server) is SglangStreamServer:
-        engine, kind = make_engine(SglangStreamedEngine, server, folder, dtype=torch.float32), SglangSender
+        sender = SglangSender
+        engine = make_engine(SglangClient, server, folder, publisher=publisher, takes_streams=True)
     else:
-        engine = make_engine(VllmStreamedEngine, server, folder, once=once, dtype=torch.float32)
-        kind = VllmSender
-    return engine, [kind(once, stage, "gloo") for stage in range(2)]
+        sender = VllmSender
+        engine = make_engine(VllmClient, server, folder, publisher=publisher, once=once)
+    return engine, [sender(once, stage, "gloo") for stage in range(2)]
 
 
 def part(stage, seed=0):
@@ -283,7 +291,7 @@ def send(engine, senders, seed=0):
 
     def run(sender, own):
         try:
-            tensors = engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
+            tensors = engine.publisher.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
             send_weights(tensors, [sender], BUCKET_BYTES)
         except EngineError as error:
             return str(error)
@@ -313,7 +321,7 @@ def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
     largest = want["lm_head.weight"].nbytes
     assert set(server.buckets) >= {largest}
     assert max(size for size in server.buckets if size != largest) <= BUCKET_BYTES
-    assert [path.name for path in engine.directory.path.glob("*")] == ["config.json"]
+    assert [path.name for path in engine.publisher.directory.path.glob("*")] == ["config.json"]
     assert server.paths().count(server.joins) == 2, "groups are kept"
 
 
@@ -400,7 +408,7 @@ def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp
 
     threads = []
     engine, _ = made(server, tmp_path, seconds=20)
-    senders = [Watched(engine.once, stage, "gloo") for stage in range(2)]
+    senders = [Watched(engine.client.once, stage, "gloo") for stage in range(2)]
     give(engine, senders, 1)
     for thread in threads:
         thread.join()

@@ -14,7 +14,7 @@ from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.launch.rollouts.test_partial_rollouts import LENGTH, OpenEngine, partial
-from tests.launch.rollouts.test_prefetch import SECONDS, run_with
+from tests.launch.rollouts.test_scheduler import SECONDS, run_with
 from tests.support.partial_rollouts import wait_until
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, run_config
@@ -170,7 +170,7 @@ def run_half(words, watch, passes):
             made.append(self)
 
     # The threads still wait for weights at the end.
-    with mock.patch("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01):
+    with mock.patch("megatron_rc.launch.rollouts.work_threads.GRACE_SECONDS", 0.01):
         error, *_ = run_with(words, Engine, watch)
     for engine in made:
         engine.load_weights([], 10**9)

@@ -16,7 +16,7 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.formats.verl import from_verl
 from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from tests.support.made_rollouts import made_batch
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch, run_config
 from tests.support.training_runs import run_training
 
@@ -213,10 +213,8 @@ def test_verls_own_filler_is_taken(tmp_path):
         check_routed_experts(replace(batch, routed_experts=wrong), config)
 
 
-def test_records_without_experts_are_one_error_on_all_ranks(ranks, tmp_path):
+def test_records_without_experts_end_the_rank_that_reads_them(ranks, tmp_path):
     record(tmp_path / "rollouts", recorded_batch(0))
     words = [f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL, *REPLAY]
-    first, other = ranks.run(run_training, Layout(pp=2), flags(tmp_path, *words))
-    assert first == other
-    assert first.startswith("AgreedError: the rollout of step 0 failed: ")
-    assert "--moe-enable-routing-replay" in first
+    with pytest.raises(RankFailure, match=r"rank 0 of 2:[^$]*step 0 failed: .*--moe-enable-routing-replay"):
+        ranks.run(run_training, Layout(pp=2), flags(tmp_path, *words))

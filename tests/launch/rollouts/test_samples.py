@@ -13,9 +13,9 @@ from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import VOCABULARY, flags, run_config
-from tests.support.training_runs import LIVE, agreed, rows, run_training
+from tests.support.training_runs import LIVE, rows, run_training
 
 LONGEST, PROMPTS = 4, [[1], [2], [3]]
 GOOD = Sample([3, 4], [-1.0, -2.0], "stop")
@@ -143,8 +143,10 @@ def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", f"--save-rollouts={tmp_path}/records")
     words += ["--rl-use-sequence-packing"]
     bad = BAD["id"][0]
-    error = agreed(ranks.run(train_with_bad_samples, layout, words, 0.5, bad))
-    assert "step 0 failed: EngineError: --rollout-engine transformers, prompt 0: response" in error
+    with pytest.raises(
+        RankFailure, match="step 0 failed: EngineError: --rollout-engine transformers, prompt 0: response"
+    ):
+        ranks.run(train_with_bad_samples, layout, words, 0.5, bad)
     assert ranks.run(train_with_bad_samples, layout, [*words, "--bad-samples=drop"], 0.5, bad) == [None] * 4
     first, second = rows(tmp_path)
     assert (first["rollout/bad_samples"], first["rollout/dropped_samples"]) == (4, 4)
@@ -165,7 +167,7 @@ def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", "--bad-samples=drop")
     errors = ranks.run(train_with_bad_samples, layout, words, 1.0, BAD["negative"][0], (0, 1))
     (error,) = set(errors)
-    assert error.startswith("AgreedError: the rollout of step 0 failed: 16 of its 16 responses ")
+    assert error.startswith("RolloutError: the rollout of step 0 failed: 16 of its 16 responses ")
     assert f" {tmp_path}/run/bad: " in error
 
 
@@ -183,8 +185,8 @@ def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     assert row["rollout/dropped_samples"] == 0
     # Recorded ones too.
     load = f"--load-rollouts={tmp_path}/records"
-    for error in ranks.run(run_training, layout, [*words[:-1], load]):
-        assert ": the rollout log-prob of sample 8, token 3 is nan: " in error
+    with pytest.raises(RankFailure, match="the rollout log-prob of sample 8, token 3 is nan: "):
+        ranks.run(run_training, layout, [*words[:-1], load])
     assert ranks.run(run_training, layout, [*words, load]) == [None] * 2
     (again,) = rows(tmp_path)
     assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]
