@@ -159,7 +159,6 @@ class ServerEngine:
         kilobytes = 16 if has_long_answers else 1
         asks = make_asks(prompts, params, max_new_tokens, seed, self.ends)
         asks = [replace(ask, kilobytes=kilobytes, version=version) for ask in asks]
-        self.client.check_params(asks)
         for _ in range(TRIES - 1):
             restarts = self.restarts
             try:

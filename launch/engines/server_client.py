@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 from megatron_rc.launch.engines import EngineError, Sample
@@ -63,14 +62,11 @@ class ServerClient(ABC):
 
     @abstractmethod
     def request(self, ask: Ask) -> Request:
-        """HTTP request for one response."""
+        """HTTP request for one response; refuses parameters that would give log-probs of another distribution."""
 
     @abstractmethod
     def read(self, ask: Ask, answer: Any, versions: VersionRange) -> Sample:
         """Read and check the response in an answer, from a server that can hold these versions of weights."""
-
-    def check_params(self, asks: Sequence[Ask]) -> None:
-        """Refuse parameters for which the server's log-probs are not those of the sampled distribution."""
 
     @abstractmethod
     def read_files(self, path: str, version: int) -> None:

@@ -8,7 +8,6 @@ add ``--load-format dummy``.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,9 @@ from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import Request
 from megatron_rc.launch.engines.server_client import INCOMPLETE, ServerClient
 from megatron_rc.launch.engines.weight_versions import UNNAMED, VersionRange
-from megatron_rc.records.rollout import SamplingParams
 
 CERTAIN = -1e-3  # nats; a likeliest token above this shows no effect of the temperature
-PROBED_PROMPTS = 4
+PROBED_PROMPTS = 4  # of each version of the weights
 
 
 class SglangClient(ServerClient):
@@ -47,8 +45,9 @@ class SglangClient(ServerClient):
     ) -> None:
         super().__init__(http, experts_shape=experts_shape, reports_support=reports_support)
         self.takes_streams = takes_streams
-        self._log_probs_are_processed = False
         self._named = ""  # version that the server was told last
+        self._log_probs_are_processed = False
+        self._probes_left = 0
 
     def health(self) -> None:
         """Check the kind of the server, and for weights from the trainer's ranks its number of pipeline stages."""
@@ -74,6 +73,7 @@ class SglangClient(ServerClient):
     def resume(self, version: int, *, keeps_responses: bool) -> None:
         """Clear the cache of prefixes, and name the version unless the server was told; EngineError during requests."""
         self.http.call("POST", "/flush_cache")  # answers 400 if it could not
+        self._probes_left = PROBED_PROMPTS
         if self._named != str(version):
             self._name_version(str(version))
             self.keeps_version = True
@@ -97,9 +97,9 @@ class SglangClient(ServerClient):
         self._named = version
         self.http.call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    def check_params(self, asks: Sequence[Ask]) -> None:
-        """Probe for SGLANG_RETURN_ORIGINAL_LOGPROB, with which log-probs are before temperature."""
-        params = asks[0].params if asks else SamplingParams()
+    def _check_params(self, ask: Ask) -> None:
+        """Refuse truncation; probe for SGLANG_RETURN_ORIGINAL_LOGPROB, with which log-probs are before temperature."""
+        params = ask.params
         if params == replace(params, top_p=1.0, top_k=1):
             return  # greedy sampling for evaluations, whose log-probs nobody trains on
         if params.is_truncated and self.reports_support:
@@ -109,20 +109,20 @@ class SglangClient(ServerClient):
                 f"SGLang reports log-probs before top_p={params.top_p}, top_k={params.top_k} and min_p={params.min_p}: "
                 "sample with top_p=1, top_k=0 and min_p=0"
             )
-        if params.temperature == 1 or self._log_probs_are_processed:
+        if params.temperature == 1 or self._log_probs_are_processed or not self._probes_left:
             return
-        for ask in asks[:PROBED_PROMPTS]:
-            plain = self._likeliest(ask, 1.0)
-            scaled = self._likeliest(ask, params.temperature)
-            if plain >= CERTAIN:
-                continue
-            if abs(plain - scaled) <= 1e-6 * abs(plain):
-                raise EngineError(
-                    f"{self.url} reports log-probs before temperature {params.temperature}: start it without "
-                    "SGLANG_RETURN_ORIGINAL_LOGPROB"
-                )
-            self._log_probs_are_processed = True
+        self._probes_left -= 1
+        plain = self._likeliest(ask, 1.0)
+        scaled = self._likeliest(ask, params.temperature)
+        if plain >= CERTAIN:
             return
+        if abs(plain - scaled) <= 1e-6 * abs(plain):
+            raise EngineError(
+                f"{self.url} reports log-probs before temperature {params.temperature}: start it without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+        self._log_probs_are_processed = False
+        self._log_probs_are_processed = True
 
     def _likeliest(self, ask: Ask, temperature: float) -> float:
         """Log-prob of the likeliest first token, in nats; the token is the same at every temperature."""
@@ -132,7 +132,8 @@ class SglangClient(ServerClient):
         return float(self.field(answer, "meta_info", "output_top_logprobs", 0, 0, 0))
 
     def request(self, ask: Ask) -> Request:
-        """Request for one response, as token ids."""
+        """Request for one response, as token ids; the first ones probe the server's log-probs."""
+        self._check_params(ask)
         return Request("POST", "/generate", self._body(ask), ask.most_bytes)
 
     def _body(self, ask: Ask) -> dict[str, Any]:

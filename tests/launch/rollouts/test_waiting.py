@@ -125,7 +125,9 @@ def start_where_an_engine_fails(words):
 
 
 def test_an_engine_that_does_not_start_ends_its_rank(ranks, tmp_path):
-    with pytest.raises(RankFailure, match="rank 1 of 2:[^$]*the start of the engines failed: OSError: no port is free"):
+    with pytest.raises(
+        RankFailure, match=r"rank 1 of 2:[^$]*the start of the engines failed: OSError: no port is free"
+    ):
         ranks.run(start_where_an_engine_fails, LAYOUT, words_of(tmp_path))
 
 

@@ -112,17 +112,15 @@ def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path,
     if "sync" in said:
         assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in said
         assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in said) == (layout.dp == 2)
+    made_steps = rows(tmp_path) if made else []
+    assert len(made_steps) == made, "no step was made with wrong weights"
 
 
 def test_an_engine_that_fails_in_the_probe_ends_its_rank(ranks, tmp_path):
     layout = Layout(dp=2)
     words = flags(tmp_path, *RUN, *layout.flags())
-    with pytest.raises(
-        RankFailure, match="rank 1 of 2:[^$]*check of the rollout engine failed: RuntimeError: out of paper"
-    ):
+    with pytest.raises(RankFailure, match="the check of the rollout engine failed: RuntimeError: out of paper"):
         ranks.run(run_broken, layout, words, silent, 1)
-    made_steps = rows(tmp_path) if made else []
-    assert len(made_steps) == made, "no step was made with wrong weights"
 
 
 def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
