@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rewards.rewarder import ERRORS_FILE
 from megatron_rc.launch.rollouts.agreement import LAGS, Finding, judge, lag_distances, tolerance
 from megatron_rc.launch.run_config import RunConfig
@@ -49,10 +50,8 @@ def run_check(config: RunConfig, task: Task) -> bool:
     """Run the check on this rank and print the findings on rank 0; return True, since there is nothing to save.
 
     Raises:
-        RolloutError: on every rank: a finding does not agree; the message names it.
+        RunError: on every rank: a finding does not agree; the message names it.
     """
-    from megatron_rc.launch.rollouts.collector import RolloutError
-
     findings = check_engine(config, task)
     if torch.distributed.get_rank() == 0:
         for finding in findings:
@@ -60,7 +59,7 @@ def run_check(config: RunConfig, task: Task) -> bool:
         sys.stdout.flush()
     wrong = [finding.about for finding in findings if not finding.agrees]
     if wrong:
-        raise RolloutError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
+        raise RunError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
     return True
 
 

@@ -15,6 +15,7 @@ from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.server import ServerEngine
 from megatron_rc.launch.engines.vllm_engine import VllmEngine
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
@@ -35,10 +36,6 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 
 _log = logging.getLogger("megatron_rc")
-
-
-class RolloutError(ValueError):
-    """The responses of a rollout cannot be trained on; raised on all ranks alike, from numbers that all have."""
 
 
 class RolloutCollector:
@@ -119,7 +116,7 @@ class RolloutCollector:
         ``lap`` is called with the name of each phase when it ends; see :meth:`RolloutScheduler.next_batch`.
 
         Raises:
-            RolloutError: on every rank: no response has a score, or more than half were dropped.
+            RunError: on every rank: no response has a score, or more than half were dropped.
         """
         if self.open_rollouts is not None:
             self.open_rollouts.forget_before(step)
@@ -259,17 +256,17 @@ class RolloutCollector:
         return dataclasses.replace(sampled, batch=batch.with_sorted_support())
 
     def _check_scores(self, step: int) -> None:
-        """Raise RolloutError if no response of the batch has a score, or more than half were dropped."""
+        """Raise RunError if no response of the batch has a score, or more than half were dropped."""
         num_responses = self.config.rollouts.sequences
         num_errors = int(self.reward_metrics.get("reward/errors", 0))
         num_dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
         if 2 * num_dropped > num_responses:
-            raise RolloutError(
+            raise RunError(
                 f"the rollout of step {step} failed: {num_dropped} of its {num_responses} responses were left out, "
                 f"more than half, see {bad_folder(self.config)}: repair the engine"
             )
         if num_errors and num_errors + num_dropped == num_responses:
-            raise RolloutError(
+            raise RunError(
                 f"the rollout of step {step} failed: none of its {num_errors} responses could be scored by "
                 f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
             )

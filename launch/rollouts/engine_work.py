@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from megatron_rc.launch import phases
+from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.work_threads import WorkThreads
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import Stopped, StopRequest
-from megatron_rc.parallel.collectives import all_reduce_max
 
 T = TypeVar("T")
 # Seconds between two looks of the engine's rank at the request to stop.
@@ -70,7 +69,7 @@ class EngineWork:
             phases.enter(what, engine=self._engine())
             result = self._result(self._thread.submit(work), what)
         self.meet(what)
-        (is_stopped,) = largest(self.config, [self.request.signal is not None])
+        (is_stopped,) = largest_over_ranks(self.config, [self.request.signal is not None])
         if is_stopped:
             raise Stopped
         return result
@@ -124,10 +123,3 @@ class EngineWork:
         urls = (self.config.engine.rollout_url or "").split(",")
         place = f" at {urls[self.replica % len(urls)]}" if urls[0] else ""
         return f"the engine {self.config.engine.rollout_engine}{place}"
-
-
-def largest(config: RunConfig, numbers: Sequence[float]) -> list[float]:
-    """Return the largest of each number over all ranks; exact as float64. Collectives: one MAX over all ranks."""
-    here = torch.tensor(numbers, dtype=torch.float64, device=config.launch.device)
-    with phases.waiting():
-        return all_reduce_max(here, dist.group.WORLD).tolist()

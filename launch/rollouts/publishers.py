@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.launch import phases
+from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.engines import EngineError, RolloutEngine
 from megatron_rc.launch.engines.registry import make_sender, served_model
 from megatron_rc.launch.engines.server import ServerEngine
 from megatron_rc.launch.engines.weight_sender import send_weights
-from megatron_rc.launch.rollouts.engine_work import EngineWork, largest
+from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.weights.converter import export_model
@@ -62,7 +63,7 @@ class WholeModelPublisher:
         _use_up(weights)
         self.work.meet(_PHASE)
         restarts = getattr(self.engine, "restarts", 0)
-        (was_restarted,) = largest(self.config, [restarts > self._restarts])
+        (was_restarted,) = largest_over_ranks(self.config, [restarts > self._restarts])
         self._restarts = restarts
         return was_restarted > 0
 

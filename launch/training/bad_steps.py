@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.rollouts.samples import bad_folder
@@ -80,12 +81,21 @@ class BadSteps:
                 self._why = f"scaled gradients were out of float16's range: give {below}"
         return metrics
 
-    def complaint(self, row: Mapping[str, float]) -> str | None:
-        """Error of a run whose steps do not change the model; None if it may go on.
+    def check(self, row: Mapping[str, float]) -> None:
+        """Check that the steps change the model; call this once for each step, made or left out.
 
-        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has the metrics of a
-        step, made or left out; call this once for each step.
+        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has the metrics of
+        the step, equal on all ranks.
+
+        Raises:
+            RunError: on every rank, if they do not.
         """
+        complaint = self._complaint(row)
+        if complaint is not None:
+            raise RunError(complaint)
+
+    def _complaint(self, row: Mapping[str, float]) -> str | None:
+        """Error of a run whose steps do not change the model; None if it may go on."""
         left_out, critic, limit = self.trainer.left_out, self.config.critic, self.config.guards.max_skipped_steps
         if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:
             return None

@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_rc.launch.distributed import failing_together
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.learning import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -77,7 +77,7 @@ class Critic(TrainedModel):
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
         """Load the layers from ``--critic-load-hf``, or copy the policy's; the head keeps its initial weight.
 
-        Raises AgreedError on every rank if the directory does not hold a fitting model.
+        Raises RunError if the directory does not hold a fitting model.
         """
         own = [_without_head(chunk) for chunk in self.chunks]
         folder = self.settings.critic_load_hf
@@ -86,9 +86,11 @@ class Critic(TrainedModel):
                 body.load_state_dict(_without_head(chunk).state_dict())
         else:
             tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
-            with failing_together(self.config, (ValueError,), lambda problem: f"--critic-load-hf: {problem}"):
+            try:
                 check_contents(folder, "--critic-load-hf", tied, self.groups, has_output_layer=False)
                 load_weights(own, tied, self.groups, folder, ExpertGroups.of_megatron())
+            except ValueError as error:
+                raise RunError(f"--critic-load-hf: {error}") from error
         self.optimizer.reload_model_params()
 
     def score(self, batch: LocalBatch) -> Tensor | None:

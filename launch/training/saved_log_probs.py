@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.distributed import failing_together
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import add_log_probs
 from megatron_rc.launch.run_config import RunConfig
@@ -36,7 +36,7 @@ class SavedLogProbs:
         """Keep the step's log-probs; after the batch's last step, write them. ``prepared`` is None if left out.
 
         ``update`` counts earlier steps on the batch. Collectives, after the last step: one SUM over CP and one
-        broadcast over PP of all tokens of the batch, and the agreement of all ranks; AgreedError if a write failed.
+        broadcast over PP of all tokens of the batch. RunError on the rank whose write failed.
         """
         if prepared is None or not self.config.rollouts.save_log_probs:
             return
@@ -50,10 +50,12 @@ class SavedLogProbs:
         if self._differ:
             found["log_probs"] = self._current
         whole = {name: self._gathered(prepared.batch, values) for name, values in found.items()}
-        with failing_together(self.config, (OSError, ValueError), lambda problem: f"--save-log-probs: {problem}"):
-            if self.collector.is_engine_rank:
-                begun = self.trainer.iteration - self.config.updates_per_rollout
+        if self.collector.is_engine_rank:
+            begun = self.trainer.iteration - self.config.updates_per_rollout
+            try:
                 add_log_probs(str(self.config.rollouts.save_rollouts), begun, self.collector.replica, whole)
+            except (OSError, ValueError) as error:
+                raise RunError(f"--save-log-probs: {error}") from error
 
     def _keep(self, batch: LocalBatch, mini_batch: int, update: int) -> None:
         """Copy the log-probs of the step's loss, on the last stage, to their places in the local batch."""

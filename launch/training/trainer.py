@@ -176,7 +176,7 @@ class Trainer(TrainedModel):
         A forward-only pass gives log π_old, unless the update's own pass does (``corrects_in_loss``). A KL
         penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
         of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
-        has an unusable log-prob at a trained position, and AgreedError if the replayed experts are not the rollouts'.
+        has an unusable log-prob at a trained position, and RunError if the replayed experts are not the rollouts'.
         """
         phases.enter(f"the scoring of step {self.iteration + 1}", waits=True)
         if self.config.rewards.overlong == "mask":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.engine_work import largest
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checks.sync_check import SyncCheck
 from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE, last_evaluation
@@ -53,7 +53,7 @@ class WeightSync:
         path = Path(launch.runs_dir) / launch.run_name / METRICS_FILE
         # Only rank 0 has the file.
         step_in_file = -1 if self.reporter is None else last_evaluation(path, step)
-        (evaluated,) = largest(self.config, [step_in_file])
+        (evaluated,) = largest_over_ranks(self.config, [step_in_file])
         return int(evaluated)
 
     @property

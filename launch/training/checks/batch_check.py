@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.agreement import judge, lag_distances, tolerance
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalTokens
@@ -30,8 +30,9 @@ _MOST_NAMED = 8
 class EngineDistance:
     """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with equal weights.
 
-    Each last-stage rank adds up its own tokens. Every rank gets all sums in an agreement of all ranks, which is made
-    anyway and returns element-wise maxima: each rank fills its own places of a list of zeros.
+    Each last-stage rank adds up its own tokens. Every rank gets all sums in a reduction that is made anyway, and that
+    returns element-wise maxima (:func:`~megatron_rc.launch.distributed.largest_over_ranks`): each rank fills its own
+    places of a list of zeros.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -56,7 +57,7 @@ class EngineDistance:
 
     @property
     def numbers(self) -> list[float]:
-        """This rank's list for an agreement, with zeros in other ranks' places. One host synchronisation."""
+        """This rank's list for the reduction, with zeros in other ranks' places. One host synchronisation."""
         found = [0.0] * (self._replicas * self._cp * _NUMBERS)
         if self._sums is not None:
             found[self._place * _NUMBERS : (self._place + 1) * _NUMBERS] = self._sums.tolist()
@@ -65,7 +66,7 @@ class EngineDistance:
     def check(self, shared: Sequence[float], step: int) -> dict[str, float]:
         """Compare the replicas that have tokens with the limit, from the lists of all ranks.
 
-        ``rollout/sync_error`` is the largest mean of a replica, absent if none has tokens. Raises AgreedError on every
+        ``rollout/sync_error`` is the largest mean of a replica, absent if none has tokens. Raises RunError on every
         rank if an engine disagrees by more than rounding explains; it names ``step``, the number of optimizer steps
         that made the weights.
         """
@@ -75,7 +76,7 @@ class EngineDistance:
         far = [replica for replica, mean in means.items() if not mean <= limit]
         if far:
             worst = max(far, key=means.__getitem__)
-            raise AgreedError(self._words(far, means[worst], sums[worst][2:], step, limit))
+            raise RunError(self._words(far, means[worst], sums[worst][2:], step, limit))
         return {"rollout/sync_error": max(means.values())} if means else {}
 
     def _words(self, far: Sequence[int], mean: float, by_lag: Sequence[float], step: int, limit: float) -> str:
@@ -134,13 +135,13 @@ class BatchCheck:
 
     @property
     def numbers(self) -> list[float]:
-        """This rank's numbers for the next agreement of all ranks, equally many on each; empty if already shared."""
+        """This rank's numbers for the next reduction over all ranks, equally many on each; empty if already shared."""
         return self._distance.numbers if self._is_pending else []
 
     def hear(self, shared: list[float]) -> None:
         """Judge ``shared``, the largest of each of the ``numbers`` over all ranks. Collectives: none.
 
-        Raises AgreedError on every rank if an engine disagrees by more than rounding explains; it names the replica.
+        Raises RunError on every rank if an engine disagrees by more than rounding explains; it names the replica.
         """
         found = self._distance.check(shared, self._step) if shared else {}
         if found:

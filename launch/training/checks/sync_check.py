@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.engine_work import largest
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, cut_batch
 from megatron_rc.launch.training.checks.batch_check import EngineDistance
@@ -67,4 +67,4 @@ class SyncCheck:
         log_probs = self.score(cut)
         if log_probs is not None:
             distance.add(log_probs, cut.local)
-        return distance.check(largest(self.config, distance.numbers), step)
+        return distance.check(largest_over_ranks(self.config, distance.numbers), step)

@@ -165,7 +165,7 @@ def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", "--bad-samples=drop")
     errors = ranks.run(train_with_bad_samples, layout, words, 1.0, BAD["negative"][0], (0, 1))
     (error,) = set(errors)
-    assert error.startswith("RolloutError: the rollout of step 0 failed: 16 of its 16 responses ")
+    assert error.startswith("RunError: the rollout of step 0 failed: 16 of its 16 responses ")
     assert f" {tmp_path}/run/bad: " in error
 
 

@@ -123,7 +123,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_engine_that_fails_ends_its_rank(ranks, tmp_path, fault):
     layout = Layout(pp=2, dp=2)
-    with pytest.raises(RankFailure, match=f"rank 2 of 4:[^$]*Error: {FAULTS[fault]}"):
+    with pytest.raises(RankFailure, match=f"rank 1 of 4:[^$]*Error: {FAULTS[fault]}"):
         ranks.run(run_broken, layout, flags(tmp_path, *SHORT, *layout.flags()), fault)
 
 

@@ -52,7 +52,7 @@ def test_the_first_error_can_end_the_run_and_a_batch_without_any_score_does(rank
     assert "reward-errors.jsonl; mend the rule, or go on with --reward-errors continue" in said
     assert (tmp_path / "run" / "reward-errors.jsonl").is_file()
     message = agreed(ranks.run(run_training, layout, words))
-    said = f"RolloutError: the rollout of step 0 failed: none of its {SEQUENCES} responses could be scored by --reward "
+    said = f"RunError: the rollout of step 0 failed: none of its {SEQUENCES} responses could be scored by --reward "
     assert message.startswith(said)
     assert "reward-errors.jsonl: " in message
 
