@@ -19,7 +19,7 @@ from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
-from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_by_name, write_answers
+from megatron_rc.launch.rollouts.evaluation import answers_of, metrics_of, sums_by_name, write_answers
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.publishers import PartsPublisher, WholeModelPublisher
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
@@ -73,7 +73,6 @@ class RolloutCollector:
         self.reward_metrics: dict[str, float] = {}
         self.baselines: Tensor | None = None
         self.routed_experts: Tensor | None = None
-        self._rows = config.rollouts.sequences // config.data_parallel_size
         self._said_experts = False
         self._num_unscored = 0
         self._num_responses = 0
@@ -86,7 +85,7 @@ class RolloutCollector:
         else:
             server = cast("ServerEngine | None", self.engine)
             self.publisher = PartsPublisher(config, groups, self.work, server, task.text)
-        self.broadcast = ReplicaBroadcast(config, groups, config.rollouts.sampling)
+        self.broadcast = ReplicaBroadcast(config, groups)
         is_elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.scheduler = RolloutScheduler(config, self._obtain, is_elsewhere=is_elsewhere)
 
@@ -155,13 +154,13 @@ class RolloutCollector:
         batch = None if sampled is None else sampled.batch
         baselines = None if sampled is None else sampled.baselines
 
-        shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
+        shared = self.broadcast.batch(batch)
         if self.config.rollouts.load_rollouts is None:
             self.reward_metrics = self.broadcast.reward_metrics(sampled)
             self._num_unscored += int(self.reward_metrics["reward/errors"])
             self._num_responses += self.config.rollouts.sequences
         if self.config.advantages.advantage_estimator == "remax":
-            self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if baselines is None else baselines)
+            self.baselines = self.broadcast.value(baselines).to(self.config.launch.device)
         self.routed_experts = None if batch is None else batch.routed_experts
         if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
             _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
@@ -172,7 +171,7 @@ class RolloutCollector:
         """Answers to the replica's first prompts, the same at each call, on all its ranks; ``length``: columns."""
         sampler = cast(RolloutSampler, self.sampler)
         batch = self.work.run(lambda: sampler.probe(rows, longest, length), "the check of the rollout engine")
-        return self.broadcast.batch(batch, rows, length)
+        return self.broadcast.batch(batch)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of responses to the ``--eval-problems`` held-out problems; equal on all ranks.
@@ -182,8 +181,8 @@ class RolloutCollector:
         Collectives: one broadcast in the replica and one SUM over DP; one gather of texts between the engines' ranks.
         """
         sampler = cast(RolloutSampler, self.sampler)
-        graded: list[Graded] = self.work.run(lambda: sampler.evaluate(), "the evaluation") or []
-        if self.is_engine_rank:
+        graded = self.work.run(lambda: sampler.evaluate(), "the evaluation")
+        if graded is not None:
             answers = answers_of(graded, self.config, self.replica)
             # groups.dp of an engine's rank consists of the engines' ranks.
             answers_of_replicas = every_text(answers, self.groups.dp)
@@ -191,8 +190,8 @@ class RolloutCollector:
                 write_answers("".join(text or "" for text in answers_of_replicas), self.config, step)
         num_samples = self.config.evaluation.eval_samples
         names = self.config.data.eval_names
-        sums = all_reduce_sum(self.broadcast.tensor(sums_by_name(graded, num_samples, names)), self.groups.dp)
-        return metrics_of(sums, num_samples, names)
+        sums = self.broadcast.value(None if graded is None else sums_by_name(graded, num_samples, names))
+        return metrics_of(all_reduce_sum(sums.to(self.config.launch.device), self.groups.dp), num_samples, names)
 
     def data_metrics(self, step: int) -> dict[str, float]:
         """Metrics of ``--prompt-data``'s use up to and with the batch that starts at ``step``; empty without it."""

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed, make_asks
 from megatron_rc.launch.engines.sglang_client import SglangClient
 from megatron_rc.launch.engines.vllm_client import VllmClient
-from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _to_sample, without_torchrun
+from megatron_rc.launch.engines.vllm_engine import _to_sample
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
@@ -112,22 +111,17 @@ NO_LOG_PROB = "expected a finite number of at most 0"
 
 WRONG_COMPLETIONS = {
     "html": ((200, b"<html>Not here</html>"), "answered '<html>Not here</html>', expected JSON"),
-    "number": ((200, b"7"), "answered without model"),
     "other-model": (lambda answer: answer | {"model": "large"}, "model large answered, not tiny"),
-    "two-choices": (lambda answer: answer | {"choices": answer["choices"] * 2}, "has 2 choices, expected 1"),
     "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
     "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
-    "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.content"),
     "fewer-log-probs": (in_choice(logprobs=content_of([3] * 3, [-1.0] * 3)), "-1.0], expected a list of 4"),
     "other-log-probs": (in_choice(logprobs=content_of([9] * 4, [-1.0] * 4)), "log-probs of other tokens than"),
-    "null": (in_choice(**ended([3] * 4, None)), f"token 0 is None, {NO_LOG_PROB}"),
     "prompt-completed": (lambda answer: answer | {"prompt_token_ids": [0, 5, 6]}, "read 3 prompt tokens, not the 2"),
     "cut": (in_choice(**ended([3, 3])), "cut after 2 of 4 tokens: raise the engine's longest sequence"),
     "other-stop": (
         in_choice(**ended([3, 3]), finish_reason="stop"),
         "none of the end tokens 1: .*--rollout-stop-token-ids 3",
     ),
-    "unfinished": (in_choice(finish_reason=None), "ended with None"),
     "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end token 1"),
 }
 
@@ -151,8 +145,6 @@ def pairs(*values):
 
 WRONG_GENERATIONS = {
     "list": (lambda answer: [answer, answer], "2 answers came, expected 1"),
-    "no-meta": (lambda answer: {"text": "a"}, "answered without meta_info"),
-    "bare-log-probs": (in_meta(output_token_logprobs=[-1.0] * TOKENS), "is no list of"),
     "other-tokens": (lambda answer: answer | {"output_ids": [7]}, "log-probs of other tokens than output_ids"),
     "nan": (pairs((float("nan"), 5), (-1, 5), (-1, 5), (-1, 5)), f"token 0 is nan, {NO_LOG_PROB}"),
     "prompt": (in_meta(prompt_tokens=3), "read 3 prompt tokens, 2 were sent"),
@@ -229,10 +221,8 @@ PICKLE = numpy_file(numpy.array([print], dtype=object))
 REPORTS = [
     (VllmClient, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
     (VllmClient, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
-    (VllmClient, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
     (VllmClient, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
     (VllmClient, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
-    (VllmClient, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
     (SglangClient, {"routed_experts": "absent"}, "answered without routed_experts"),
     (SglangClient, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
     (SglangClient, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
@@ -247,23 +237,6 @@ def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
     server.always[GENERATE[kind]] = lambda answer: put(**wrong)(reporting(kind, EXPERTS, KEPT)(answer))
     with pytest.raises(EngineError, match=message):
         sample(engine, top_p=0.9)
-
-
-@pytest.mark.parametrize("status", [403, 404])
-def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status):
-    server.route_status = status
-    with pytest.raises(EngineError, match=rf"{status}.*0\.32.*VLLM_SERVER_DEV_MODE=1 vllm serve .*--enable-scale-out"):
-        given(VllmClient, server, tmp_path)
-
-
-ENDED, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
-
-
-def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
-    """Servers call it ``length``."""
-    of_vllm, of_sglang = in_choice(**ended(ENDED)), pairs(*zip(VALUES, ENDED, strict=True))
-    server.faults[generate_path(engine)] = [of_vllm if type(engine.client) is VllmClient else of_sglang]
-    assert sample(engine) == [Sample(ENDED, VALUES, "stop", versions=[3] * TOKENS)]
 
 
 # Two end tokens, and strings that tokens spell: the texts of the tokens are the letters from a on.
@@ -303,7 +276,6 @@ BEYOND = {
         "stop",
         "at token 4, which is none of the end tokens 1, 7: .*--rollout-stop-token-ids 4",
     ),
-    "half a string": ([2, 3], "stop", "stopped at token 3, which is none of the end tokens 1, 7"),
 }
 
 
@@ -390,16 +362,6 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
     assert server.paths().count(give) == (1 if holds == "7" else 3), "it gets them twice more"
 
 
-def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, tmp_path):
-    engine = given(SglangClient, server, tmp_path, 5)
-    server.always["/generate"] = in_meta(weight_version="absent")
-    for faults, swaps in (([(503, b"")], 1), ([], 0)):
-        server.faults["/generate"] = faults
-        server.seen.clear()
-        assert sample(engine)
-        assert server.paths().count("/update_weights_from_disk") == swaps
-
-
 def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):
     engine = make_engine(VllmClient, server, tmp_path)
     server.faults["/reset_prefix_cache"] = [(502, b"")]
@@ -434,15 +396,6 @@ def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path)
         sample(engine, top_k=2)
     assert sample(engine, top_k=1), "the likeliest tokens, which evaluations ask for"
     assert server.seen[-1][-1]["sampling_params"]["top_k"] == 1
-
-
-def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
-    given = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with without_torchrun({}):
-        assert not [name for name in os.environ if name.startswith(TORCHRUN)]
-    assert {name: os.environ[name] for name in given} == given
 
 
 def test_vllm_in_this_process_reports_experts_and_kept_tokens():

@@ -233,26 +233,6 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, stops
     assert [row["rollout/staleness_max"] for row in found] == ages
 
 
-def test_what_was_under_way_is_sampled_in_another_layout(ranks, tmp_path):
-    """Responses depend on the weights and the step alone, with as many replicas."""
-    for layout, place, end in ((Layout(tp=2), "whole", 3), (Layout(tp=2), "broken", 1), (Layout(pp=2), "broken", 3)):
-        folder, save = tmp_path / place, tmp_path / place / "save"
-        words = flags(folder, *LIVE, *layout.flags(), "--rollout-staleness=2", f"--save={save}", f"--load={save}")
-        assert ranks.run(run_training, layout, [*words, f"--train-iters={end}"]) == [None, None]
-    names = "reward/mean", "rollout/tokens", "rollout/staleness_max"
-    found, expected = ([[row[name] for name in names] for row in rows(tmp_path / f)] for f in ("broken", "whole"))
-    assert found == expected
-
-
-def test_what_a_run_of_other_windows_cannot_use_is_left_alone(ranks, tmp_path):
-    """Weights of step 0 are too old for the batch of step 2 where rollouts may be one step old; or there are none."""
-    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", *LIVE]
-    for staleness, end in ((2, 2), (1, 4), (0, 5), (2, 7)):
-        words = flags(tmp_path, *save, f"--rollout-staleness={staleness}", f"--train-iters={end}")
-        assert ranks.run(run_with, Layout(), words, CountingEngine)[0][0] is None
-    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1, 0, 0, 1]
-
-
 def test_evaluations_are_made_where_weights_are_new(ranks, tmp_path):
     """With two batches ahead that is every other step, and the end."""
     words = [*HELD_OUT, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
@@ -294,10 +274,3 @@ def test_only_sampled_tokens_have_a_version():
         check_versions(replace(batch, policy_versions=versions), 5, 0)
     with pytest.raises(ValueError, match=r"version 4, newer .* step 3: "):
         check_versions(replace(batch, policy_versions=versions), 3, 9)
-
-
-def test_a_recorded_limit_need_not_be_a_multiple(tmp_path):
-    (tmp_path / "step-0000000-replica-0000.safetensors").touch()
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--train-iters=2", "--rollout-staleness=3")
-    config = run_config(words)
-    assert config.rollouts.knows_versions

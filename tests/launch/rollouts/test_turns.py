@@ -13,7 +13,6 @@ from megatron_rc.launch.flags.checks import task as task_checks
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rewards import rewarder
 from megatron_rc.launch.rewards.outcome import Outcome
-from megatron_rc.launch.rewards.rewarder import RewardError
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
 from megatron_rc.launch.rollouts.turns import converse
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
@@ -224,20 +223,6 @@ def test_replies_that_are_none(game, tmp_path, name, words):
     sampled = game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}{name}")
     assert sampled.counts["reward/errors"] == 4
     assert {line["error"] for line in lines(tmp_path)} == {words}
-
-
-def test_a_reply_may_give_token_ids_and_a_reward(game):
-    sampled = game([[1, 2, 3, 4], [7] * 4], "--max-turns=2", f"--reply={REPLY}paid", "--reward=exact")
-    assert sampled.batch.tokens[:, 3].tolist() == [ASKED] * 4
-    assert sampled.batch.rewards.tolist() == [1 / 4 + 7 / 4, 2 / 4 + 7 / 4, 3 / 4 + 7 / 4, 4 / 4 + 7 / 4]
-    early = torch.zeros(4, 16)
-    early[:, 2] = torch.tensor([1, 2, 3, 4]) / 4  # the end of the first turn
-    assert torch.equal(sampled.batch.turn_rewards, early)
-
-
-def test_stopping_at_a_failed_reply(game):
-    with pytest.raises(RewardError, match=r"--reply .*number gave 5, .*--reward-errors continue"):
-        game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}number", "--reward-errors=stop")
 
 
 def test_evaluations_converse_too(game, tmp_path):

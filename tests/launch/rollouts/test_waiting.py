@@ -129,20 +129,3 @@ def test_an_engine_that_does_not_start_ends_its_rank(ranks, tmp_path):
         RankFailure, match=r"rank 1 of 2:[^$]*the start of the engines failed: OSError: no port is free"
     ):
         ranks.run(start_where_an_engine_fails, LAYOUT, words_of(tmp_path))
-
-
-class StoppingEngine(SlowEngine):
-    """Its rank is told to stop while it gets weights."""
-
-    def load_weights(self, weights, version):
-        super().load_weights(weights, version)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_run_that_goes_on_is_stopped_before_its_first_step(ranks, tmp_path):
-    """While the engines get the weights of what was under way again."""
-    words = words_of(tmp_path, "--rollout-staleness=2")
-    first = ranks.run(run_slowly, LAYOUT, [*words, "--train-iters=1"], SlowEngine(0, slow=None))
-    stopped = ranks.run(run_slowly, LAYOUT, words, StoppingEngine(0, slow=None))
-    assert [error for error, _ in first + stopped] == [None] * 4
-    assert [row["step"] for row in rows(tmp_path)] == [1]
