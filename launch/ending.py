@@ -68,8 +68,13 @@ def tell(**fields: Any) -> bool:
     path = os.environ.get(MESSAGES)
     if path is None:
         return False
-    sender = {"attempt": int(os.environ.get(ATTEMPT, "0")), "rank": int(os.environ.get("RANK", "-1"))}
-    line = json.dumps(asdict(Message(**sender, time=time.time(), **fields)))
+    message = Message(
+        attempt=int(os.environ.get(ATTEMPT, "0")),
+        rank=int(os.environ.get("RANK", "-1")),
+        time=time.time(),
+        **fields,
+    )
+    line = json.dumps(asdict(message))
     with suppress(OSError):  # the launcher has ended
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         try:

@@ -38,8 +38,10 @@ class LostRanks:
     """
 
     def __init__(self, limit: float, leave: Callable[[str, bool], NoReturn]) -> None:
-        self.limit, self._leave = limit, leave
-        self._host, self._port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        self.limit = limit
+        self._leave = leave
+        self._host = os.environ.get("MASTER_ADDR", "")
+        self._port = int(os.environ.get("MASTER_PORT", "0"))
         self._attempt = int(os.environ.get(ATTEMPT, "0"))
         self._is_first = os.environ.get("RANK") == "0"
         self._is_first_of_machine = os.environ.get("LOCAL_RANK") == "0"

@@ -21,7 +21,7 @@ from megatron_rc.launch.ending import FOLDER, Message, messages, messages_of_ran
 from megatron_rc.launch.errors import ConfigurationError, one_line
 from megatron_rc.launch.lost_ranks import tell_other_machines
 from megatron_rc.launch.standard_error import visible
-from megatron_rc.launch.stopping import signals_to_ranks
+from megatron_rc.launch.stopping import SAVE_AND_END, signals_to_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -204,13 +204,16 @@ def ended(told: Sequence[Message], num_ranks: int, sent: signal.Signals | None =
         return Outcome(error.code, f"error: {error.error}")
     has_ended = {message.rank: message.is_kept for message in told if message.has_ended}
     missing = num_ranks - len(has_ended)
-    if missing and sent is None:
+    if missing and sent is not None:
+        return _stopped_unsaved(sent)
+    if missing:
         how = f"{missing} of {num_ranks} ranks ended with exit code 0 before the run did"
         return Outcome(FAILURE, f"error: {how}: look for what calls os._exit() in your own modules")
-    code, how = (FAILURE, "error: a rank was told to stop") if sent is None else (128 + sent, f"stopped by {sent.name}")
-    if missing:
-        return Outcome(code, f"{how} before all ranks could save: what no checkpoint holds is lost")
-    return Outcome(0) if all(has_ended.values()) else Outcome(code, f"{how}, and {_NOT_KEPT}")
+    if all(has_ended.values()):
+        return Outcome(0)
+    if sent is None:
+        return Outcome(FAILURE, f"error: a rank was told to stop, and {_NOT_KEPT}")
+    return Outcome(128 + sent, f"stopped by {sent.name}, and {_NOT_KEPT}")
 
 
 def failed(
@@ -221,17 +224,18 @@ def failed(
     A failure after the last save costs nothing, so its outcome is 0 with a line. Arguments: see :func:`ended`.
     """
     kept = {message.rank for message in told if message.is_kept}
-    words = _first_failure(failures, told)
+    outcome = _first_failure(failures, told)
     if len(kept) == num_ranks:
-        return Outcome(0, f"the run is over and nothing is lost; afterwards {words.words.removeprefix('error: ')}")
-    if sent is not None and _first_error(told) is None and all(_ended_by_request(one) for one in failures.values()):
-        return ended(told, num_ranks, sent)
-    return words
+        return Outcome(0, f"the run is over and nothing is lost; afterwards {outcome.words.removeprefix('error: ')}")
+    # The launcher's signal ends ranks that are still starting; others may tell that they lost a connection.
+    if sent is not None and any(-failure.exitcode == SAVE_AND_END for failure in failures.values()):
+        return _stopped_unsaved(sent)
+    return outcome
 
 
-def _ended_by_request(failure: ProcessFailure) -> bool:
-    """Whether a rank ended by the launcher's signal, as during its start, or by torchrun's after it."""
-    return -failure.exitcode in (signal.SIGUSR1, signal.SIGTERM)
+def _stopped_unsaved(sent: signal.Signals) -> Outcome:
+    """The outcome of a run of which a signal ended ranks before they could save."""
+    return Outcome(128 + sent, f"stopped by {sent.name} before all ranks could save: what no checkpoint holds is lost")
 
 
 def _first_failure(failures: dict[int, ProcessFailure], told: Sequence[Message]) -> Outcome:

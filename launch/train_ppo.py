@@ -43,7 +43,8 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.standard_error import VisibleFormatter, outlast_reader, say_error
 from megatron_rc.launch.tasks import Task
 
-USAGE_ERROR, FAILURE = 2, 1
+USAGE_ERROR = 2
+FAILURE = 1
 # Work on the ranks; True if nothing is lost: all steps are made, or a checkpoint holds the steps made.
 Run = Callable[[RunConfig, Task], bool]
 # Seconds in which torchrun ends a rank whose error the first rank of its machine has said.
@@ -119,9 +120,9 @@ def _run_on_rank(run: Run, config: RunConfig, task: Task) -> None:
     except (DistError, RuntimeError) as error:
         # Gloo raises a plain RuntimeError.
         is_of_collective = isinstance(error, DistError) or type(error) is RuntimeError
-        words = lost_ranks.cut_off() if is_of_collective else None
-        if words is not None:
-            _end_at_once(words, is_cut_off=True)
+        sentence = lost_ranks.cut_off() if is_of_collective else None
+        if sentence is not None:
+            _end_at_once(sentence, is_cut_off=True)
         raise
     finally:
         lost_ranks.close()

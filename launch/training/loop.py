@@ -50,9 +50,8 @@ def train(config: RunConfig, task: Task) -> bool:
         Whether no step is lost: all are made, or a signal came and the steps so far are in a checkpoint.
 
     Raises:
-        RunError: log-probs are unusable, the steps change nothing any more, or a condition of ``--stop-if`` held, after
-            which all ranks have saved; these on every rank. On one rank alone: its engine, reward, record or file
-            failed.
+        RunError: on every rank, if log-probs are unusable, or the steps change nothing any more. On one rank, if its
+            engine, reward, record or file failed. On rank 0, if a condition of ``--stop-if`` held; all have saved then.
         ValueError: on every rank, if the checkpoint does not fit.
     """
     _check_rows(config)
@@ -89,7 +88,10 @@ class _Run:
     def __init__(
         self, config: RunConfig, task: Task, groups: ParallelGroups, trainer: Trainer, stack: ExitStack
     ) -> None:
-        self.config, self.task, self.groups, self.trainer = config, task, groups, trainer
+        self.config = config
+        self.task = task
+        self.groups = groups
+        self.trainer = trainer
         self.is_stopped = False
         self.guard: RunError | None = None
         self.distributions: dict[str, Distribution] = {}
@@ -107,11 +109,14 @@ class _Run:
         self.profiling = stack.enter_context(Profiling(config))
         self.save_hf = HuggingFaceSaves(config, trainer, task.text)
         self.steps = BadSteps(config, trainer, self.collector)
-        self.guards, self.machine = Guards(config), Machine(config)
+        self.guards = Guards(config)
+        self.machine = Machine(config)
         self.equal_rewards = EqualRewards(config)
         if self.reporter is not None:
-            self.guards.go_on(read_rows(self.reporter.metrics.path), trainer.iteration)
-            self.equal_rewards.go_on(read_rows(self.reporter.metrics.path, '"reward/max"'), trainer.iteration)
+            earlier_rows = read_rows(self.reporter.metrics.path)
+            self.guards.go_on(earlier_rows, trainer.iteration)
+            rows_with_rewards = read_rows(self.reporter.metrics.path, '"reward/max"')
+            self.equal_rewards.go_on(rows_with_rewards, trainer.iteration)
         self.log_probs = SavedLogProbs(config, groups, trainer, self.collector)
 
     @property
@@ -191,9 +196,11 @@ class _Run:
 
     def _rollout_steps(self) -> Iterator[dict[str, float]]:
         """Sample one rollout batch, and yield the metrics of each of its optimizer steps."""
-        trainer, collector, lap = self.trainer, self.collector, _Laps()
+        trainer = self.trainer
+        collector = self.collector
+        lap = _Laps()
         self.weight_sync.metrics = {}
-        data = collector.data_metrics(trainer.iteration)
+        data_metrics = collector.data_metrics(trainer.iteration)
         batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
         if collector.is_window_over:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
@@ -203,7 +210,7 @@ class _Run:
         summary = summarize_rollouts(batch, self.groups, trainer.version)
         self._look_at_rewards(summary.metrics, batch)
         common = summary.metrics | collector.reward_metrics
-        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data
+        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
         nonzero: list[float] = []
         if prepared:
@@ -282,12 +289,14 @@ class _Laps:
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
-        self._begun = self._last = time.monotonic()
+        self._begun = time.monotonic()
+        self._last = self._begun
 
     def __call__(self, part: str) -> None:
         """End a part."""
         now = time.monotonic()
-        self.times[f"perf/{part}_seconds"], self._last = now - self._last, now
+        self.times[f"perf/{part}_seconds"] = now - self._last
+        self._last = now
 
     def seconds_without(self, part: str) -> float:
         """Seconds since the beginning, without one part."""
@@ -309,7 +318,8 @@ def _check_rows(config: RunConfig) -> None:
 
 def _check_start(config: RunConfig, iteration: int) -> None:
     """Compare the run with the checkpoint that it resumes; raises ValueError on every rank if no steps are left."""
-    load, last = config.checkpoints.load, config.training.train_iters
+    load = config.checkpoints.load
+    last = config.training.train_iters
     if iteration > last:
         raise ValueError(
             f"--load {load}: checkpoint {iteration} is already past --train-iters {last}: give a larger "
@@ -323,7 +333,8 @@ def _check_start(config: RunConfig, iteration: int) -> None:
 
 def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest, guard: RunError | None) -> str:
     """The last line of a run's output."""
-    files, iteration = config.checkpoints, trainer.iteration
+    files = config.checkpoints
+    iteration = trainer.iteration
     if guard is not None:
         done = "stopped by --stop-if"
     elif iteration >= config.training.train_iters:

@@ -18,7 +18,7 @@ mine = not where or rank == int(where[0])
 def stop(*_: object) -> None:
     if how == "saves-late":
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(1.5)
     tell_ending(kept=how.startswith("saves"))
     sys.exit(0)
 
