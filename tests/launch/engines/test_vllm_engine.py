@@ -61,9 +61,7 @@ def test_wrong_files_are_refused_by_name(tmp_path, text, message):
     assert read_engine_args(None) == {}
 
 
-def test_more_gpus_than_the_replica_has_and_a_memory_to_share_without_one_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="--rollout-colocate needs a GPU"):
-        parse(tmp_path, "--rollout-colocate")
+def test_more_gpus_than_the_replica_has_are_refused(tmp_path):
     config = run_config(flags(tmp_path, "--rollout-engine=vllm", "--tensor-model-parallel-size=2"), 4)
     # The check alone, because this machine may have no GPU.
     check_engine(config.changed(launch={"on_cpu": False}, engine={"rollout_tensor_parallel_size": 2}), samples=True)

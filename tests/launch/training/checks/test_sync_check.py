@@ -107,7 +107,7 @@ def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path,
     """Only the last replica's engine is broken; the first sync cannot tell what later ones leave behind."""
     words = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
     said = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
-    assert said.startswith("AgreedError: ")
+    assert said.startswith("RunError: ")
     assert message in said
     if "sync" in said:
         assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in said
@@ -222,7 +222,7 @@ def test_a_probe_follows_the_syncs_that_no_batch_can_tell_of(ranks, tmp_path, mo
 
 def batch_check_of(words, step, wrong):
     """The check of a batch with tokens of versions 0 and 1, whose trainer disagrees about those of one version."""
-    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.errors import RunError
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.checks.batch_check import BatchCheck
 
@@ -236,7 +236,7 @@ def batch_check_of(words, step, wrong):
     check.begin(step, torch.where(local.policy_versions == wrong, rollout - 1, rollout), local)
     try:
         check.hear(check.numbers)
-    except AgreedError as error:
+    except RunError as error:
         return str(error)
     return check.metrics
 
