@@ -117,14 +117,15 @@ def right_by_name(metrics: Mapping[str, Value]) -> dict[str, Value]:
 
 def share_of(config: RunConfig, replica: int) -> range:
     """Numbers of the held-out problems of a data-parallel replica."""
-    number, replicas = config.evaluation.eval_problems, config.data_parallel_size
-    return range(number * replica // replicas, number * (replica + 1) // replicas)
+    num_problems = config.evaluation.eval_problems
+    replicas = config.data_parallel_size
+    return range(num_problems * replica // replicas, num_problems * (replica + 1) // replicas)
 
 
 def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str:
     """JSON lines: the first response to each problem of this replica among the first ``--eval-answers`` problems."""
-    wanted = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
-    return "".join(json.dumps(_line(one), default=str) + "\n" for one in graded[:wanted])
+    num_lines = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
+    return "".join(json.dumps(_line(problem), default=str) + "\n" for problem in graded[:num_lines])
 
 
 def write_answers(lines: str, config: RunConfig, step: int) -> None:

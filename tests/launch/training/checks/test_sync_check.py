@@ -9,7 +9,7 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from tests.support.on_rank import recorded
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, share
 from tests.support.training_runs import HELD_OUT, agreed, rows, run_training
 
@@ -101,7 +101,6 @@ OLDER = "does the engine keep older weights"
         (shifted_later, Layout(cp=2), [], 1, "shifted by +1; align both to the label tokens"),
         # The probe after the first sync.
         (shifted, Layout(tp=2), [], 0, "shifted by +1; align both to the label tokens"),
-        (silent, Layout(dp=2), [], 0, "the check of the rollout engine failed: RuntimeError: out of paper"),
     ],
 )
 def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
@@ -115,6 +114,13 @@ def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path,
         assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in said) == (layout.dp == 2)
     made_steps = rows(tmp_path) if made else []
     assert len(made_steps) == made, "no step was made with wrong weights"
+
+
+def test_an_engine_that_fails_in_the_probe_ends_its_rank(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *RUN, *layout.flags())
+    with pytest.raises(RankFailure, match="the check of the rollout engine failed: RuntimeError: out of paper"):
+        ranks.run(run_broken, layout, words, silent, 1)
 
 
 def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):

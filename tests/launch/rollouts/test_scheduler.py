@@ -8,18 +8,26 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
-from tests.support.ranks import Layout
+from megatron_rc.launch.rollouts import work_threads
+from megatron_rc.launch.rollouts.collector import RolloutCollector, check_versions
+from megatron_rc.launch.rollouts.scheduler import RolloutScheduler
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags, recorded_batch, run_config
 from tests.support.training_runs import HELD_OUT, LIVE, rows, run_training, without_times
 
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
 
 
-@pytest.mark.parametrize("threads", [0, 1])
-def test_batches_are_sampled_one_at_a_time_in_their_order(threads):
-    seen, main = [], threading.get_ident()
+def scheduler(folder, sample, *, is_elsewhere, ahead=2):
+    """A scheduler of a run that samples this number of batches ahead."""
+    words = flags(folder, *LIVE, f"--rollout-staleness={ahead}", "--train-iters=9")
+    return RolloutScheduler(run_config(words), sample, is_elsewhere=is_elsewhere)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_batches_are_sampled_one_at_a_time_in_their_order(tmp_path, is_elsewhere):
+    seen = []
+    main = threading.get_ident()
 
     def sample(step):
         seen.append((step, threading.get_ident() == main))
@@ -27,79 +35,65 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(threads):
             raise TimeoutError("no answer")
         return -step
 
-    prefetched = PrefetchedRollouts(sample, threads)
-    prefetched.order([4, 6, 8, 9])
-    assert (4 in prefetched, 3 in prefetched) == (True, False)
-    assert [prefetched.take(step) for step in (4, 6, 8)] == [-4, -6, -8]
+    made = scheduler(tmp_path, sample, is_elsewhere=is_elsewhere)
+    made.order([4, 6, 8, 9])
+    assert [made.take(step) for step in (4, 6, 8)] == [-4, -6, -8]
     with pytest.raises(TimeoutError, match="no answer"):
-        prefetched.take(9)
-    assert not any(step in prefetched for step in range(10))
-    assert prefetched.take(3) == -3, "not ordered: obtained at once"
-    prefetched.close()
-    assert seen == [*((step, not threads) for step in (4, 6, 8, 9)), (3, True)]
+        made.take(9)
+    assert made.take(3) == -3, "not ordered: obtained at once"
+    made.close()
+    assert seen == [*((step, not is_elsewhere) for step in (4, 6, 8, 9)), (3, True)]
 
 
-def test_several_threads_sample_several_batches_at_once():
-    together, begun = threading.Barrier(2, timeout=SECONDS), []
-
-    def sample(step):
-        begun.append(step)
-        if step < 3:
-            together.wait()
-        return -step
-
-    prefetched = PrefetchedRollouts(sample, threads=2)
-    prefetched.order([1, 2, 3])
-    assert [prefetched.take(step) for step in (1, 2, 3)] == [-1, -2, -3]
-    assert begun[2] == 3
-    prefetched.close()
-    assert not sampling_threads()
-
-
-def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
-    class Stuck:
-        def close(self):
-            raise OSError("still there")
-
-    collector = RolloutCollector.__new__(RolloutCollector)
-    collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(recorded_batch, threads=0)
-    collector.sampler = collector.transfer = None
-    collector.close()
-    assert "the rollout engine did not end cleanly: still there" in caplog.text
-
-
-def test_closing_drops_what_waits_and_ends_the_thread(monkeypatch):
-    begun, go, seen = threading.Event(), threading.Event(), []
+def test_closing_drops_what_waits_and_leaves_a_batch_that_does_not_end(tmp_path, monkeypatch):
+    """An error of the trainer is not kept back by it."""
+    monkeypatch.setattr(work_threads, "GRACE_SECONDS", 0.01)
+    begun = threading.Event()
+    go = threading.Event()
+    seen = []
 
     def slow(step):
         seen.append(step)
         begun.set()
         go.wait(SECONDS)
 
-    prefetched = PrefetchedRollouts(slow, threads=1)
-    prefetched.order([1, 2, 3])
+    made = scheduler(tmp_path, slow, is_elsewhere=True)
+    made.order([1, 2, 3])
     assert begun.wait(SECONDS)
-    closing = threading.Thread(target=prefetched.close)
-    closing.start()
-    go.set()
-    closing.join(SECONDS)
-    assert seen == [1]
-    assert not sampling_threads()
-    # A batch that does not end is left behind: an error of the trainer is not kept back by it.
-    monkeypatch.setattr("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01)
-    begun.clear(), go.clear()
-    prefetched = PrefetchedRollouts(slow, threads=1)
-    prefetched.order([1])
-    assert begun.wait(SECONDS)
-    prefetched.close()
+    made.close()
     (left,) = (thread for thread in threading.enumerate() if thread.name == "rollouts")
     assert left.daemon
     go.set()
     left.join(SECONDS)
+    assert seen == [1]
+    assert not sampling_threads()
+
+
+class Stuck:
+    """An engine whose process does not end."""
+
+    def close(self):
+        raise OSError("still there")
+
+
+def close_with_a_stuck_engine(words):
+    from megatron_rc.launch.flags.configure import configure
+    from megatron_rc.parallel import ParallelGroups
+    from tests.support.training_runs import logged
+
+    config, task = configure(words, 1)
+    with logged() as said:
+        RolloutCollector(config, task, ParallelGroups.from_megatron(), engine=Stuck()).close()
+    return said
+
+
+def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(ranks, tmp_path):
+    (said,) = ranks.run(close_with_a_stuck_engine, Layout(), flags(tmp_path, *LIVE))
+    assert said == ["the rollout engine did not end cleanly: still there"]
 
 
 def sampling_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rollouts")]
+    return [thread.name for thread in threading.enumerate() if thread.name in ("rollouts", "engine")]
 
 
 # The loop
@@ -177,7 +171,7 @@ def test_versions_reach_the_metrics(ranks, tmp_path, more, versions, ages):
     ((error, calls, threads, left),) = ranks.run(run_with, Layout(), words, CountingEngine)
     assert (error, left) == (None, [])
     assert calls == [versions]
-    assert {name.split("_")[0] for name in threads[0]} == {"MainThread", *["rollouts"] * (max(ages) > 0)}
+    assert threads[0] == ({"engine", "rollouts"} if max(ages) > 0 else {"engine"})
     for row, age in zip(rows(tmp_path), ages, strict=True):
         if max(ages) > 0:
             assert row["rollout/staleness_mean"] == row["rollout/staleness_max"] == age
@@ -239,26 +233,6 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, stops
     assert [row["rollout/staleness_max"] for row in found] == ages
 
 
-def test_what_was_under_way_is_sampled_in_another_layout(ranks, tmp_path):
-    """Responses depend on the weights and the step alone, with as many replicas."""
-    for layout, place, end in ((Layout(tp=2), "whole", 3), (Layout(tp=2), "broken", 1), (Layout(pp=2), "broken", 3)):
-        folder, save = tmp_path / place, tmp_path / place / "save"
-        words = flags(folder, *LIVE, *layout.flags(), "--rollout-staleness=2", f"--save={save}", f"--load={save}")
-        assert ranks.run(run_training, layout, [*words, f"--train-iters={end}"]) == [None, None]
-    names = "reward/mean", "rollout/tokens", "rollout/staleness_max"
-    found, expected = ([[row[name] for name in names] for row in rows(tmp_path / f)] for f in ("broken", "whole"))
-    assert found == expected
-
-
-def test_what_a_run_of_other_windows_cannot_use_is_left_alone(ranks, tmp_path):
-    """Weights of step 0 are too old for the batch of step 2 where rollouts may be one step old; or there are none."""
-    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", *LIVE]
-    for staleness, end in ((2, 2), (1, 4), (0, 5), (2, 7)):
-        words = flags(tmp_path, *save, f"--rollout-staleness={staleness}", f"--train-iters={end}")
-        assert ranks.run(run_with, Layout(), words, CountingEngine)[0][0] is None
-    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1, 0, 0, 1]
-
-
 def test_evaluations_are_made_where_weights_are_new(ranks, tmp_path):
     """With two batches ahead that is every other step, and the end."""
     words = [*HELD_OUT, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
@@ -284,10 +258,8 @@ def test_the_age_of_recorded_rollouts_is_checked(ranks, tmp_path):
 
     assert read("--rollout-staleness=2") is None
     assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == AGES[:4]
-    assert read("--rollout-staleness=1") == (
-        "AgreedError: the rollout of step 2 failed: ValueError: sample 0, token 2 was sampled by weights of version 0, "
-        "2 steps behind the trainer at step 2: --rollout-staleness allows 1"
-    )
+    with pytest.raises(RankFailure, match=r"step 2 failed: .* 2 steps behind .* --rollout-staleness allows 1"):
+        read("--rollout-staleness=1")
     assert read() is None
     assert not [name for row in rows(tmp_path) for name in row if "staleness" in name]
 
@@ -302,10 +274,3 @@ def test_only_sampled_tokens_have_a_version():
         check_versions(replace(batch, policy_versions=versions), 5, 0)
     with pytest.raises(ValueError, match=r"version 4, newer .* step 3: "):
         check_versions(replace(batch, policy_versions=versions), 3, 9)
-
-
-def test_a_recorded_limit_need_not_be_a_multiple(tmp_path):
-    (tmp_path / "step-0000000-replica-0000.safetensors").touch()
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--train-iters=2", "--rollout-staleness=3")
-    config = run_config(words)
-    assert config.rollouts.knows_versions
