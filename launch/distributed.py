@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.heartbeats import Heartbeats
 from megatron_rc.launch.run_config import RunConfig
 
@@ -32,17 +33,8 @@ _OF_GROUPS = (
 )
 
 
-class AgreedError(RuntimeError):
-    """An error that every rank raises together, with the message of the first rank that met it.
-
-    Args:
-        message: one sentence.
-        code: exit code of the run, below 256.
-    """
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
+class AgreedError(RunError):
+    """An error that every rank raises together."""
 
 
 def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
@@ -140,6 +132,17 @@ def shut_down() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def largest_over_ranks(config: RunConfig, numbers: Sequence[float]) -> list[float]:
+    """Return the largest of each number over all ranks; ``numbers`` are equally many on each, and finite.
+
+    Collectives: one MAX of the numbers, as float64, over all ranks.
+    """
+    shared = torch.tensor(numbers, dtype=torch.float64, device=config.launch.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    largest: list[float] = shared.tolist()
+    return largest
 
 
 def agree(config: RunConfig, error: str | AgreedError | None = None, numbers: Sequence[float] = ()) -> list[float]:
