@@ -209,7 +209,8 @@ def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
     words = flags(tmp_path, *PPO, f"--save={tmp_path}/critic")
     ranks.run(train, Layout(), words, 0, 1, 1)
     (said,) = ranks.run(refusal, Layout(), [*words, f"--load={tmp_path}/critic", "--critic-lr=5e-3"])
-    assert "checkpoint 1 was written with --critic-lr 0.002, this run has 0.005: give the same, or" in said
+    assert "checkpoint 1: " in said
+    assert "value 0.005 and checkpointvalue 0.002 for learning rate do not match" in said
 
 
 def step_without_signal(words):
