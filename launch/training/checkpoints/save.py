@@ -42,10 +42,12 @@ class CheckpointWriter:
 
     Attributes:
         pending: the checkpoint under way; None: there is none.
+        keeps_older: remove no checkpoint after the next save, whatever ``--keep-last`` says.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self.keeps_older = False
         self.pending: PendingCheckpoint | None = None
         self._timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
         self._ranks: dist.ProcessGroup | None = None
@@ -63,7 +65,7 @@ class CheckpointWriter:
             _check_weights(iteration, trained.model, name)
         if self._ranks is None:
             self._ranks = dist.new_group(backend="gloo", timeout=self._timeout)
-        pending = PendingCheckpoint(self.config, iteration, self._ranks)
+        pending = PendingCheckpoint(self.config, iteration, self._ranks, keeps_older=self.keeps_older)
         try:
             pending.prepare(kept)
         except CheckpointException as error:
@@ -114,13 +116,16 @@ class PendingCheckpoint(threading.Thread):
         config: settings of the run.
         iteration: optimizer steps so far.
         group: all ranks, over gloo.
+        keeps_older: remove no older checkpoint afterwards.
 
     Attributes:
         error: failure of the writing; None: it is under way, or the checkpoint is whole.
         moved_at: time at which the writing last went on, as by ``time.monotonic``.
     """
 
-    def __init__(self, config: RunConfig, iteration: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, config: RunConfig, iteration: int, group: dist.ProcessGroup, *, keeps_older: bool = False
+    ) -> None:
         super().__init__(name=f"checkpoint {iteration}", daemon=True)
         self.config = config
         self.iteration = iteration
@@ -128,6 +133,7 @@ class PendingCheckpoint(threading.Thread):
         self.folder = folders.partial_folder(self.save_folder, iteration)
         self.error: BaseException | None = None
         self.moved_at = time.monotonic()
+        self._keeps_older = keeps_older
         self._group = group
         # Its collectives turn an error of one rank into a CheckpointException of all.
         self._ranks = _DistWrapper(group, use_dist=True, coordinator_rank=0)
@@ -169,7 +175,8 @@ class PendingCheckpoint(threading.Thread):
         """Write the manifest, rename the folder, and remove older checkpoints; on rank 0."""
         write_manifest(self.folder, checksums_of_ranks)
         folders.complete(self.save_folder, self.iteration)
-        remove_older(self.config.checkpoints, self.iteration)
+        if not self._keeps_older:
+            remove_older(self.config.checkpoints, self.iteration)
 
     def _moved(self) -> None:
         self.moved_at = time.monotonic()
