@@ -96,12 +96,12 @@ def train_away(part, words, begin, end, save_at=None):
             trainer.save()
             assert trainer.writer.pending is not None
         found.append(step(trainer, index))
+        trainer.writer.finish()  # else its copies would be counted
         away = bytes_alive()
         with trainer.critic.here() if part == "critic" else trainer.optimizer_here():
             chunks = trainer.critic.chunks if part == "critic" else trainer.chunks
             parameters = sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
             ratios.append((bytes_alive() - away) / parameters)
-    trainer.writer.finish()
     return found, ratios
 
 
