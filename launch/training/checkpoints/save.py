@@ -94,10 +94,9 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is whole; SaveError if it could not be written."""
-        with phases.waiting():
-            while self.pending is not None:
-                self.pending.join(timeout=_LOOK_SECONDS)
-                self.look()
+        while self.pending is not None:
+            self.pending.join(timeout=_LOOK_SECONDS)
+            self.look()
 
     def _given_up(self, pending: PendingCheckpoint, error: BaseException) -> SaveError:
         """Remove a checkpoint that could not be written; return the error that says so."""

@@ -41,10 +41,17 @@ def shorten(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def replace_by_a_pipe(path):
+    """Reading a pipe waits for whoever writes to it."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 SPOILT = {
     flip_a_bit: "is not what was written: its checksum differs",
     shorten: "bytes instead of",
-    os.remove: "missing",
+    os.remove: "is missing",
+    replace_by_a_pipe: "is missing",
 }
 
 

@@ -82,19 +82,59 @@ def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
     assert len(list((tmp_path / "save").iterdir())) == 4
 
 
-def save_a_bad_weight(words):
-    """Put NaN into a weight of the last stage and try to save; return this rank's error, before any collective."""
+def poisoned_step(words):
+    """Make one good step, then one whose gradient is NaN on rank 0, and save.
+
+    Returns:
+        Whether the second step moved nothing, its error, the number of steps, and the error of the save.
+    """
     trainer = make_trainer(words)
-    next(trainer.chunks[0].parameters()).data.fill_(math.nan)
-    with pytest.raises(RuntimeError, match="is not finite") as failure:
+    trainer.update(trainer.prepare(share(trainer, 0)), 0)
+    weights = weights_of(trainer.chunks)
+    accumulate = trainer.accumulate
+
+    def poison(prepared, mini_batch):
+        metrics = accumulate(prepared, mini_batch)
+        if torch.distributed.get_rank() == 0:
+            for parameter in trainer.chunks[0].parameters():
+                parameter.main_grad.fill_(math.nan)
+        return metrics
+
+    trainer.accumulate = poison
+    step_error = save_error = None
+    try:
+        trainer.update(trainer.prepare(share(trainer, 1)), 0)
+    except RuntimeError as error:
+        step_error = str(error)
+    is_same = equal(weights, weights_of(trainer.chunks))
+    try:
         trainer.save()
-    return str(failure.value)
+    except RuntimeError as error:
+        save_error = str(error)
+    return is_same, step_error, trainer.iteration, save_error
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(Layout(pp=2), []), (Layout(tp=2), ["--clip-grad=0"]), (Layout(dp=2), ["--use-distributed-optimizer"])],
+    ids=["pp2", "tp2-unclipped", "dp2-distributed"],
+)
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout, more):
+    """The loss is finite; one rank has the bad number."""
+    words = flags(tmp_path, *SMALL, *more, *layout.flags(), f"--save={tmp_path}/save")
+    results = ranks.run(poisoned_step, layout, words)
+    is_same, step_error, reached, save_error = agreed(results)
+    assert is_same
+    assert step_error.startswith("the gradient norm of step 2 is nan: the step was not made")
+    assert (reached, save_error) == (1, None)
 
 
 def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save")
-    (error,) = ranks.run(save_a_bad_weight, Layout(), words)
-    assert "is not finite after step 0: this model is not saved" in error
+    layout = Layout(pp=2)
+    words = flags(tmp_path, *SMALL, *layout.flags(), f"--save={tmp_path}/save", "--no-check-for-nan-in-loss-and-grad")
+    for _, step_error, reached, save_error in ranks.run(poisoned_step, layout, words):
+        assert (step_error, reached) == (None, 2)
+        assert "is not finite after step 2: this model is not saved" in save_error
     assert iterations(tmp_path / "save") == []
 
 
