@@ -61,7 +61,8 @@ def train(config: RunConfig, task: Task) -> bool:
         trainer = Trainer(config, groups)
         _check_start(config, trainer.iteration)
         # Write after all checks, so that a refused run does not replace the settings of the run before it.
-        agree(config, write_settings(config) if is_first else None)
+        if is_first:
+            write_settings(config)
         run = _Run(config, task, groups, trainer, stack)
         run.begin()
         while not (run.is_done or run.is_stopped):
@@ -146,7 +147,6 @@ class _Run:
         if self.weight_sync.is_wanted and not self.is_stopped:
             with suppress(Stopped):
                 self.weight_sync()
-        agree(self.config, self.reporter.error if self.reporter else None)
         unscored = self.collector.unscored_in_words()
         if unscored:
             self._say(unscored)
@@ -219,8 +219,8 @@ class _Run:
         if self.reporter is not None:
             reported = row | self.saver.metrics
             self.reporter.step(step, reported, self.distributions)
-            complaint = self.reporter.error or complaint or self.guards.step(step, reported)
-        complaint = self.profiling(step) or complaint
+            complaint = complaint or self.guards.step(step, reported)
+        self.profiling(step)
         check, wants_stop = self.trainer.batch_check, self.request.signal is not None
         *shared, stopping = agree(self.config, complaint, [*check.numbers, wants_stop])
         self.is_stopped = stopping > 0
