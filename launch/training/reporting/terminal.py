@@ -18,6 +18,7 @@ AVERAGED = 10  # steps of the means at the end
 TABLE_HEADER = ("metric", "first step", f"last {AVERAGED} steps")
 _HEADER_EVERY = 20  # lines
 _WIDTH = 9  # of a column; three significant digits of any usual number fit
+_GAP = "  "
 _UNKNOWN_WIDTH = 120  # characters of a line if the output is no terminal
 
 
@@ -139,8 +140,8 @@ def line(step: int, total: int, metrics: Mapping[str, float], *, left: float, wi
 
 def _row(first: str, total: int, cells: list[str], last: str, width: int) -> str:
     begin = first.rjust(max(len("step"), len(f"{total}/{total}")))
-    num_fitting = max((width - 1 - len(begin)) // (_WIDTH + 1), 0)
-    return " ".join([begin, *(f"{cell:>{_WIDTH}}" for cell in [*cells, last][:num_fitting])])
+    num_fitting = max((width - 1 - len(begin)) // (len(_GAP) + _WIDTH), 0)
+    return _GAP.join([begin, *(f"{cell:>{_WIDTH}}" for cell in [*cells, last][:num_fitting])])
 
 
 def table(series: Mapping[str, Series]) -> str:

@@ -68,7 +68,7 @@ def test_a_narrow_terminal_shows_fewer_columns_and_a_dumb_one_has_no_bar(monkeyp
     shown = in_a_terminal(24, 20)
     lines = re.split(r"[\r\n]+", shown)
     assert all(len(words) <= 20 for words in lines if "held out" not in words)
-    assert " 6/6       0.6" in lines
+    assert " 6/6        0.6" in lines
     monkeypatch.setenv("TERM", "dumb")
     lines = in_a_terminal(24, 80).split("\r\n")
     steps = ["step reward kl", "4/6 0.4 0.01", "held out: 50.0% right", "6/6 0.6 0.01"]
