@@ -89,7 +89,7 @@ def draw_curves(axes: Any, curves: Sequence[Curve], *, x_label: str = "step", sc
     positive = [value for value in finite if value > 0]
     if positive and (scale == "log" or (scale == "wide" and has_wide_range)):
         axes.set_yscale("log", nonpositive="clip")
-        _label_plainly(axes.yaxis, min(positive), max(positive))
+        label_plainly(axes.yaxis, min(positive), max(positive))
 
     axes.set_xlabel(x_label)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -99,7 +99,7 @@ def draw_curves(axes: Any, curves: Sequence[Curve], *, x_label: str = "step", sc
         axes.text(0.5, 0.5, "nothing measured", transform=axes.transAxes, ha="center", color="gray")
 
 
-def _label_plainly(axis: Any, lowest: float, highest: float) -> None:
+def label_plainly(axis: Any, lowest: float, highest: float) -> None:
     """Write plain numbers, some in each decade, beside a logarithmic axis."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
