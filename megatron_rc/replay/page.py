@@ -27,7 +27,7 @@ BAND_TOKENS, BAND_BINS = 200_000, 24
 MOST_CORRECTIONS = 6
 _LEAST_IN_BIN = 20
 _LOWEST = -16.0  # log π_rollout; less likely tokens are drawn at this edge
-_RATIO = "log ρ, nats"
+_LINEAR_WIDTH = 0.1  # nats; smaller log-ratios are drawn on a linear axis
 
 
 def as_page(data: Recorded, outcomes: Sequence[Outcome]) -> str:
@@ -104,14 +104,15 @@ def _draw_tokens(data: Recorded, generator: torch.Generator) -> _Tokens:
 def _draw_sequences(data: Recorded, generator: torch.Generator) -> Tensor:
     """[k] int64: rows of at most ``MOST_SEQUENCES`` sequences that have a token."""
     rows = (data.lengths > 0).nonzero().flatten()
-    return rows[_random_indices(len(rows), MOST_SEQUENCES, generator)]
+    chosen: Tensor = rows[_random_indices(len(rows), MOST_SEQUENCES, generator)]
+    return chosen
 
 
 def _random_indices(number: int, most: int, generator: torch.Generator) -> Tensor:
     """[k] int64: at most so many of the first ``number`` integers, each once, in random order."""
     if number > most:
         # randperm of billions of tokens would take their memory.
-        chosen = torch.randint(number, (most,), generator=generator).unique()
+        chosen: Tensor = torch.randint(number, (most,), generator=generator).unique()
         return chosen[torch.randperm(len(chosen), generator=generator)]
     return torch.randperm(number, generator=generator)
 
@@ -180,11 +181,15 @@ def _draw_sequences_of(axes: Any, data: Recorded, rows: Tensor, outcome: Outcome
 
 def _finish_ratios(axes: Any, title: str) -> None:
     """Make the vertical axis linear near 0 and logarithmic far from it."""
-    axes.set_yscale("symlog", linthresh=0.1)
+    from matplotlib.ticker import NullLocator, SymmetricalLogLocator
+
+    axes.set_yscale("asinh", linear_width=_LINEAR_WIDTH)
+    axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=_LINEAR_WIDTH, subs=(1, 3)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.axhline(0.0, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xlabel(title)
-    axes.set_ylabel(_RATIO)
+    axes.set_ylabel("log ρ, nats")
 
 
 def _bands(across: Tensor, values: Tensor) -> tuple[list[float], ...]:
