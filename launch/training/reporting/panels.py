@@ -104,12 +104,12 @@ def page_charts(series: Mapping[str, Series]) -> list[Chart]:
     by_file = Panel(
         "Right answers by file, shares", "To the held-out problems of each file of --eval-data.", shares_of_files
     )
-    panels = [REWARD, DISTANCE, SHARES, RATIOS, by_file, *OTHERS]
-    found = [_chart(panel, series) for panel in panels if _labels(panel, series)]
+    charts = [_chart(panel, series) for panel in (REWARD, by_file, DISTANCE, SHARES) if _labels(panel, series)]
     weights = _weights_chart(series)
     if weights is not None:
-        found.insert(3, weights)
-    return found
+        charts.append(weights)
+    charts += [_chart(panel, series) for panel in (RATIOS, *OTHERS) if _labels(panel, series)]
+    return charts
 
 
 def _chart(panel: Panel, series: Mapping[str, Series]) -> Chart:
@@ -126,6 +126,8 @@ def _draw(axes: Any, curves: list[Curve], panel: Panel) -> None:
     draw_curves(axes, curves, scale=panel.scale)
     if panel is SHARES:
         axes.set_ylim(-0.02, 1.02)
+        if curves:
+            axes.legend(loc="center right")  # shares are mostly near 0 or 1
     if panel is REWARD:
         _fit_rewards(axes)
 
@@ -155,15 +157,20 @@ def _weights_chart(series: Mapping[str, Series]) -> Chart | None:
     names = {name: f"{_RC}rollout_is_raw_{name}" for name in ("mean", "min", "max")}
     if not series.keys() >= set(names.values()):
         return None
-    curves = {name: series[metric].as_curve(name) for name, metric in names.items()}
-    # A curve of stretches: their lowest minimum, and their highest maximum.
-    smallest = curves["min"].low or curves["min"].y
-    largest = curves["max"].high or curves["max"].y
-    mean = Curve("mean, between the smallest and the largest", curves["mean"].x, curves["mean"].y)
-    if len(smallest) == len(largest) == len(mean.x):
-        mean = Curve(mean.label, mean.x, mean.y, low=smallest, high=largest)
+    mean, smallest, largest = (series[metric].as_curve(name) for name, metric in names.items())
+    # Of stretches of a long run: their lowest minimum, and their highest maximum.
+    lows = smallest.low or smallest.y
+    highs = largest.high or largest.y
+    has_band = len(lows) == len(highs) == len(mean.x)  # not if some of them are not finite
+    curve = Curve(
+        "mean, between the smallest and the largest",
+        x=mean.x,
+        y=mean.y,
+        low=lows if has_band else None,
+        high=highs if has_band else None,
+    )
     return Chart(
         "Importance weights before truncation",
         "Mean weight of the step, between the smallest and the largest one; on a logarithmic axis.",
-        partial(draw_curves, curves=[mean], scale="log"),
+        partial(draw_curves, curves=[curve], scale="log"),
     )
