@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_rc import CorrectionResult, RolloutBatch, RolloutCorrectionConfig, SamplingParams, correct_rollouts
-from megatron_rc.doctor.other_words import OWN
+from megatron_rc.doctor.programs import OWN
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Sampled:
     sampling: SamplingParams | None = None
     group_ids: Tensor | None = None  # [n] int64, equal for the responses to one prompt
     tokens: Tensor | None = None  # [n, s] int64, token ids
-    dialect: str = OWN  # of the settings of the program that wrote the record
+    program: str = OWN  # that wrote the record
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_rc.doctor.inputs import Evidence
-from megatron_rc.doctor.other_words import OWN
+from megatron_rc.doctor.programs import OWN
 from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
 from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
