@@ -170,10 +170,12 @@ def effect(choice: Choice, sampled: Sampled) -> Effect:
     result = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards)
     metrics = result.metrics()
     by_sign = {sign: f"rollout_rs_masked_fraction_reward_{sign}" for sign in REWARD_SIGNS}
-    weights = torch.ones(result.mask.shape) if result.weights is None else result.weights
+    mask, weights = result.mask, result.weights
+    assert isinstance(mask, Tensor)  # as the batch is one of tensors, not of lists
+    weights = weights if isinstance(weights, Tensor) else torch.ones(mask.shape)
     return Effect(
         choice,
-        eff_sample_size=effective_share([result.mask], [weights], int(sampled.usable().sum())),
+        eff_sample_size=effective_share([mask], [weights], int(sampled.usable().sum())),
         mean_weight=metrics.get("rollout_is_mean", 1.0),
         rejected_tokens=metrics["rollout_rs_masked_fraction"],
         rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],

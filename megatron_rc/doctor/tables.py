@@ -214,10 +214,8 @@ def own_row(row: Mapping[str, Any], prefix: str) -> Row:
     for name, value in row.items():
         if name is None or isinstance(value, (list, dict)):
             continue
-        if name in STEP_NAMES:
-            known, is_share = "step", False
-        else:
-            known, is_share = own_name(_unprefixed(name, prefix)), "fraction" in name
+        known = "step" if name in STEP_NAMES else own_name(_unprefixed(name, prefix))
+        is_share = "fraction" in name
         number = _number(value)
         if known is None or number is None:
             continue
