@@ -167,7 +167,8 @@ def candidates(choice: Choice) -> list[Choice]:
 def effect(choice: Choice, sampled: Sampled) -> Effect:
     """Try a correction on a batch with log-probs of the trainer."""
     fields = choice.config().to_dict() | {"bad_log_probs": "reject_token", "metric_prefix": ""}
-    result = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards)
+    # In float64: sequence weights of long responses are smaller than any float32.
+    result = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards, torch.float64)
     metrics = result.metrics()
     by_sign = {sign: f"rollout_rs_masked_fraction_reward_{sign}" for sign in REWARD_SIGNS}
     mask, weights = result.mask, result.weights

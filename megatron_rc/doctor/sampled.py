@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_rc import CorrectionResult, RolloutBatch, RolloutCorrectionConfig, SamplingParams, correct_rollouts
@@ -43,10 +44,12 @@ class Sampled:
             sampling=sampling,
         )
 
-    def corrected(self, config: RolloutCorrectionConfig, rewards: Tensor | None = None) -> CorrectionResult:
-        """The correction of a record that has log π_old."""
+    def corrected(
+        self, config: RolloutCorrectionConfig, rewards: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> CorrectionResult:
+        """The correction of a record that has log π_old; ``dtype`` is that of the weights."""
         assert self.old_log_probs is not None
-        old, rollout = self.old_log_probs.float(), self.rollout_log_probs.float()
+        old, rollout = self.old_log_probs.to(dtype), self.rollout_log_probs.to(dtype)
         return correct_rollouts(old, rollout, self.response_mask, config, rewards=rewards, allow_zero_log_probs=True)
 
     def usable(self) -> Tensor:

@@ -77,14 +77,13 @@ def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], s
     """
     rows = [{name: value for name, value in own_row(row, _RC).items() if math.isfinite(value)} for row in last]
     begun = min(row["step"] for row in last)
-    old = (
-        {"step": step, name: value}
-        for name, full in FULL_NAMES.items()
-        if full in series
-        for step, value in series[full].finite()
-        if step < begun
-    )
-    report = examine(Evidence("", facts_of_series(History(chain(old, rows)), settings.all)))
+    old: dict[int, dict[str, float]] = {}
+    for name, full in FULL_NAMES.items():
+        for step, value in series[full].finite() if full in series else ():
+            if step < begun:
+                old.setdefault(step, {"step": step})[name] = value
+    earlier = [old[step] for step in sorted(old)]
+    report = examine(Evidence("", facts_of_series(History(chain(earlier, rows)), settings.all)))
     facts = report.evidence.facts
     nothing = "nothing wrong" if report.code == HEALTHY else "too few numbers to judge"
     grade = next((f": {words}" for limit, words in GRADES if facts["k3_kl"] <= limit), "")
