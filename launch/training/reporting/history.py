@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.rule import Verdict
-from megatron_rc.doctor.rules import judge
+from megatron_rc.doctor.rules import Verdict, judge
 from megatron_rc.doctor.series import WINDOW, History, facts_of_series
 from megatron_rc.doctor.tables import own_row
 from megatron_rc.launch.training.reporting.metrics_file import read_thinned

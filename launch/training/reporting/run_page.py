@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.doctor.inputs import read_settings
-from megatron_rc.doctor.other_words import OWN
+from megatron_rc.doctor.programs import OWN
 from megatron_rc.doctor.report import GRADES, SHOWN
 from megatron_rc.doctor.tables import object_of
 from megatron_rc.drawing import page
