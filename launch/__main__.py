@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     gc.enable()
     command_line = sys.argv[1:] if argv is None else argv
+    if not command_line:
+        sys.stderr.write(short_help())
+        sys.exit(USAGE_ERROR)
     try:
         outcome = run_ranks(torchrun_arguments(command_line, module))
     except ConfigurationError as error:

@@ -13,8 +13,8 @@ from tests.support.paths import LINKED, ROOT
 
 # A folder, or a module that stands by itself, imports from those before it alone.
 LIBRARY = (
-    *("numerics", "parallel", "records", "attribution", "advantages", "loss", "settings", "correction", "measures"),
-    *("batch", "training", "adaptors"),
+    *("drawing", "numerics", "parallel", "records", "attribution", "advantages", "loss", "settings", "correction"),
+    *("measures", "batch", "training", "adaptors"),
     *("public", "doctor", "replay"),
 )
 # What stands in one row does not know of each other.

@@ -13,7 +13,6 @@ from torch.distributed.run import main as torchrun_main
 
 from megatron_rc.launch import train_ppo
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training.reporting.run_page.page import page_data
 from tests.support.commands import code_of
 from tests.support.forked import ForkedCall, launch_forked
 from tests.support.runs import (
@@ -81,9 +80,8 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert f"at step {saved}, saved to" in errors
     assert f"report {folder}/report.html\n" in errors
-    assert page_data(folder)["ending"].startswith(
-        f"stopped by SIGINT at step {saved}, saved to {tmp_path}/save, after "
-    )
+    page = (folder / "report.html").read_text()
+    assert f"After step {saved}: stopped by SIGINT at step {saved}, saved to {tmp_path}/save, after " in page
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     rows = read(folder)
     assert [row["step"] for row in rows] == list(range(1, saved + 1))

@@ -67,7 +67,10 @@ def test_a_full_disk_under_the_metrics_is_one_sentence(ranks, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
     (message,) = ranks.run(run_with_metrics_in_place, Layout(), flags(tmp_path, *LIVE, "--train-iters=3"))
-    assert f"the metrics in {tmp_path}/run cannot be written (No space left on device): make room, or choose" in message
+    assert message == (
+        f"ConfigurationError: the metrics in {tmp_path}/run cannot be written (No space left on device): make room, "
+        "or choose another --runs-dir"
+    )
 
 
 class BrokenEngine:
