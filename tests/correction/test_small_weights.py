@@ -37,8 +37,7 @@ def exact_normalised(logs):
     return [w / mean for w in weights]
 
 
-@pytest.mark.parametrize("logs", [FAR, [-26.0, -251.0, -240.0], [-3.0, 4.0, -90.0]], ids=str)
-@pytest.mark.parametrize("level", ["sequence", "turn"])
+@pytest.mark.parametrize(("level", "logs"), [("sequence", FAR), ("turn", [-26.0, -251.0, -240.0])])
 def test_sample_size_and_normalisation_are_exact(level, logs):
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1e8, rollout_is_batch_normalize=True)
     result = correct_rollouts(*rows(logs), config)
@@ -59,8 +58,8 @@ def test_normalised_weights_of_float32_log_probs_are_rounded_once():
     assert result.weights[:, 0].tolist() == pytest.approx(exact_normalised([-200.0, -201.0, -203.0]), rel=2e-4)
 
 
-@pytest.mark.parametrize("log_weight", [-16.0, -18.5, -19.9, -20.0, -150.0, 0.0, 19.0])
-@pytest.mark.parametrize("num_rows", [1, 2, 31, 39, 512])
+@pytest.mark.parametrize("log_weight", [-19.9, -150.0, 0.0, 19.0])
+@pytest.mark.parametrize("num_rows", [1, 39])
 def test_equal_weights_leave_everything_and_never_more(num_rows, log_weight):
     result = correct_rollouts(*rows([log_weight] * num_rows, length=10), RolloutCorrectionConfig())
     assert result.sequence_eff_sample_size == pytest.approx(1, rel=1e-12)
@@ -100,8 +99,7 @@ def exact_gradient(training, mini_batch, sequences):
     return logits.grad
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("log_ratio", [-3.0, -8.0])
+@pytest.mark.parametrize(("mode", "log_ratio"), [("decoupled", -8.0), ("bypass", -3.0)])
 def test_the_gradient_of_normalised_small_weights_is_exact(mode, log_ratio):
     training = far_training(mode, log_ratio, rollout_is_batch_normalize=True)
     gradient, _ = training.step(training.planned(), 0)

@@ -33,7 +33,7 @@ def test_tokens_that_do_not_count_have_no_age():
 BASE = {"rollout_is": "token"}
 
 
-@pytest.mark.parametrize("scale", [2.0, "", "1:2,", "1:2:3", "0:2", "1_0:2", "1:0", "1:nan", "4:2,1:1.5"])
+@pytest.mark.parametrize("scale", [2.0, "1:2,", "0:2", "1:nan", "4:2,1:1.5"])
 def test_tables_that_cannot_be_read_are_refused(scale):
     with pytest.raises(ValueError, match=f"^rollout_staleness_scale={scale!r}"):
         RolloutCorrectionConfig(**BASE, rollout_staleness_scale=scale)
