@@ -128,12 +128,6 @@ def test_rows_of_one_rollout_count_once():
     assert found.tolist() == pytest.approx([0, *[-0.5 / 5.5] * 3])
 
 
-def test_a_reward_that_is_not_finite_is_not_hidden():
-    rewards = torch.tensor([1.0, math.nan, 0.0, 0.0])
-    found = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), estimator="maxrl")
-    assert found.isnan().tolist() == [True, True, False, False]
-
-
 def test_errors_list_it_and_what_it_needs_is_asked_of_it():
     with pytest.raises(ValueError, match=r"estimator='maxrl2' is unknown: use one of grpo, .*, maxrl, behind_the_best"):
         group_advantages(torch.ones(2), torch.zeros(2, dtype=torch.int64), estimator="maxrl2")
@@ -158,8 +152,3 @@ def test_errors_list_it_and_what_it_needs_is_asked_of_it():
 def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MAXRL, **changed)
-
-
-def test_a_name_stands_for_one_estimator():
-    with pytest.raises(ValueError, match="'maxrl' is defined already"):
-        define(MAXRL)

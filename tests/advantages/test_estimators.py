@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -469,26 +468,6 @@ def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
     assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
 
 
-def half_named_on_ranks():
-    """Return the errors of a call with groups alone and of one with num_groups alone.
-
-    The prompt has responses on both ranks, so that each call lacks something.
-    """
-    groups = ParallelGroups.from_megatron()
-    rewards = torch.tensor([float(group_rank(groups.dp)), 1.0])
-    group_ids = torch.zeros(2).long()
-    return [
-        outcome(group_advantages, rewards, group_ids, groups=groups),
-        outcome(group_advantages, rewards, group_ids, num_groups=1),
-    ]
-
-
-def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
-    for without_number, without_groups in ranks.run(half_named_on_ranks, Layout(dp=2)):
-        assert re.match(r"groups .* without num_groups", without_number)
-        assert re.match(r"num_groups=1 without groups", without_groups)
-
-
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -674,20 +653,6 @@ def test_a_token_that_is_not_finite_shows_up_to_it(gamma, lam, bad):
     assert torch.equal(~with_baseline.isfinite(), mask & in_first_sequence)
     token_rewards = outcome_rewards(sequence_rewards, mask)
     assert (~token_rewards.isfinite()).nonzero().tolist() == [[0, 4]]
-
-
-@pytest.mark.parametrize("bad", NOT_FINITE[:2])
-def test_a_return_that_is_not_finite_shows_in_the_optimal_token_baseline(bad):
-    """A bad return shows, also if no other response has its token and the baseline is 0; it spoils its prompt alone."""
-    advantages = optimal_token_baseline(
-        rewards=torch.tensor([[0.0, bad], [1.0, 0.0], [0.0, 2.0]]),
-        log_probs=torch.full((3, 2), -1.0),
-        sum_pi_squared=torch.full((3, 2), 0.5),
-        response_mask=torch.tensor([[True, True], [True, False], [True, True]]),
-        group_ids=torch.tensor([0, 0, 1]),
-    ).advantages
-    assert (~advantages.isfinite()).tolist() == [[True, True], [True, False], [False, False]]
-    assert advantages[2].tolist() == [2.0, 2.0]
 
 
 # Arguments for two sequences of four tokens.

@@ -14,7 +14,6 @@ from megatron_rc import (
     correct_rollouts,
     rollout_correction_config_from_args,
 )
-from megatron_rc.numerics import k2
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
@@ -235,15 +234,3 @@ def test_every_unit_has_both_log_probs(unit, monkeypatch):
     result = correct_rollouts(train, rollout, mask, config)
     assert 0 < want.sum() < mask.sum()
     assert torch.equal(result.mask, want)
-
-
-def test_a_name_stands_for_one_criterion_and_one_divergence():
-    with pytest.raises(ValueError, match="'seq_min_k1' is defined already"):
-        define(SEQ_MIN)
-    with pytest.raises(ValueError, match="'token' is defined already"):
-        define(Criterion(**SOUND | {"name": "token"}))
-    other = Divergence("k3", "another k3", of=k2, least=0.0)
-    needs = {"needs": (Need("sum", other),), "statistic": lambda values: values.sum(other)}
-    with pytest.raises(ValueError, match="another divergence is named 'k3'"):
-        define(Criterion(**SOUND | needs))
-    assert "another" not in CRITERIA

@@ -85,18 +85,6 @@ def test_a_scale_of_another_corrections_plan_is_refused():
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
-def test_a_scale_of_a_plan_of_other_tokens_is_refused():
-    training = Training("decoupled")
-    plan, made = planned(training)
-    training.mask = training.mask.roll(1, dims=0)
-    newer = training.planned()
-    with pytest.raises(StepError, match="not those of its mini-batch in the plan"):
-        run(training, training.scale(newer, 0), numbered(made[:2]))
-    training.correction.reset_step()
-    run(training, plan.loss_scale(0, num_microbatches=2), numbered(made[:2]))
-    assert training.model.gradient.any()
-
-
 @pytest.mark.parametrize("rows", [range(4), range(2)], ids=str)
 def test_masked_rows_and_empty_mini_batches_train_as_before(rows):
     """All of the first mini-batch, or one of its micro-batches."""
@@ -127,12 +115,6 @@ def test_a_scale_is_taken_from_a_checked_plan_alone():
         bad.check()
     with pytest.raises(StepError, match=r"plan\.loss_scale\(\) before plan\.check\(\)"):
         bad.loss_scale(num_microbatches=4)
-
-
-def test_a_plan_in_the_loss_has_nothing_to_check():
-    training = Training("bypass")
-    plan = training.correction.plan(PlanInputs(None, training.rollout, training.mask))
-    assert float(plan.loss_scale(num_microbatches=4).denominator) == float(training.mask.sum())
 
 
 def one_rank_errs(wrong):

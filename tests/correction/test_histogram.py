@@ -130,14 +130,3 @@ def test_distributions_count_what_the_oracle_has(name):
         if of_sequences or (config.rollout_is == "token" and config.staleness_scale is None):
             assert_counts_of(got.pop(f"{prefix}rollout_is"), weights, weight_widened)
     assert not got
-
-
-def test_weights_that_are_all_alike_have_a_distribution():
-    """All of them on a bound; an engine that agrees to the last digit."""
-    train = torch.full((2, 3), -1.0)
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, metric_prefix="")
-    for rollout, weight in ((train - 3, 2.0), (train, 1.0)):
-        found = correct_rollouts(train, rollout, torch.ones(2, 3, dtype=torch.bool), config).distributions()
-        edges, counts = found["rollout_is"]
-        assert sum(counts) == 6
-        assert sum(count for edge, count in zip(edges[1:], counts, strict=True) if edge < weight - 1e-4) == 0

@@ -112,14 +112,6 @@ def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
         correct_rollouts(*parts, CONFIG).check()
 
 
-@pytest.mark.parametrize(("count", "length"), [(16, 65), (200, 8)])
-def test_a_shift_is_seen_in_short_micro_batches(count, length):
-    train, rollout, mask = make_batch(shape=(count, length), holes=0)
-    for given, lag in ((rollout, 0), (rollout.roll(1, dims=1), 1)):
-        parts = [list(tensor.split(1)) for tensor in (train, given, mask)]
-        assert lag_of(*parts) == lag
-
-
 @pytest.mark.parametrize(("lag", "count"), [(0, 16), (1, 16)])
 def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
     train, rollout, mask = make_batch(shape=(count, 65), holes=0)

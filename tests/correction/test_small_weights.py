@@ -50,23 +50,6 @@ def test_sample_size_and_normalisation_are_exact(level, logs):
     assert result.weights[:, 0].tolist() == pytest.approx(exact_normalised(logs), rel=1e-9)
 
 
-def test_normalised_weights_of_float32_log_probs_are_rounded_once():
-    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_batch_normalize=True)
-    result = correct_rollouts(*rows([-200.0, -201.0, -203.0], length=2048, dtype=torch.float32), config)
-    assert result.weights.dtype == torch.float32
-    # The log-probs of 2048 tokens, each rounded to 6e-8, and so their sum to 1e-4.
-    assert result.weights[:, 0].tolist() == pytest.approx(exact_normalised([-200.0, -201.0, -203.0]), rel=2e-4)
-
-
-@pytest.mark.parametrize("log_weight", [-19.9, -150.0, 0.0, 19.0])
-@pytest.mark.parametrize("num_rows", [1, 39])
-def test_equal_weights_leave_everything_and_never_more(num_rows, log_weight):
-    result = correct_rollouts(*rows([log_weight] * num_rows, length=10), RolloutCorrectionConfig())
-    assert result.sequence_eff_sample_size == pytest.approx(1, rel=1e-12)
-    assert result.sequence_eff_sample_size <= 1
-    assert result.metrics()[f"{PREFIX}raw_eff_sample_size"] <= 1
-
-
 def test_weights_that_are_all_at_the_floor_are_not_divided():
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_batch_normalize=True)
     result = correct_rollouts(*rows([-301.0, -500.0]), config)

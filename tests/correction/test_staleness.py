@@ -64,15 +64,6 @@ def test_without_versions_it_is_an_error_on_every_stage():
             correction.plan(PlanInputs(None if one.bypass_mode else ZEROS, ZEROS, MASK))
 
 
-def test_a_table_in_words_in_files_and_as_a_flag(tmp_path):
-    path = tmp_path / "correction.yaml"
-    path.write_text("rollout_is: token\nrollout_staleness_scale: 1:0.8\n")
-    config = RolloutCorrectionConfig.from_yaml(path)
-    assert config.rollout_staleness_scale == "1:0.8"
-    assert "in nats: times 0.8 from a staleness of 1 on" in config.describe()
-    assert RolloutCorrectionConfig.from_dict(config.to_dict()) == config
-
-
 def test_the_launcher_asks_for_rollouts_of_that_age(tmp_path):
     scale = "--rollout-staleness-scale=2:1.5,4:2"
     assert run_config(flags(tmp_path, scale, "--rollout-staleness=4")).correction.staleness_scale.steps == (2, 4)

@@ -133,18 +133,6 @@ def test_shapes_that_do_not_fit_are_named(name):
         policy_loss(**(arguments | {name: misshapen}))
 
 
-def test_advantages_of_either_shape_are_those_of_sequences():
-    """Two advantages fit both two sequences and two tokens; they are read by sequence, as the correction does.
-
-    Both tokens belong to the second sequence.
-    """
-    log_probs = torch.full((2,), -1.0)
-    advantages = torch.tensor([5.0, -3.0])
-    layout = SequenceLayout.packed([0, 0, 2])
-    loss = policy_loss(log_probs, log_probs, advantages, log_probs < 0, algorithm="reinforce", layout=layout)
-    assert loss.per_token.tolist() == [-3.0, -3.0]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "dtype"), [*((name, torch.float16) for name in OBJECTIVES), ("ppo_clip", torch.bfloat16)]
 )
@@ -332,3 +320,15 @@ def test_masks_are_bool(mask):
         policy_loss(values, values, float64([1.0]), mask)
     with pytest.raises(ValueError, match=r"denominator_mask .*bool"):
         aggregate_loss(values, values < 0, denominator_mask=mask)
+
+
+def test_advantages_of_either_shape_are_those_of_sequences():
+    """Two advantages fit both two sequences and two tokens; they are read by sequence, as the correction does.
+
+    Both tokens belong to the second sequence.
+    """
+    log_probs = torch.full((2,), -1.0)
+    advantages = torch.tensor([5.0, -3.0])
+    layout = SequenceLayout.packed([0, 0, 2])
+    loss = policy_loss(log_probs, log_probs, advantages, log_probs < 0, algorithm="reinforce", layout=layout)
+    assert loss.per_token.tolist() == [-3.0, -3.0]

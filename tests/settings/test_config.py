@@ -156,11 +156,6 @@ def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message):
         RolloutCorrectionConfig.from_yaml(path)
 
 
-def test_fields_that_are_no_mapping_are_refused():
-    with pytest.raises(ValueError, match="fields is a NoneType: pass a dict"):
-        RolloutCorrectionConfig.from_dict(None)
-
-
 def test_numbers_in_a_file_are_what_they_look_like(tmp_path):
     text = "rollout_rs: token_k1\nrollout_rs_threshold: 0.5_2\nrollout_is_threshold: 1.5e1\n"
     (tmp_path / "rs.yaml").write_text(f"{text}rollout_token_veto_threshold: 1e-4\n")
