@@ -28,6 +28,7 @@ from tests.support.far_device import GPU, far_device, is_there
 from tests.support.on_rank import recorded
 from tests.support.operations import Operations
 from tests.support.ranks import Layout
+from tests.support.softmax_oracle import log_probs_entropy_squares
 
 VOCABULARY = 11
 PADDED = 16  # of four ranks, the last holds only padding
@@ -91,14 +92,8 @@ def make(positions=POSITIONS):
 def dense(batch, logits, over):
     """[log-probs, entropy, Σπ²] from dense logits in float64; ``over``: the entropy is over the kept tokens."""
     logits = logits[..., :VOCABULARY] / TEMPERATURE
-    mask = torch.tensor([[not ids or token in ids for token in EVERY] for ids in batch.kept]).view(logits.shape)
-    whole = logits.log_softmax(-1)
-    kept = logits.masked_fill(~mask, -math.inf).log_softmax(-1)
-    of_entropy = kept if over else whole
-    entropy = -(of_entropy.exp() * of_entropy.masked_fill(of_entropy == -math.inf, 0)).sum(-1)
-    chosen = kept.gather(-1, batch.labels.clamp(0, VOCABULARY - 1).unsqueeze(-1)).squeeze(-1)
-    results = torch.stack([chosen, entropy, kept.exp().square().sum(-1)])
-    return torch.where(batch.labels != -100, results, 0)
+    kept = torch.tensor([[not ids or token in ids for token in EVERY] for ids in batch.kept]).view(logits.shape)
+    return log_probs_entropy_squares(logits, batch.labels, kept=kept, entropy_over_kept=over)
 
 
 def expected(batch, dtype, over, used):

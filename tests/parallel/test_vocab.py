@@ -15,6 +15,7 @@ from megatron_rc.parallel import softmax, vocab_parallel_log_probs, vocab_parall
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
+from tests.support.softmax_oracle import log_probs_entropy_squares
 
 PADDED = 16  # of four ranks, the last holds only padding
 VOCABULARY = 11
@@ -58,12 +59,8 @@ def make(dtype=torch.float64, shape=(2, 5), **changes):
 def textbook(batch):
     """(results [3, ...], gradient at the logits), in float64."""
     logits = batch.logits.double().requires_grad_()
-    log_pi = torch.log_softmax(logits[..., : batch.vocab_size] / batch.temperature, dim=-1)
-    pi = log_pi.exp()
-    label = batch.labels.clamp(0, batch.vocab_size - 1).long()
-    chosen = log_pi.gather(-1, label.unsqueeze(-1)).squeeze(-1)
-    entropy = -(pi * torch.where(pi > 0, log_pi, 0)).sum(-1)
-    results = torch.where(batch.counted, torch.stack([chosen, entropy, pi.square().sum(-1)]), 0)
+    scaled = logits[..., : batch.vocab_size] / batch.temperature
+    results = log_probs_entropy_squares(scaled, batch.labels, counted=batch.counted)
     (grad,) = torch.autograd.grad(scalar(results, batch), logits)
     return results.detach(), torch.where(batch.counted.unsqueeze(-1), grad, 0)
 
