@@ -10,7 +10,7 @@ from megatron_rc.loss.kl import WEIGHTED_KL_ESTIMATORS
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import one_step
-from tests.support.enumerated import enumerated
+from tests.support.enumerated import divergences, enumerated, reached
 from tests.support.ranks import Layout
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -85,12 +85,7 @@ def mean_gradient_of_a_rank(mode):
 def test_on_every_layout_the_gradient_is_that_of_the_kl(ranks, layout, mode):
     """Whatever log π_old is: the ratio is π_θ/π_rollout in every mode."""
     toy = enumerated(LENGTH, distance=0.7)
-    ref = enumerated(LENGTH, distance=2.0, seed=1).logits.detach().log_softmax(1)
-    own = toy.logits.log_softmax(1)
-    reached = [1.0]  # the probability of each prefix under the engine
-    for prefix in range(len(toy.engine) // 3):
-        reached += [reached[prefix] * float(share) for share in toy.engine[prefix]]
-    each = (own.exp() * (own - ref)).sum(1)
-    wanted = toy.gradient((torch.tensor(reached, dtype=torch.float64) * each).sum())
+    after_prefixes = divergences(toy, enumerated(LENGTH, distance=2.0, seed=1))["forward"]
+    wanted = toy.gradient((reached(toy.engine) * after_prefixes).sum())
     found = sum(ranks.run(mean_gradient_of_a_rank, layout, mode))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

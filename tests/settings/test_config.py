@@ -127,7 +127,7 @@ def test_what_cannot_work_is_refused(fields, message):
         RolloutCorrectionConfig.from_dict(fields)
 
 
-@pytest.mark.parametrize("value", [b"two", math.nan, -math.inf, [1], {}], ids=str)
+@pytest.mark.parametrize("value", [b"two", math.nan, [1]], ids=str)
 @pytest.mark.parametrize("name", [*FIELDS, "use_policy_gradient"])
 def test_what_no_field_takes_is_named(name, value):
     fields = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
