@@ -13,22 +13,6 @@ RELATIVE, ABSOLUTE = 1 / 32, 2**-14  # the width of a bin
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
-def test_more_tokens_than_a_sort_takes_and_a_bad_one_far_from_the_start():
-    """torch.quantile refuses 2²⁴ + 1 values. The bad one is at an odd position, whose key float32 could not hold."""
-    size = 2**24 + 2
-    train = torch.linspace(-2, -1, size).view(1, size)
-    rollout = torch.full((1, size), -1.5)
-    rollout[0, size - 3] = torch.nan
-    config = RolloutCorrectionConfig(rollout_is=None, metric_prefix="")
-    result = correct_rollouts(train, rollout, torch.ones(1, size, dtype=torch.bool), config)
-    metrics = result.metrics()
-    assert metrics["num_tokens"] == size - 1
-    with pytest.raises(ValueError, match=rf"the rollout log-prob of sample 0 .*, position {size - 3} is NaN"):
-        result.check()
-    for percent in QUANTILES:
-        assert metrics[f"log_ratio_p{percent:02d}"] == pytest.approx(percent / 100 - 0.5, rel=RELATIVE, abs=ABSOLUTE)
-
-
 def usable(batch):
     """The tokens that count and whose log-probs are log-probs under both policies."""
     both = torch.stack([batch.train, batch.rollout])

@@ -193,11 +193,8 @@ def flags_of(name, layout, folder, *more):
 @pytest.mark.parametrize(
     ("name", "layout", "more"),
     [
-        ("ppo", Layout(), []),
-        ("ppo", Layout(cp=2), ["--rl-use-sequence-packing"]),
-        ("ppo", Layout(dp=2), ["--calculate-per-token-loss"]),
-        ("ppo", Layout(tp=2, pp=2), []),
-        ("gspo", Layout(cp=2, dp=2), []),
+        ("ppo", Layout(cp=2, dp=2), ["--rl-use-sequence-packing", "--calculate-per-token-loss"]),
+        ("gspo", Layout(tp=2, pp=2), []),
     ],
     ids=lambda value: str(value) if not isinstance(value, list) else "-".join(value).strip("-"),
 )
