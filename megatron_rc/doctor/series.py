@@ -92,14 +92,16 @@ class History:
     def batches(self) -> list[range]:
         """The rows of each rollout batch.
 
-        A batch ends where its reward or its length changes, and after the number of rows that most batches have: two
-        batches may have equal rewards.
+        A batch ends where its reward or its length changes (k3, if both are unknown), and after the number of rows that
+        most batches have: two batches may have equal rewards.
         """
-        keys = zip(*(self.columns[name] for name in _ROWS_OF_ONE_BATCH), strict=True)
+        names = [name for name in _ROWS_OF_ONE_BATCH if not all(map(math.isnan, self.columns[name]))]
+        keys = zip(*(self.columns[name] for name in names or ["k3_kl"]), strict=True)
         # NaN is not equal to itself; its text is.
         runs = [len(list(rows)) for _, rows in groupby(map(repr, keys))]
         usual, count = Counter(runs[:-1]).most_common(1)[0] if len(runs) > 1 else (1, 1)
-        if 2 * count < len(runs) - 1 or usual > MOST_STEPS:
+        # One long run of equal numbers is no evidence: a reward may stay where it is.
+        if count < 2 or 2 * count < len(runs) - 1 or usual > MOST_STEPS:
             usual = 1
         batches, begin = [], 0
         for length in runs:
