@@ -73,6 +73,7 @@ class History:
         self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW * MOST_STEPS)
         self.steps = array("d")
         self.columns = {name: array("d") for name in _KEPT}
+        self.known: set[str] = set()  # the columns with a number
         for row in rows:
             self.add(row)
 
@@ -86,6 +87,7 @@ class History:
         row = {**of_tokens(row), **row}
         self.steps.append(row.get("step", len(self.steps) + 1))
         self.last.append(row)
+        self.known |= row.keys() & self.columns.keys()
         for name, column in self.columns.items():
             column.append(row.get(name, math.nan))
 
@@ -123,8 +125,9 @@ def _courses(history: History, batches: Sequence[range]) -> dict[str, _Course]:
     """The course of each number; batches without it are left out."""
     courses = {}
     for name, column in history.columns.items():
-        steps, values = [], []
-        for batch in batches:
+        steps: list[float] = []
+        values: list[float] = []
+        for batch in batches if name in history.known else ():
             known = [column[row] for row in batch if not math.isnan(column[row])]
             if known:
                 steps.append(history.steps[batch.start])
