@@ -173,11 +173,12 @@ def effect(choice: Choice, sampled: Sampled) -> Effect:
     by_sign = {sign: f"rollout_rs_masked_fraction_reward_{sign}" for sign in REWARD_SIGNS}
     mask, weights = result.mask, result.weights
     assert isinstance(mask, Tensor)  # as the batch is one of tensors, not of lists
+    mean = 1.0 if weights is None else metrics["rollout_is_mean"]
     weights = weights if isinstance(weights, Tensor) else torch.ones(mask.shape)
     return Effect(
         choice,
         eff_sample_size=effective_share([mask], [weights], int(sampled.usable().sum())),
-        mean_weight=metrics.get("rollout_is_mean", 1.0),
+        mean_weight=mean,
         rejected_tokens=metrics["rollout_rs_masked_fraction"],
         rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],
         rejected_by_reward={sign: metrics[name] for sign, name in by_sign.items() if name in metrics},

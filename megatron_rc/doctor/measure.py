@@ -19,7 +19,7 @@ _UNCERTAIN = 0.25  # nats a token: a probability of 0.78
 _CAP = 0.5  # nats; the most that one token adds to its sequence
 # Temperatures of the trainer over the engine's that are tried.
 _SHARPER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5)
-_BINS = 24  # of the trainer's log-probs, each with equally many tokens
+_OTHERS = 64  # tokens that share the rest of the probability equally, at most
 
 
 def facts_of_batch(sampled: Sampled) -> Facts:
@@ -95,24 +95,25 @@ def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
 
 
 def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
-    """The temperature ratio that explains the log-ratios best, and the share of their squares that it leaves.
+    """The temperature ratio that explains the log-ratios best, and the share of Σ |log ρ| that it leaves.
 
-    At a temperature 1/s of the trainer's, log π_rollout is s log π_old minus a normaliser that depends on the other
-    tokens, of which only the sampled one is known. So the normaliser is taken for a function of the token's own
-    log-prob: its mean in each of some bins.
+    At a temperature 1/s of the trainer's, log π_rollout is s log p - log Z with p = π_old and Z = Σ_v π_old(v)^s. Of
+    the other tokens only the total 1 - p is known. Z is smallest or largest if one token has all of it, or if
+    ``_OTHERS`` tokens have equal parts. The distance from log π_rollout to the interval between these two is
+    unexplained.
     """
-    total = float((old - rollout).square().sum())
-    if not total or len(old) < _BINS * _FEW:
+    total = float((old - rollout).abs().sum())
+    if not total:
         return {}
-    edges = old.quantile(torch.linspace(0, 1, _BINS + 1, dtype=old.dtype)[1:-1])
-    bins = torch.bucketize(old, edges)
-    counts = torch.bincount(bins, minlength=_BINS).clamp(min=1)
+    rest = torch.log1p(-old.exp().clamp(max=1 - 1e-9))
     best = (math.inf, 1.0)
     for sharper in _SHARPER:
-        normalizer = rollout - sharper * old
-        means = torch.zeros(_BINS, dtype=old.dtype).index_add_(0, bins, normalizer) / counts
-        left = float((normalizer - means[bins]).square().sum())
-        best = min(best, (left / total, sharper))
+        of_one = torch.logaddexp(sharper * old, sharper * rest)
+        of_many = torch.logaddexp(sharper * old, sharper * rest + (1 - sharper) * math.log(_OTHERS))
+        lower = sharper * old - torch.maximum(of_one, of_many)
+        upper = sharper * old - torch.minimum(of_one, of_many)
+        outside = (lower - rollout).clamp(min=0) + (rollout - upper).clamp(min=0)
+        best = min(best, (float(outside.sum()) / total, sharper))
     return {"temperature_unexplained": best[0], "temperature_ratio": 1 / best[1]}
 
 

@@ -111,7 +111,7 @@ def _is_other_policy(facts: Facts) -> bool:
 
 def _is_other_temperature(facts: Facts) -> bool:
     """One temperature explains most of the log-ratios, and the two policies like the same tokens."""
-    explains = facts["temperature_unexplained"] < 0.5 and facts["probs_correlation"] > 0.9
+    explains = facts["temperature_unexplained"] < 0.2 and facts["probs_correlation"] > 0.9
     if not (explains and facts["k3_kl"] > K3 / 4 and _is_enough(facts)):
         return False
     # A few improbable tokens that are far off are a function of the token's log-prob too.
@@ -185,7 +185,10 @@ def _grows(facts: Facts) -> bool:
 
 def _are_long_products(facts: Facts) -> bool:
     """Few sequences carry the weights although tokens are near."""
-    is_near = facts["chi2_token"] < 0.3 if facts.has("chi2_token") else facts["k3_kl"] <= K3
+    if facts.has("chi2_token"):
+        is_near = facts["chi2_token"] < 0.3
+    else:  # a program may write another distance alone
+        is_near = any(map(facts.has, ("k3_kl", *OTHER_DISTANCES))) and not _is_noisy(facts)
     is_small = facts["rollout_is_mean"] < 0.5 and not facts["ratio_mean"] < 0.7
     are_few = is_small or facts["rollout_is_eff_sample_size"] < 0.3 or facts["rollout_is_std"] > 1
     return is_near and are_few and facts["of_sequences"] != 0
@@ -283,7 +286,7 @@ RULES: tuple[Rule, ...] = (
         needs=(("temperature_unexplained", "probs_correlation"),),
         holds=_is_other_temperature,
         words="engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the "
-        "trainer's; this leaves {temperature_unexplained:.0%} of the squared distance unexplained",
+        "trainer's; this leaves {temperature_unexplained:.0%} of the distance unexplained",
         advice="score with the temperature that the engine samples with (setting: {temperature})",
         sources=_MEASURED,
         unless=("shift", "stale_cache", "truncated_sampling", "other_policy", "log_prob_mode"),
@@ -368,7 +371,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="long_products",
         title="sequence weights that few responses carry",
-        needs=tuple((name, near) for name in SYMPTOMS for near in ("chi2_token", "k3_kl")),
+        needs=tuple((name, near) for name in SYMPTOMS for near in ("chi2_token", "k3_kl", *OTHER_DISTANCES)),
         holds=_are_long_products,
         words="effective sample size of the weights {rollout_is_eff_sample_size:.2f}; standard deviation "
         "{rollout_is_std:.2f}; mean {rollout_is_mean:.2g}; χ² of tokens only {chi2_token:.2g}; k3 only {k3_kl:.2g}",

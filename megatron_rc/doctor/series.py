@@ -73,6 +73,7 @@ class History:
         self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW * MOST_STEPS)
         self.steps = array("d")
         self.columns = {name: array("d") for name in _KEPT}
+        self.known: set[str] = set()  # the columns with a number
         for row in rows:
             self.add(row)
 
@@ -86,20 +87,23 @@ class History:
         row = {**of_tokens(row), **row}
         self.steps.append(row.get("step", len(self.steps) + 1))
         self.last.append(row)
+        self.known |= row.keys() & self.columns.keys()
         for name, column in self.columns.items():
             column.append(row.get(name, math.nan))
 
     def batches(self) -> list[range]:
         """The rows of each rollout batch.
 
-        A batch ends where its reward or its length changes, and after the number of rows that most batches have: two
-        batches may have equal rewards.
+        A batch ends where its reward or its length changes (k3, if both are unknown), and after the number of rows that
+        most batches have: two batches may have equal rewards.
         """
-        keys = zip(*(self.columns[name] for name in _ROWS_OF_ONE_BATCH), strict=True)
+        names = [name for name in _ROWS_OF_ONE_BATCH if not all(map(math.isnan, self.columns[name]))]
+        keys = zip(*(self.columns[name] for name in names or ["k3_kl"]), strict=True)
         # NaN is not equal to itself; its text is.
         runs = [len(list(rows)) for _, rows in groupby(map(repr, keys))]
         usual, count = Counter(runs[:-1]).most_common(1)[0] if len(runs) > 1 else (1, 1)
-        if 2 * count < len(runs) - 1 or usual > MOST_STEPS:
+        # One long run of equal numbers is no evidence: a reward may stay where it is.
+        if count < 2 or 2 * count < len(runs) - 1 or usual > MOST_STEPS:
             usual = 1
         batches, begin = [], 0
         for length in runs:
@@ -121,8 +125,9 @@ def _courses(history: History, batches: Sequence[range]) -> dict[str, _Course]:
     """The course of each number; batches without it are left out."""
     courses = {}
     for name, column in history.columns.items():
-        steps, values = [], []
-        for batch in batches:
+        steps: list[float] = []
+        values: list[float] = []
+        for batch in batches if name in history.known else ():
             known = [column[row] for row in batch if not math.isnan(column[row])]
             if known:
                 steps.append(history.steps[batch.start])

@@ -156,6 +156,14 @@ def test_trls_trainer_state(tmp_path, difference, code):
     assert examine(read_evidence(folder)).evidence.program == "trl"
 
 
+def test_small_sequence_weights_of_trl_beside_a_near_engine_are_no_fault(tmp_path):
+    """TRL's default masks products over responses; 0.3 of them is the wrong level, and no broken engine."""
+    metrics = {"sampling/sampling_logp_difference/mean": 0.01, "sampling/importance_sampling_ratio/mean": 0.3}
+    report = report_of(write_lines(tmp_path / "m.jsonl", steps(12, **metrics)))
+    assert report["exit_code"] == 0
+    assert [verdict["name"] for verdict in report["verdicts"]] == ["long_products"]
+
+
 def test_tensorboards_folder(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
@@ -265,9 +273,10 @@ def k3_of(values):
         ([5e-4] * 6 + [400.0] + [5e-4] * 30, 0),
         ([5e-4] * 30 + [400.0, 5e-4, 400.0] + [5e-4] * 3, 1),  # two of the last ten
         ([5e-4, 400.0, 5e-4, 5e-4, 5e-4] * 6 + [5e-4] * 10, 1),  # a tenth of all
+        ([5e-4] * 10 + [2.0, 2.0] + [5e-4] * 5, 1),  # two of the last ten, in a run of few different numbers
         ([5e-4, 1e-3] * 20, 0),
     ],
-    ids=["last four", "last", "infinite", "one earlier", "two of ten", "a tenth", "healthy"],
+    ids=["last four", "last", "infinite", "one earlier", "two of ten", "a tenth", "a pair", "healthy"],
 )
 def test_a_limit_that_is_passed_at_the_end(tmp_path, values, code):
     path = write_lines(tmp_path / "m.jsonl", k3_of(values))

@@ -64,7 +64,7 @@ long_products | size < #, | rollout_is_eff_sample_size | chi2_token: 0
 long_products | deviation > # | rollout_is_std | chi2_token: 0
 long_products | weight < #, | rollout_is_mean | chi2_token: 0
 long_products | tokens is < # (or | chi2_token | rollout_is_std: 9
-long_products | at most #) | k3_kl | rollout_is_std: 9
+long_products | at most #, or | k3_kl | rollout_is_std: 9
 long_products | ratio is above #: | ratio_mean | rollout_is_mean: 0, chi2_token: 0
 entropy_bonus | below #, | rollout_is_applied_mean | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, entropy: 9
 entropy_bonus | above # nats | entropy | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, rollout_is_applied_mean: 0

@@ -38,7 +38,9 @@ def as_sections(fields: Any) -> dict[str, Any]:
         }
     result: dict[str, Any] = {}
     for name, value in fields.items():
-        _put(result, str(name).split("."), value)
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is no name of a setting: expected a text")
+        _put(result, name.split("."), value)
     return result
 
 
