@@ -14,6 +14,7 @@ _COMMANDS = {
     "dry-run": ("megatron_rc.launch", "show batches, memory and collectives of a run; starts nothing"),
     "doctor": ("megatron_rc.doctor", "find faults in a run's log-probs, propose a correction"),
     "replay": ("megatron_rc.replay", "compare the effects of corrections on a recorded batch"),
+    "attribute": ("megatron_rc.launch.attribute", "find the layers that make engine and trainer differ"),
     "export": ("megatron_rc.launch.export", "write a checkpoint as a Hugging Face directory"),
     "docs": (None, "print the folder of the pages; docs/NAME.md in a message is NAME.md there"),
 }

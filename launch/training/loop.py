@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
+from megatron_rc.attribution import Attribution
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
@@ -15,6 +16,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.attribution import drawn
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
 from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
@@ -78,6 +80,7 @@ class _Run:
     Attributes:
         is_stopped: a rank got a signal to stop.
         distributions: histograms of the newest step, by name.
+        attribution: the newest attribution of a rollout batch; None: there was none.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class _Run:
         self.config, self.task, self.groups, self.trainer = config, task, groups, trainer
         self.is_stopped = False
         self.distributions: dict[str, Distribution] = {}
+        self.attribution: Attribution | None = None
         self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
             stack.enter_context(self.reporter)
@@ -150,6 +154,8 @@ class _Run:
         unscored = self.collector.unscored_in_words()
         if unscored:
             self._say(unscored)
+        if self.reporter is not None and self.attribution is not None:
+            self._say(drawn(self.attribution, self.config))
         if self.reporter is not None:
             self.reporter.close(_how_it_ended(self.config, self.trainer, self.request))
 
@@ -174,8 +180,9 @@ class _Run:
             nonzero, metrics = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             attribution = trainer.attribution(prepared)
-            if attribution:
-                common |= attribution
+            if attribution is not None:
+                self.attribution = attribution
+                common |= attribution.metrics()
                 lap("attribution")
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):

@@ -6,6 +6,8 @@ import functools
 import re
 from collections.abc import Iterable
 
+from megatron_rc.attribution.verdict import PREFIX as ATTRIBUTION
+
 STEP_NAMES = ("step", "_step", "Step", "global_step", "training/global_step", "trainer/global_step")
 
 # For each program: the end of its name, whatever stands before it (train/, actor/), and our name.
@@ -59,6 +61,8 @@ def own_name(name: str) -> str | None:
     W&B's exports put the run and `` - `` before a name.
     """
     name = _shown_as(name)
+    if name.startswith(ATTRIBUTION):
+        return name
     for pattern in (_PREFIXED, _BARE):
         match = pattern.search(name)
         if match:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 
+from megatron_rc.attribution.verdict import attribution_of
 from megatron_rc.doctor.facts import Facts, level_of, of_tokens
 
 WINDOW = 10  # the last steps, whose medians are the present
@@ -40,6 +41,8 @@ class History:
     def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
         self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self.tracks = {name: Track() for name in OVER_THE_RUN}
+        # An attribution is made in few steps of a run; the newest counts.
+        self.attribution: dict[str, float] = {}
         self.num_rows = 0
         for row in rows:
             self.add(row)
@@ -49,6 +52,7 @@ class History:
         row = {**of_tokens(row), **row}
         self.num_rows += 1
         self.last.append(row)
+        self.attribution = attribution_of(row) or self.attribution
         for name, track in self.tracks.items():
             if name in row:
                 track.steps.append(row.get("step", self.num_rows))
@@ -66,6 +70,7 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None,
         for name, value in row.items():
             last.setdefault(name, []).append(value)
     facts = Facts({name: median(values) for name, values in last.items()})
+    facts |= history.attribution
     for name in GROWING:
         values = history.tracks[name].values
         third = len(values) // 3
