@@ -4,6 +4,7 @@
 
 FOLDER is a model in Hugging Face's format. Engine and trainer compute in float32 with the same kernels, so that the
 weights alone differ, except where the table says bf16 kernels. Rows that the output has already are not measured again.
+``--tables`` prints those of the output and measures nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_rc.attribution import (
     quantized,
     shards_of,
 )
+from megatron_rc.attribution.picture import write_picture
 
 Weights = dict[str, Tensor]
 TOKENS = 20  # of a response
@@ -122,6 +124,7 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def measure(
@@ -158,10 +161,11 @@ class Table:
             ],
             "seconds": round(seconds, 1),
         }
-        if fault is not None:
+        if fault is None:
+            write_picture(result, self.path.with_name(f"{engine}, seed {seed}.png"))
+        else:
             row |= places(result, fault)
         self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.rows), encoding="utf-8")
         shown = {name: row[name] for name in ("k2", "explained", "completeness", "share", "places") if name in row}
         sys.stdout.write(f"{key} {shown} {row['largest'][:2]}\n")
@@ -229,6 +233,58 @@ def lora_update(weight: Tensor, gradient: Tensor) -> Tensor:
     return update * weight.norm() / update.norm() * 2**-10
 
 
+def engine_table(rows: list[dict[str, Any]]) -> str:
+    """Return the shares by engine, kind and layer as Markdown; each cell has the numbers of all seeds."""
+    engines = list(dict.fromkeys(row["engine"] for row in rows if not row["fault"]))
+    lines = [
+        "| engine's weights | k2 of a token, nats² | explained | attention | MLP | embedding | layers 0, 1 "
+        "| layers 2 to 25 | layers 26 to 29 | first in the list |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for engine in engines:
+        of_seeds = [row for row in rows if row["engine"] == engine and not row["fault"]]
+        cells = [engine, _joined(f"{row['k2']:.2g}" for row in of_seeds)]
+        cells.append(_joined(f"{row['explained']:.3f}" for row in of_seeds))
+        for kind in ("attention", "mlp", "embedding"):
+            cells.append(_joined(f"{100 * row['kinds'][kind]:.0f}" for row in of_seeds) + " %")
+        for layers in (range(2), range(2, 26), range(26, 30)):
+            cells.append(_joined(f"{100 * _sum_of(row['layers'], layers):.0f}" for row in of_seeds) + " %")
+        cells.append("; ".join(_first_in_words(row) for row in of_seeds))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fault_table(rows: list[dict[str, Any]]) -> str:
+    """Return the shares and places of the planted faults as Markdown."""
+    names = list(dict.fromkeys(row["fault"] for row in rows if row["fault"]))
+    lines = [
+        "| fault | beside bf16: share, place | completeness | beside fp8 by channel: share, place | completeness |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names:
+        cells = [name]
+        for row in (row for row in rows if row["fault"] == name):
+            places_in_words = ", ".join(str(place) for place in row["places"])
+            cells += [f"{100 * row['share']:.1f} %, {places_in_words}", f"{row['completeness']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return " / ".join(texts)
+
+
+def _sum_of(shares: dict[str, float], layers: range) -> float:
+    """Sum the shares of some layers, whose numbers are texts in a JSON file."""
+    return sum(share for layer, share in shares.items() if int(layer) in layers)
+
+
+def _first_in_words(row: dict[str, Any]) -> str:
+    name, share = row["largest"][0]
+    short = name.removeprefix("model.").removesuffix(".weight").replace("layers.", "")
+    return f"{short} {100 * share:.0f} %"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure everything and write it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -237,10 +293,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="prompts of the rows about engines")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the output; measure nothing")
     options = parser.parse_args(arguments)
+    table = Table(options.output)
+    if options.tables:
+        sys.stdout.write(f"{engine_table(table.rows)}\n\n{fault_table(table.rows)}\n")
+        return 0
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    table = Table(options.output)
 
     batches = {seed: Batch(model, tokenizer, seed, PROMPTS) for seed in options.seeds}
     of_faults = Batch(model, tokenizer, 0, PROMPTS_OF_FAULTS)

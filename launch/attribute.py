@@ -81,13 +81,14 @@ def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribut
     from megatron_rc.launch.training.models.passes import ModelPasses
     from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 
-    _, folder = checked_checkpoint(request.load, request.step)
+    step, folder = checked_checkpoint(request.load, request.step)
     stored = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
     config = _config_for(stored, batch)
     with alone(config):
         groups = ParallelGroups.from_megatron()
         chunk = _chunk_of(folder, config)
-        engine_weights = _engine_weights(request, config, chunk, groups)
+        step_of_engine, engine_weights = _engine_weights(request, config, chunk, groups, step)
+        _note_other_versions(batch, step_of_engine)
         model = wrap_chunks(config, [chunk])
         passes = ModelPasses(config, groups)
         is_replayed = config.replays_rollouts and batch.routed_experts is not None
@@ -126,22 +127,25 @@ def _config_for(config: RunConfig, batch: RolloutBatch) -> RunConfig:
 
 
 def _engine_weights(
-    request: argparse.Namespace, config: RunConfig, chunk: ModelChunk, groups: ParallelGroups
-) -> EngineWeights:
-    """Return the engine's weights as a function of a parameter's name and the trainer's weight."""
+    request: argparse.Namespace, config: RunConfig, chunk: ModelChunk, groups: ParallelGroups, step: int
+) -> tuple[int | None, EngineWeights]:
+    """Return the engine's weights as a function of a parameter's name and the trainer's weight, and their step.
+
+    ``step`` is that of the trainer's weights. The engine's is None if a Hugging Face directory has its weights.
+    """
     from megatron_rc.launch.training.attribution import rounded_weights
 
     rounded = rounded_weights([chunk], request.rollout_dtype)
     folder: Path | None = request.engine_weights
     if folder is None:
-        return rounded
-    engine = _chunk_of_engine(folder, config, groups)
+        return step, rounded
+    step_of_engine, engine = _engine_of(folder, config, groups)
     weights = {name: weight.detach() for name, weight in engine.named_parameters()}
-    return lambda name, _: rounded(name, weights[name])
+    return step_of_engine, lambda name, _: rounded(name, weights[name])
 
 
-def _chunk_of_engine(folder: Path, config: RunConfig, groups: ParallelGroups) -> ModelChunk:
-    """Return a model with the weights of a Hugging Face directory, a run's checkpoints, or one of these."""
+def _engine_of(folder: Path, config: RunConfig, groups: ParallelGroups) -> tuple[int | None, ModelChunk]:
+    """Return the step and the model of a run's checkpoints or one of these, or of a Hugging Face directory."""
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
     from megatron_rc.launch.weights.contents import check_contents
     from megatron_rc.launch.weights.converter import load_model
@@ -150,13 +154,13 @@ def _chunk_of_engine(folder: Path, config: RunConfig, groups: ParallelGroups) ->
         engine = _chunk_of(None, config)
         check_contents(folder, "--engine-weights", config, groups)
         load_model([engine], config, groups, folder)
-        return engine
+        return None, engine
     match = _CHECKPOINT.fullmatch(folder.name)
     if match is None:
-        _, checkpoint = checked_checkpoint(folder)
+        step, checkpoint = checked_checkpoint(folder)
     else:
-        _, checkpoint = checked_checkpoint(folder.parent, int(match[1]))
-    return _chunk_of(checkpoint, config)
+        step, checkpoint = checked_checkpoint(folder.parent, int(match[1]))
+    return step, _chunk_of(checkpoint, config)
 
 
 def _chunk_of(checkpoint: Path | None, config: RunConfig) -> ModelChunk:
@@ -172,6 +176,14 @@ def _chunk_of(checkpoint: Path | None, config: RunConfig) -> ModelChunk:
         for name, weight in named_weights(chunk).items():
             weight.copy_(stored[name])
     return chunk
+
+
+def _note_other_versions(batch: RolloutBatch, step: int | None) -> None:
+    """Note if the records say that other weights than those of this step sampled their tokens."""
+    versions = batch.policy_versions[batch.response_mask].unique().tolist()
+    if step is not None and versions != [step]:
+        shown = ", ".join(str(version) for version in versions)
+        sys.stderr.write(f"note: weights of step {shown} sampled the records, the engine's are of step {step}\n")
 
 
 def _in_words(result: Attribution) -> str:

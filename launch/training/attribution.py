@@ -106,7 +106,7 @@ def attribute_batch(
             replay.metrics()
 
 
-def rounded_weights(model: Sequence[Any], dtype: str) -> EngineWeights:
+def rounded_weights(model: Sequence[Any], dtype: str) -> Callable[[str, Tensor], Tensor]:
     """The engine's shards if its weights are the trainer's, rounded by the launcher to ``dtype`` (``--rollout-dtype``).
 
     Collectives of the returned function: for the weight of a linear layer whose columns are split over TP ranks, one

@@ -66,7 +66,8 @@ def home(tmp_path_factory, ranks):
     with torch.no_grad():
         sampled = log_probs_of(engine, tokens)
     log_probs = torch.cat([torch.zeros(ROWS, 1), sampled], dim=1)
-    batch = made_batch(tokens, mask, log_probs, torch.zeros(ROWS))
+    versions = torch.full(tokens.shape, 3, dtype=torch.int32)
+    batch = made_batch(tokens, mask, log_probs, torch.zeros(ROWS), policy_versions=versions)
     save_rollouts(batch, folder / "records.safetensors")
     write_jsonl([batch], folder / "records.jsonl")
     return folder, batch
@@ -135,6 +136,14 @@ def test_the_text_names_layers_and_largest_parts(home, capsys):
     text = capsys.readouterr().out
     assert "half of the mismatch is in the weights of" in text
     assert "decoder.layers." in text
+
+
+@pytest.mark.parametrize(("engine", "is_noted"), [("run/iter_0000003", False), ("run", True), ("engine", False)])
+def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
+    folder, _ = home
+    words = ["--load", folder / "run", "--engine-weights", folder / engine]
+    assert code_of(command.main, *words, folder / "records.jsonl") == 0
+    assert ("step 3 sampled the records" in capsys.readouterr().err) == is_noted
 
 
 @pytest.mark.parametrize(
