@@ -67,7 +67,7 @@ class Fault:
 
     wrong: Weights  # the engine's weights before its rounding, where they differ from the trainer's
     at_fault: list[str] | list[int]  # parameters by name, or layers
-    nodes: int = 1
+    nodes: int = 1  # passes that it needs
 
 
 class Batch:
@@ -137,13 +137,13 @@ class Table:
         rounding: Callable[[Tensor], Tensor] | None = None,
         name: str = "",
         fault: Fault | None = None,
+        nodes: int = 1,
         bf16_kernels: bool = False,
     ) -> None:
         """Add a row, unless the file has it. ``weights``: the engine's before its rounding."""
         key = {"engine": engine, "fault": name, "seed": seed}
         if any(key.items() <= row.items() for row in self.rows):
             return
-        nodes = 1 if fault is None else fault.nodes
         rounded = weights if rounding is None else quantized(weights, rounding)
         result, seconds = batch.attribute(rounded, nodes=nodes, bf16_kernels=bf16_kernels)
         num_tokens = int(batch.mask.sum())
@@ -309,8 +309,10 @@ def main(arguments: list[str] | None = None) -> int:
     for engine, rounding in ROUNDINGS.items():
         for seed, batch in batches.items():
             table.measure(batch, engine, seed, before, rounding=rounding)
-    for seed, batch in batches.items():
-        table.measure(batch, "bf16, bf16 kernels", seed, before, rounding=bf16, bf16_kernels=True)
+    for nodes in (1, 3):
+        engine = f"bf16, bf16 kernels, {nodes} nodes"
+        for seed, batch in batches.items():
+            table.measure(batch, engine, seed, before, rounding=bf16, nodes=nodes, bf16_kernels=True)
 
     gradients = train(model, of_training)
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -319,7 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, fault in faults(weights, before, gradients).items():
         for engine in ("bf16", "fp8 by channel"):
             wrong = weights | fault.wrong
-            table.measure(of_faults, engine, 0, wrong, rounding=ROUNDINGS[engine], name=name, fault=fault)
+            table.measure(
+                of_faults, engine, 0, wrong, rounding=ROUNDINGS[engine], name=name, fault=fault, nodes=fault.nodes
+            )
     return 0
 
 
