@@ -249,9 +249,9 @@ def engine_table(rows: list[dict[str, Any]]) -> str:
         cells = [engine, _joined(f"{row['k2']:.2g}" for row in of_seeds)]
         cells.append(_joined(f"{row['explained']:.3f}" for row in of_seeds))
         for kind in ("attention", "mlp", "embedding"):
-            cells.append(_joined(f"{100 * row['kinds'][kind]:.0f}" for row in of_seeds) + " %")
+            cells.append(_joined(_percent(row["kinds"][kind]) for row in of_seeds) + " %")
         for layers in (range(2), range(2, 26), range(26, 30)):
-            cells.append(_joined(f"{100 * _sum_of(row['layers'], layers):.0f}" for row in of_seeds) + " %")
+            cells.append(_joined(_percent(_sum_of(row["layers"], layers)) for row in of_seeds) + " %")
         cells.append("; ".join(_first_in_words(row) for row in of_seeds))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -268,13 +268,18 @@ def fault_table(rows: list[dict[str, Any]]) -> str:
         cells = [name]
         for row in (row for row in rows if row["fault"] == name):
             places_in_words = ", ".join(str(place) for place in row["places"])
-            cells += [f"{100 * row['share']:.1f} %, {places_in_words}", f"{row['completeness']:.3f}"]
+            cells += [f"{_percent(row['share'])} %, {places_in_words}", f"{row['completeness']:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _joined(texts: Iterable[str]) -> str:
     return " / ".join(texts)
+
+
+def _percent(share: float) -> str:
+    """Return a rounded number of percents, never -0."""
+    return str(round(100 * share))
 
 
 def _sum_of(shares: dict[str, float], layers: range) -> float:
@@ -285,7 +290,7 @@ def _sum_of(shares: dict[str, float], layers: range) -> float:
 def _first_in_words(row: dict[str, Any]) -> str:
     name, share = row["largest"][0]
     short = name.removeprefix("model.").removesuffix(".weight").replace("layers.", "")
-    return f"{short} {100 * share:.0f} %"
+    return f"{short} {_percent(share)} %"
 
 
 def main(arguments: list[str] | None = None) -> int:
