@@ -1,4 +1,4 @@
-"""Process groups, and verdicts on which all ranks agree."""
+"""Process groups, and numbers that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
-from megatron_rc.launch.heartbeats import Heartbeats
+from megatron_rc.launch.errors import RunError
+from megatron_rc.launch.lost_ranks import LostRanks
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
@@ -32,21 +33,12 @@ _OF_GROUPS = (
 )
 
 
-class AgreedError(RuntimeError):
-    """An error that every rank raises together, with the message of the first rank that met it.
-
-    Args:
-        message: one sentence.
-        code: exit code of the run, below 256.
-    """
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
+class AgreedError(RunError):
+    """An error that every rank raises together."""
 
 
-def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
-    """Join torchrun's processes, start the heartbeats, and make Megatron's groups."""
+def initialize(config: RunConfig, lost_ranks: LostRanks | None = None) -> None:
+    """Join torchrun's processes, start to look for lost ranks, and make Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not config.launch.on_cpu:
@@ -54,9 +46,9 @@ def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
         choose_interfaces()
+        if lost_ranks is not None:
+            lost_ranks.start()
         store, rank, world = _store_of_this_start(timeout)
-        if heartbeats is not None:
-            heartbeats.start()
         backend = "gloo" if config.launch.on_cpu else "nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -79,7 +71,8 @@ def _make_user_buffers(config: RunConfig) -> None:
     """Make Transformer Engine's buffers for ``--tp-comm-overlap``, with Megatron-LM's arguments."""
     from transformer_engine.pytorch.module import base
 
-    given, training = config.megatron.given, config.training
+    given = config.megatron.given
+    training = config.training
     kinds: dict[str, Any] = {"use_fp8": "fp8" in given}
     modes = getattr(base, "UserBufferQuantizationMode", None)  # of Transformer Engine 2.7 and later
     if modes is not None:
@@ -140,6 +133,17 @@ def shut_down() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def largest_over_ranks(config: RunConfig, numbers: Sequence[float]) -> list[float]:
+    """Return the largest of each number over all ranks; ``numbers`` are equally many on each, and finite.
+
+    Collectives: one MAX of the numbers, as float64, over all ranks.
+    """
+    shared = torch.tensor(numbers, dtype=torch.float64, device=config.launch.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    largest: list[float] = shared.tolist()
+    return largest
 
 
 def agree(config: RunConfig, error: str | AgreedError | None = None, numbers: Sequence[float] = ()) -> list[float]:

@@ -72,7 +72,7 @@ def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_report(argv: Sequence[str]) -> Path:
     """Read the words of the report command: the run's folder."""
-    parser = _parser("report", "Write report.html, a page of a run for a browser, into the run's folder.")
+    parser = _parser("report", "Draw a run: write report.html, a page for a browser, and summary.png into its folder.")
     parser.add_argument("folder", metavar="RUN", type=Path, help="the run's folder, such as runs/NAME")
     folder: Path = parser.parse_args(list(argv)).folder
     if not os.access(folder / _METRICS, os.R_OK):

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from megatron_rc.launch import checkpoint_folders as folders
-from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
 
@@ -77,5 +77,5 @@ def test_a_file_without_a_checksum_is_an_error(tmp_path, digests):
 
 def test_what_the_correction_finds_is_agreed():
     """A checkpoint under way becomes whole only where all ranks are known to end together."""
-    with pytest.raises(AgreedError, match="bad log-probs"), telling_bad_steps():
+    with pytest.raises(RunError, match="bad log-probs"), telling_bad_steps():
         raise ValueError("bad log-probs")
