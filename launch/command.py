@@ -14,6 +14,7 @@ _COMMANDS = {
     "dry-run": ("megatron_rc.launch", "show batches, memory and collectives of a run; starts nothing"),
     "doctor": ("megatron_rc.doctor", "find faults in a run's log-probs, propose a correction"),
     "replay": ("megatron_rc.replay", "compare the effects of corrections on a recorded batch"),
+    "attribute": ("megatron_rc.launch.attribute", "find the layers that make engine and trainer differ"),
     "report": ("megatron_rc.launch.report", "draw a run: report.html and summary.png in its folder"),
     "check-engine": ("megatron_rc.launch.check_engine", "compare an engine with the trainer before a run"),
     "export": ("megatron_rc.launch.export", "write a checkpoint as a Hugging Face directory"),

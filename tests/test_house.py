@@ -34,7 +34,7 @@ training
 train_ppo
 dry_run
 __main__
-check_engine command export report
+attribute check_engine command export report
 """
 LAUNCH = [row.split() for row in _LAUNCH.split("\n")[1:-1]]
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
+from megatron_rc.attribution import Attribution
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.ending import tell_ending
@@ -18,6 +19,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.attribution import drawn
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
 from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
@@ -83,6 +85,7 @@ class _Run:
         is_stopped: a rank got a signal to stop, or a condition of ``--stop-if`` held.
         guard: the error of that condition, on rank 0; None: none held.
         distributions: histograms of the newest step, by name.
+        attribution: the newest attribution of a rollout batch; None: there was none.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class _Run:
         self.is_stopped = False
         self.guard: RunError | None = None
         self.distributions: dict[str, Distribution] = {}
+        self.attribution: Attribution | None = None
         self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
             stack.enter_context(self.reporter)
@@ -179,6 +183,8 @@ class _Run:
         finally:
             if self.reporter is not None:
                 try:
+                    if self.attribution is not None:
+                        self._say(drawn(self.attribution, self.config))
                     self.reporter.close(note)
                 except Exception as error:  # files, drawings and boards may raise anything
                     _log.warning("%s; its report failed (%s: %s)", note, type(error).__name__, one_line(error))
@@ -217,8 +223,9 @@ class _Run:
             nonzero, metrics = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             attribution = trainer.attribution(prepared)
-            if attribution:
-                common |= attribution
+            if attribution is not None:
+                self.attribution = attribution
+                common |= attribution.metrics()
                 lap("attribution")
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):

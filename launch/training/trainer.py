@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rc.attribution import Attribution
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
@@ -235,8 +236,8 @@ class Trainer(TrainedModel):
         prepared_values = self.critic.prepare(cut, values, returns) if self.critic else None
         return PreparedBatch(batch=cut, plan=plan, scores=scores, estimated=estimated, values=prepared_values)
 
-    def attribution(self, prepared: PreparedBatch) -> dict[str, float]:
-        """Metrics of the mismatch by layers and kinds of parameters, equal on all ranks; empty unless it is due.
+    def attribution(self, prepared: PreparedBatch) -> Attribution | None:
+        """Attribution of the mismatch to the policy's parameters, equal on all ranks; None unless it is due.
 
         Call it before the first update on the batch: the trainer still has the weights that the engine got.
         """
@@ -244,7 +245,7 @@ class Trainer(TrainedModel):
         local = prepared.batch.local
         interval = logging.attribution_interval
         if interval is None or self.iteration % interval >= self.config.updates_per_rollout:
-            return {}
+            return None
         phases.enter(f"the attribution of step {self.iteration + 1}", waits=True)
         self.gather_weights()
         train = self.score(prepared.batch) if self.correction.corrects_in_loss else local.train_log_probs
@@ -257,7 +258,7 @@ class Trainer(TrainedModel):
             replay=self.replay,
             nodes=logging.attribution_nodes,
             check=logging.attribution_check,
-        ).metrics()
+        )
 
     def _check_replay(self, cut: LocalBatch, old: Tensor | None) -> dict[str, float]:
         """Metrics of :meth:`ReplayCheck.measure` if the batch is due; empty if not.

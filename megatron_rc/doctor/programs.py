@@ -12,6 +12,8 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from megatron_rc.attribution.verdict import PREFIX as ATTRIBUTION
+
 OWN = "megatron_rc"
 STEP_NAMES = (
     "step",
@@ -103,6 +105,8 @@ def own_name(name: str) -> str | None:
     W&B's exports put the run and `` - `` before a name.
     """
     name = _without_run(name)
+    if name.startswith(ATTRIBUTION):
+        return name
     match = _PREFIXED.search(name)
     if match:
         return match[1]

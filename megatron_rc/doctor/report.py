@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc.attribution.verdict import where_in_words
 from megatron_rc.doctor.advice import EXP_LIMIT, Choice, Effect, candidates, choose, effect
 from megatron_rc.doctor.inputs import Evidence
 from megatron_rc.doctor.programs import WORDS
@@ -115,6 +116,9 @@ def _distance(report: Report) -> list[str]:
         logs = (max(-EXP_LIMIT, min(EXP_LIMIT, facts[f"log_ratio_p{quantile}"])) for quantile in _QUANTILES)
         ratios = "  ".join(f"{math.exp(log):.3g}" for log in logs)
         lines.append(f"  {'ρ at 1, 5, 50, 95, 99 %':<40}{ratios}")
+    where = where_in_words(facts)
+    if where is not None:
+        lines.append(f"  {where}")
     return lines if len(lines) > 1 else [*lines, "  not known: the log-probs of the trainer are missing"]
 
 
@@ -157,6 +161,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "input": report.evidence.what,
         "notes": notes_of(report),
         "exit_code": report.code,
+        "attribution": where_in_words(report.evidence.facts),
         "verdicts": [
             {
                 "name": verdict.rule.name,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean, median
 
+from megatron_rc.attribution.verdict import attribution_of
 from megatron_rc.doctor.facts import Facts, level_of, of_tokens
 
 WINDOW = 10  # the last batches, whose medians are the present
@@ -74,6 +75,8 @@ class History:
         self.steps = array("d")
         self.columns = {name: array("d") for name in _KEPT}
         self.known: set[str] = set()  # the columns with a number
+        # An attribution is made in few steps of a run; the newest counts.
+        self.attribution: dict[str, float] = {}
         for row in rows:
             self.add(row)
 
@@ -88,6 +91,7 @@ class History:
         self.steps.append(row.get("step", len(self.steps) + 1))
         self.last.append(row)
         self.known |= row.keys() & self.columns.keys()
+        self.attribution = attribution_of(row) or self.attribution
         for name, column in self.columns.items():
             column.append(row.get(name, math.nan))
 
@@ -144,7 +148,7 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None,
     """
     batches = history.batches()
     courses = _courses(history, batches)
-    facts = Facts(_present(history, batches))
+    facts = Facts(_present(history, batches) | history.attribution)
     for name in GROWING:
         values = courses[name].values
         third = len(values) // 3
