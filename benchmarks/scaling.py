@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 
+from benchmarks import tracing
+from benchmarks.tracing import COUNTS, PHASES, Batch, Call, Layout, amount, once, sent
 from megatron_rc import RolloutCorrectionConfig
-from megatron_rc.launch.dry_run import tracing
-from megatron_rc.launch.dry_run.tracing import COUNTS, PHASES, Batch, Call, Layout, amount, once, sent
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_size

@@ -92,7 +92,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
 
 
 def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, num_machines: int) -> None:
-    """Check the flags as for another machine, and print what the run needs: batches, memory, collectives.
+    """Check the flags as for another machine, and print what the run needs: batches, memory, places of the ranks.
 
     Raises:
         ConfigurationError: wrong flags, or a rank needs more memory than ``--device-memory-gib``.

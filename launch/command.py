@@ -11,7 +11,7 @@ import megatron_rc
 
 _COMMANDS = {
     "launch": ("megatron_rc.launch", "check the flags, then start a training run"),
-    "dry-run": ("megatron_rc.launch", "show batches, memory and collectives of a run; starts nothing"),
+    "dry-run": ("megatron_rc.launch", "show batches, memory and places of the ranks of a run; starts nothing"),
     "doctor": ("megatron_rc.doctor", "find faults in a run's log-probs, propose a correction"),
     "replay": ("megatron_rc.replay", "compare the effects of corrections on a recorded batch"),
     "attribute": ("megatron_rc.launch.attribute", "find the layers that make engine and trainer differ"),

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.dry_run.tracing import Layout
+from megatron_rc.launch.dry_run.layout import Layout
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """Number of ranks in each dimension."""
-    parallel = config.parallel
-    return Layout(
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        dp=config.data_parallel_size,
-    )
-
-
 def batch_numbers(config: RunConfig) -> dict[str, int]:
     """Sizes of a rollout batch and its parts; with packing a micro-batch is one row, as long as a bin."""
-    training, rollouts, dp = config.training, config.rollouts, config.data_parallel_size
+    training = config.training
+    rollouts = config.rollouts
+    dp = config.data_parallel_size
     packed = training.rl_use_sequence_packing
     rows = 1 if packed else training.micro_batch_size
     length = training.rl_sequence_packing_bin_size if packed else training.seq_length
@@ -59,12 +50,14 @@ def vocabulary_numbers(config: RunConfig) -> dict[str, int]:
 
 def numbers_in_words(config: RunConfig) -> list[str]:
     """The sizes, the layout and the experts as lines of text."""
-    batch, vocabulary, parallel = batch_numbers(config), vocabulary_numbers(config), config.parallel
+    batch = batch_numbers(config)
+    vocabulary = vocabulary_numbers(config)
+    parallel = config.parallel
     at_most = "at most " if config.training.rl_use_sequence_packing else ""
     virtual = parallel.virtual_pipeline_model_parallel_size
     experts = config.experts
     lines = [
-        f"{config.launch.world_size} ranks = {layout_of(config)}"
+        f"{config.launch.world_size} ranks = {Layout.of(config)}"
         + (f", {virtual} virtual stages a rank" if virtual else ""),
         f"rollout batch: {batch['prompts']} prompts × {batch['responses_of_a_prompt']} responses = "
         f"{batch['sequences']} sequences, {batch['sequences_of_a_replica']} on each data-parallel rank",

@@ -8,17 +8,14 @@ from typing import Any
 
 from megatron_rc.launch.dry_run.memory import KINDS, StageMemory
 from megatron_rc.launch.dry_run.places import aligned
-from megatron_rc.launch.dry_run.theoretical import Theory
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig
 
 GIB = 2**30
 
 
-def memory_in_words(
-    memories: Sequence[StageMemory], engine: int | None, theory: Theory | None, share: float
-) -> list[str]:
-    """A table with a row for each stage, then the engine's memory and Megatron-LM's formulas.
+def memory_in_words(memories: Sequence[StageMemory], engine: int | None, share: float) -> list[str]:
+    """A table with a row for each stage, then the engine's memory.
 
     ``share``: vLLM's share of a device, for an ``engine`` of unknown size.
     """
@@ -33,20 +30,13 @@ def memory_in_words(
         lines.append(f"and vLLM takes {share:.0%} of the device of the first rank of each replica")
     elif engine:
         lines.append(f"and the engine {engine / size:.2f} {unit} on the first rank of each replica")
-    if theory is not None:
-        weights, activations = theory.weights_and_optimizer / size, theory.activations / size
-        lines.append(
-            f"Megatron-LM's theoretical_memory_usage, for bfloat16 and Adam: {weights:.2f} {unit} of weights, "
-            f"gradients and optimizer, {activations:.2f} of activations"
-        )
     return lines
 
 
-def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> dict[str, Any]:
+def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None) -> dict[str, Any]:
     """The memory as plain values, for JSON."""
-    by_formula = None if theory is None else dataclasses.asdict(theory)
     stages = [dataclasses.asdict(memory) | {"peak": memory.peak} for memory in memories]
-    return {"stages": stages, "engine": engine, "megatron_lm": by_formula}
+    return {"stages": stages, "engine": engine}
 
 
 def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:
@@ -75,7 +65,8 @@ _WORDS = {"engine": "the engine's", "batch": "the rollout batch", "critic": "the
 
 def _remedy(config: RunConfig, part: str) -> str:
     split = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
-    is_split, is_full = config.optimizer.use_distributed_optimizer, config.compute.recompute_granularity == "full"
+    is_split = config.optimizer.use_distributed_optimizer
+    is_full = config.compute.recompute_granularity == "full"
     offload = "" if config.critic is None or config.critic.critic_offload else "give --critic-offload, "
     activations = "raise --context-parallel-size" if is_full else "give --recompute-granularity full"
     remedies = {

@@ -41,9 +41,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
     group.add_argument("--help-all", action="store_true", help="show torchrun's and the trainer's flags, by group")
     text = "print all flags as a launch file: they are checked, and nothing is started"
     group.add_argument("--print-config", action="store_true", help=text)
-    text = (
-        "check the flags and print the needs of each rank: memory, batches, collectives; starts nothing, needs no GPU"
-    )
+    text = "check the flags and print the needs of each rank: memory, batches, places; starts nothing, needs no GPU"
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--json", action="store_true", help="print the dry run as one JSON object; needs --dry-run")
     text = "memory of a device in GiB: a dry run ends with 2 if a rank needs more; needs --dry-run"

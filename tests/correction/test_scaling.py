@@ -14,9 +14,8 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import scaling, tracing
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
-from megatron_rc.launch.dry_run import tracing
 from megatron_rc.measures.histogram import NUM_BINS
 from megatron_rc.measures.measure import LENGTH_BUCKETS
 from megatron_rc.settings.criteria import CRITERIA

@@ -173,12 +173,11 @@ LAYOUTS = {
 def test_places_are_those_of_megatrons_own_groups(words):
     from megatron.core import parallel_state
 
-    from megatron_rc.launch.dry_run.fake_ranks import fake_groups
-    from megatron_rc.launch.train_ppo import cpu_backend
+    from tests.support.fake_ranks import fake_groups
 
     config = made(words, 16)
     for place in places(config):
-        with cpu_backend(), fake_groups(config, place.rank):
+        with fake_groups(config, place.rank):
             own = {
                 "tp": parallel_state.get_tensor_model_parallel_rank(),
                 "cp": parallel_state.get_context_parallel_rank(),
@@ -187,12 +186,3 @@ def test_places_are_those_of_megatrons_own_groups(words):
                 "ep": parallel_state.get_expert_model_parallel_rank(),
             }
         assert {name: getattr(place, name) for name in own} == own, place.rank
-
-
-def test_a_correction_inside_the_loss_is_traced():
-    from megatron_rc.launch.dry_run.collectives import bytes_sent, correction_calls
-
-    config = made("--proximal-interpolation --rollout-staleness=4", 8)
-    calls = correction_calls(config)
-    assert {call.phase for call in calls} == {"a rollout batch", "an optimizer step"}, "nothing without CP in between"
-    assert bytes_sent(config, calls) > 0

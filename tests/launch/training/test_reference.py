@@ -122,8 +122,8 @@ def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_p
 
 def bytes_while_it_is_compared(words):
     """(bytes of all weights outside the pass, in it, the most that the exchange made, of the largest weight)."""
-    from megatron_rc.launch.dry_run.live_bytes import LiveBytes
     from megatron_rc.launch.training.models.offload import exchanged
+    from tests.support.live_bytes import LiveBytes
 
     trainer = make_trainer(words)
     both = [*trainer.chunks, *trainer.reference.chunks]

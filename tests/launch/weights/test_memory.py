@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_rc.launch.dry_run.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes
 from tests.support.published_models import words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import make_trainer
