@@ -187,7 +187,7 @@ def test_the_tree_lists_every_folder():
     assert all((ROOT / path).is_dir() for path in listed)
 
 
-# What the objects are made of that a user adds, as CONTRIBUTING and docs/tasks.md say.
+# What the objects are made of that a user adds, as CONTRIBUTING and docs/data.md say.
 PARTS = ("launch.tasks", "loss.objectives", "settings.bounds", "settings.criteria", "settings.criterion")
 # What other trainers call.
 PARTS += ("adaptors.megatron_lm", "adaptors.nemo_rl", "adaptors.sequences", "adaptors.slime", "adaptors.verl")

@@ -319,7 +319,7 @@ def of_2026():
     for section, hows in {
         "Published in 2026": "prefix turn seq_tis",
         "Trust regions inside the loss": "bypass_sapo bypass_dppo_tv bypass_dppo_kl bypass_cppo bypass_gmpo",
-        "Corrections of 2026: the evidence": """min_prefix min_prefix_pg kpop prefix turn ess_rate seq_mask_tis
+        "Corrections of 2026": """min_prefix min_prefix_pg kpop prefix turn ess_rate seq_mask_tis
             uncorrected""",
     }.items():
         for how in hows.split():

@@ -14,7 +14,7 @@ _ABOUT = (
     "processes: python -m megatron_rc.launch --nproc-per-node 4 --config count_up"
 )
 _MORE = (
-    "All flags, by group: --help-all. Prompts: docs/data.md, rewards: docs/tasks.md, engines: docs/rollouts.md, "
+    "All flags, by group: --help-all. Prompts and rewards: docs/data.md, engines: docs/rollouts.md, "
     "corrections: docs/presets.md, the rest: docs/launching.md (megatron-rc docs: their folder)."
 )
 _NEEDED = {

@@ -1,4 +1,4 @@
-"""On thousands of ranks, simulated: which collectives are made, how large they are, and that docs/scaling.md says so.
+"""On thousands of ranks, simulated: which collectives are made, how large they are, and that benchmarks/SCALING.md says so.
 
 Fake process groups stay out of the test session: the traces come from a process of their own, which is this file run as
 a program.
@@ -96,7 +96,7 @@ def traces():
 
 @pytest.fixture(scope="module")
 def document():
-    return (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    return (ROOT / "benchmarks" / "SCALING.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""docs/why.md: its block runs, prints what the page shows, and fails in the way that the page says."""
+"""Why a correction is needed: the block of docs/choosing.md runs, prints what the page shows, and fails in the way that the page says."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
 
 
 def numbers(text):
@@ -19,7 +19,7 @@ def numbers(text):
 def test_the_page_prints_what_it_shows(capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     with torch.random.fork_rng(devices=[]):  # other tests bring a device without numbers of its own
-        exec(compile(block, "docs/why.md", "exec"), {})
+        exec(compile(block, "docs/choosing.md", "exec"), {})
     printed, shown = numbers(capsys.readouterr().out), numbers(PAGE)
     assert set(printed) == {"wanted", "estimated", "corrected"}
     assert {name: pytest.approx(row, abs=1e-4) for name, row in printed.items()} == shown
