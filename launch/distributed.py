@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,16 +14,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
-from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.lost_ranks import LostRanks
 from megatron_rc.launch.run_config import RunConfig
 
-_MESSAGE_BYTES = 2048
-_LEFT_OUT = b" ... "
-# Number of exit codes that a process has.
-_CODES = 256
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Fields of Megatron's configs that also shape its groups.
 _OF_GROUPS = (
@@ -31,10 +25,6 @@ _OF_GROUPS = (
     "hierarchical_context_parallel_sizes",
     "pipeline_model_parallel_comm_backend",
 )
-
-
-class AgreedError(RunError):
-    """An error that every rank raises together."""
 
 
 def initialize(config: RunConfig, lost_ranks: LostRanks | None = None) -> None:
@@ -144,64 +134,3 @@ def largest_over_ranks(config: RunConfig, numbers: Sequence[float]) -> list[floa
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
     largest: list[float] = shared.tolist()
     return largest
-
-
-def agree(config: RunConfig, error: str | AgreedError | None = None, numbers: Sequence[float] = ()) -> list[float]:
-    """Agree on whether any rank has an error, and share numbers.
-
-    Args:
-        config: settings of the run.
-        error: this rank's error, as a sentence or as an error with an exit code; None: no error.
-        numbers: this rank's numbers, equally many on every rank; exact as float64.
-
-    Returns:
-        The largest value of each number over all ranks.
-
-    Collectives: one all-reduce of one number and ``numbers`` over all ranks; on an error one broadcast more.
-
-    Raises:
-        AgreedError: on every rank if any had an error, with message and exit code of the lowest such rank.
-    """
-    device = config.launch.device
-    world, rank = dist.get_world_size(), dist.get_rank()
-    own = AgreedError(error) if isinstance(error, str) else error
-    vote = 0 if own is None else (world - rank) * _CODES + own.code
-    # A vote is a whole number below 2^53.
-    votes = torch.tensor([vote, *numbers], dtype=torch.float64, device=device)
-    with phases.waiting():
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    highest, *shared = votes.tolist()
-    if highest:
-        first, code = divmod(int(highest), _CODES)
-        raise AgreedError(_broadcast_text(str(own or ""), world - first, device), code)
-    return shared
-
-
-@contextmanager
-def failing_together(
-    config: RunConfig, kinds: tuple[type[BaseException], ...], in_words: Callable[[BaseException], str]
-) -> Iterator[None]:
-    """Turn an error of these kinds inside the block, on any rank, into one AgreedError on all ranks.
-
-    Collectives: as :func:`agree`, at the end of the block.
-    """
-    error = None
-    try:
-        yield
-    except AgreedError:
-        raise
-    except kinds as problem:
-        error = in_words(problem)
-    agree(config, error)
-
-
-def _broadcast_text(text: str, source: int, device: torch.device) -> str:
-    # Exceptions of a user's code, and names of files, may hold characters that are no Unicode.
-    content = text.encode(errors="backslashreplace")
-    if len(content) > _MESSAGE_BYTES:
-        # Keep the end too, which has the remedy.
-        begun = _MESSAGE_BYTES // 2
-        content = content[:begun] + _LEFT_OUT + content[len(content) - (_MESSAGE_BYTES - begun - len(_LEFT_OUT)) :]
-    message = torch.tensor(list(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    dist.broadcast(message, src=source, group=dist.group.WORLD)
-    return bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -94,7 +94,7 @@ class StopRequest:
             self._leave.start()
             within = f", if that ends within {patience:.0f} s"
         if os.environ.get("RANK") == "0":
-            _write(f"\n{self.signal}: the run stops after {phases.current().name}{within}\n")
+            _write(f"\n{self.signal}: the run stops after {phases.current()}{within}\n")
 
     def _leave_in_time(self, patience: float) -> None:
         """End this process before torchrun kills it; say so if that costs steps."""
@@ -102,7 +102,7 @@ class StopRequest:
             os._exit(0)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _write(
-                f"error: {phases.current().name} did not end within {patience:.0f} s of {self.signal}: steps since the "
+                f"error: {phases.current()} did not end within {patience:.0f} s of {self.signal}: steps since the "
                 f"last checkpoint are lost; export {SHUTDOWN_SECONDS}=600 before the next start\n"
             )
         os._exit(_FAILURE)

@@ -1,4 +1,4 @@
-"""Why a correction is needed: the block of docs/choosing.md runs, prints what the page shows, and fails in the way that the page says."""
+"""Why a correction is needed: the block of docs/choosing.md runs, prints what it shows, and fails as it says."""
 
 import re
 

@@ -66,7 +66,7 @@ class EngineWork:
         """
         result = None
         if self.is_engine_rank and self.request.signal is None:
-            phases.enter(what, engine=self._engine())
+            phases.enter(what)
             result = self._result(self._thread.submit(work), what)
         self.meet(what)
         (is_stopped,) = largest_over_ranks(self.config, [self.request.signal is not None])
@@ -93,7 +93,7 @@ class EngineWork:
 
     def meet(self, what: str) -> None:
         """Wait until the engines of all replicas have ended their work; EngineError if one does not in time."""
-        phases.enter(what, waits=True)
+        phases.enter(what)
         if self._store is None:
             return
         self.meetings += 1
@@ -116,11 +116,3 @@ class EngineWork:
         """End the thread of the engine; nobody waits for work that a signal gave up."""
         if self.request.signal is None:
             self._thread.close()
-
-    def _engine(self) -> str:
-        """Name of the engine, or of the records, for reports of ranks that hang."""
-        if self.config.rollouts.load_rollouts:
-            return f"the reader of {self.config.rollouts.load_rollouts}"
-        urls = (self.config.engine.rollout_url or "").split(",")
-        place = f" at {urls[self.replica % len(urls)]}" if urls[0] else ""
-        return f"the engine {self.config.engine.rollout_engine}{place}"

@@ -53,7 +53,7 @@ class WholeModelPublisher:
         Raises:
             EngineError: on the engine's rank: the engine refused the weights.
         """
-        phases.enter(_PHASE, waits=self.engine is None)
+        phases.enter(_PHASE)
         weights = export_model(chunks, self.config, self.groups)
         if self.engine is not None:
             try:

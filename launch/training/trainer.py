@@ -188,7 +188,7 @@ class Trainer(TrainedModel):
         of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
         has an unusable log-prob at a trained position, and RunError if the replayed experts are not the rollouts'.
         """
-        phases.enter(f"the scoring of step {self.iteration + 1}", waits=True)
+        phases.enter(f"the scoring of step {self.iteration + 1}")
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
@@ -246,7 +246,7 @@ class Trainer(TrainedModel):
         interval = logging.attribution_interval
         if interval is None or self.iteration % interval >= self.config.updates_per_rollout:
             return None
-        phases.enter(f"the attribution of step {self.iteration + 1}", waits=True)
+        phases.enter(f"the attribution of step {self.iteration + 1}")
         self.gather_weights()
         train = self.score(prepared.batch) if self.correction.corrects_in_loss else local.train_log_probs
         return attribute_batch(
@@ -319,7 +319,7 @@ class Trainer(TrainedModel):
             BadStepError: on every rank, if the loss or the gradient norm is not finite, or the correction in the loss
                 finds an unusable log-prob at a trained position; no weight has changed.
         """
-        phases.enter(f"the training of step {self.iteration + 1}", waits=True)
+        phases.enter(f"the training of step {self.iteration + 1}")
         critic = self.critic
         values = None
         if critic is not None and prepared.values is not None:

@@ -1,4 +1,4 @@
-"""On thousands of ranks, simulated: which collectives are made, how large they are, and that benchmarks/SCALING.md says so.
+"""On thousands of ranks, simulated: which collectives are made, and how large; benchmarks/SCALING.md says so.
 
 Fake process groups stay out of the test session: the traces come from a process of their own, which is this file run as
 a program.
