@@ -51,8 +51,10 @@ def join(monkeypatch):
 
 @pytest.fixture
 def port():
+    """The port of a store that lives as long as the test."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    return server.port
+    yield server.port
+    del server
 
 
 def test_a_store_that_does_not_answer_ends_the_rank_at_the_limit(join):
