@@ -1,4 +1,4 @@
-"""Process groups, and verdicts on which all ranks agree."""
+"""Process groups, and numbers that all ranks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
 from megatron_rc.launch.errors import RunError
-from megatron_rc.launch.heartbeats import Heartbeats
+from megatron_rc.launch.lost_ranks import LostRanks
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
@@ -37,8 +37,8 @@ class AgreedError(RunError):
     """An error that every rank raises together."""
 
 
-def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
-    """Join torchrun's processes, start the heartbeats, and make Megatron's groups."""
+def initialize(config: RunConfig, lost_ranks: LostRanks | None = None) -> None:
+    """Join torchrun's processes, start to look for lost ranks, and make Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not config.launch.on_cpu:
@@ -46,9 +46,9 @@ def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
         choose_interfaces()
+        if lost_ranks is not None:
+            lost_ranks.start()
         store, rank, world = _store_of_this_start(timeout)
-        if heartbeats is not None:
-            heartbeats.start()
         backend = "gloo" if config.launch.on_cpu else "nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -71,7 +71,8 @@ def _make_user_buffers(config: RunConfig) -> None:
     """Make Transformer Engine's buffers for ``--tp-comm-overlap``, with Megatron-LM's arguments."""
     from transformer_engine.pytorch.module import base
 
-    given, training = config.megatron.given, config.training
+    given = config.megatron.given
+    training = config.training
     kinds: dict[str, Any] = {"use_fp8": "fp8" in given}
     modes = getattr(base, "UserBufferQuantizationMode", None)  # of Transformer Engine 2.7 and later
     if modes is not None:

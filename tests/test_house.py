@@ -21,7 +21,7 @@ LIBRARY = (
 _LAUNCH = """
 errors checkpoint_folders ending resolved_file environment loopback own_folders phases set_aside standard_error
 transformers4
-python_specs heartbeats stopping
+python_specs lost_ranks stopping
 ranks
 run_config
 distributed

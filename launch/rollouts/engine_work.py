@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,10 +13,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rollouts.work_threads import WorkThreads
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.stopping import Interrupted, Stopped, StopRequest
+from megatron_rc.launch.stopping import Stopped, StopRequest
 
 T = TypeVar("T")
+# Seconds between two looks at the request to stop.
+_LOOK_SECONDS = 0.25
 # Pauses between two looks: a share of the time waited, within bounds. The store's own wait warns at every timeout.
 _SHARE, _SHORTEST, _LONGEST = 0.01, 1e-3, 0.5
 # Time for engines that give up at the limit to report it.
@@ -32,6 +36,7 @@ class EngineWork:
         self.config, self.replica, self.is_engine_rank, self.request = config, replica, is_engine_rank, request
         self.minutes = config.launch.rollout_wait_minutes
         self.meetings = 0
+        self._thread = WorkThreads(1 if is_engine_rank else 0, "engine")
         self._replicas = [str(number) for number in range(config.data_parallel_size)]
         self._store: Any = None
         if dist.get_world_size() > 1:
@@ -74,10 +79,7 @@ class EngineWork:
             late = f"it did not end in {self.minutes:g} minutes (--rollout-wait-minutes)"
             phases.enter(what, engine=self._engine())
             try:
-                with self.request.interrupts(60 * self.minutes, late):
-                    result = work()
-            except Interrupted:
-                pass  # agree() below reads the request
+                result = self._result(self._thread.submit(work), late)
             except ConfigurationError as problem:  # it names a flag, so the engine did not fail
                 error = str(problem)
             # Engines, tasks and rewards may raise anything, or call sys.exit(); the other ranks must know.
@@ -87,6 +89,17 @@ class EngineWork:
         if any(agree(self.config, error, [self.request.signal is not None])):
             raise Stopped
         return result
+
+    def _result(self, future: concurrent.futures.Future[T], late: str) -> T | None:
+        """Wait for the work; None if a signal came."""
+        end = time.monotonic() + 60 * self.minutes
+        while not future.done():
+            if self.request.signal is not None:
+                return None
+            if time.monotonic() > end:
+                raise TimeoutError(late)
+            concurrent.futures.wait([future], timeout=_LOOK_SECONDS)
+        return future.result()
 
     def _engine(self) -> str:
         """Name of the engine, or of the records, for reports of ranks that hang."""

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from megatron_rc.launch import checkpoint_folders as folders
-from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
@@ -60,5 +60,5 @@ def test_a_checkpoint_is_whole_though_an_older_one_stays(tmp_path, caplog):
 
 def test_what_the_correction_finds_is_agreed():
     """A checkpoint under way becomes whole only where all ranks are known to end together."""
-    with pytest.raises(AgreedError, match="bad log-probs"), telling_bad_steps():
+    with pytest.raises(RunError, match="bad log-probs"), telling_bad_steps():
         raise ValueError("bad log-probs")

@@ -26,16 +26,34 @@ class Packing:
 
 
 def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -> Packing:
-    """Micro-batches of ``rank``; ``ranks`` holds the token counts of each data-parallel rank and mini-batch."""
+    """Return the micro-batches of ``rank``.
+
+    Args:
+        ranks: for each data-parallel rank and mini-batch the token counts of its sequences.
+        rank: a data-parallel rank.
+        config: settings of the run.
+    """
     capacity = config.training.rl_sequence_packing_bin_size
-    # As many micro-batches as the fullest rank needs, rounded up.
-    most = [max(_fewest_bins(counts, capacity) for counts in each) for each in zip(*ranks, strict=True)]
     unit = config.parallel.micro_batch_unit
-    numbers = [math.ceil(number / unit) * unit for number in most]
-    # The fullest bin never grows with the number of bins.
-    bins = [[balance(counts, number) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
-    widths = [_width(some, one, config.parallel.packing_unit) for some, one in zip(bins, ranks, strict=True)]
-    return Packing(bins[rank], numbers, widths[rank], sum(widths))
+    num_micro_batches = []
+    for counts_of_ranks in zip(*ranks, strict=True):
+        # As many micro-batches as the fullest rank needs, rounded up.
+        fewest = max(_fewest_bins(counts, capacity) for counts in counts_of_ranks)
+        num_micro_batches.append(math.ceil(fewest / unit) * unit)
+
+    bins_of_ranks = []
+    widths = []
+    for mini_batches in ranks:
+        # The fullest bin never grows with the number of bins.
+        bins = [balance(counts, number) for counts, number in zip(mini_batches, num_micro_batches, strict=True)]
+        bins_of_ranks.append(bins)
+        widths.append(_width(bins, mini_batches, config.parallel.packing_unit))
+    return Packing(
+        bins=bins_of_ranks[rank],
+        num_micro_batches=num_micro_batches,
+        width=widths[rank],
+        width_of_ranks=sum(widths),
+    )
 
 
 def balance(counts: TokenCounts, number: int) -> Bins:
@@ -60,10 +78,12 @@ def _fewest_bins(counts: TokenCounts, capacity: int) -> int:
 
 
 def _fullest(bins: Bins, counts: TokenCounts) -> int:
-    return max(sum(counts[item] for item in one) for one in bins)
+    return max(sum(counts[sequence] for sequence in sequences) for sequences in bins)
 
 
 def _width(bins: Sequence[Bins], counts: Sequence[TokenCounts], unit: int) -> int:
     """Width of a rank's micro-batches: the tokens of its fullest one, rounded up to a multiple of ``unit``."""
-    fullest = max(_fullest(some, each) for some, each in zip(bins, counts, strict=True))
+    fullest = max(
+        _fullest(bins_of_batch, counts_of_batch) for bins_of_batch, counts_of_batch in zip(bins, counts, strict=True)
+    )
     return max(1, math.ceil(fullest / unit)) * unit

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.inputs import read_settings
 from megatron_rc.launch.environment import environment_lines
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved_file import as_launch_file
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
@@ -38,8 +39,8 @@ def settings_text(config: RunConfig, file: Path) -> str:
     return "".join(f"# {line}\n" for line in lines) + f"\n{as_launch_file(config.flags)}"
 
 
-def write_settings(config: RunConfig) -> str | None:
-    """Write the file into the run's folder, or return an error message; a different older file is renamed."""
+def write_settings(config: RunConfig) -> None:
+    """Write the file into the run's folder; a different older file is renamed. ConfigurationError if it cannot be."""
     path = Path(config.launch.runs_dir) / config.launch.run_name / SETTINGS_FILE
     text, partial = settings_text(config, path), path.with_name(f"{SETTINGS_FILE}.partial")
     try:
@@ -49,8 +50,8 @@ def write_settings(config: RunConfig) -> str | None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        return f"{path} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
-    return None
+        remedy = "make room, or choose another --runs-dir"
+        raise ConfigurationError(f"{path} cannot be written ({error.strerror}): {remedy}") from error
 
 
 @dataclass(frozen=True)

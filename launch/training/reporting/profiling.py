@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig
 
 
@@ -23,17 +24,18 @@ class Profiling:
         self._begun = self._last = 0
         self._records_memory = config.logging.record_memory_history
 
-    def __call__(self, iteration: int) -> str | None:
-        """Begin, or end and write, after ``iteration`` steps; returns an error if a file could not be written."""
+    def __call__(self, iteration: int) -> None:
+        """Begin, or end and write, after ``iteration`` steps; ConfigurationError if a file could not be written."""
         self._last = iteration
         if self._profile is not None and iteration >= self.end:
-            return self._write()
+            error = self._write()
+            if error is not None:
+                raise ConfigurationError(error)
         if self._is_wanted and self._profile is None and self.first <= iteration < self.end:
             self._begun = iteration
             activities = [ProfilerActivity.CPU] if self.config.launch.on_cpu else None
             self._profile = profile(activities=activities)
             self._profile.start()
-        return None
 
     def __enter__(self) -> Profiling:
         if self._records_memory:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from megatron_rc.doctor.watch import Watch
-from megatron_rc.launch.distributed import failing_together
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rewards.rewarder import errors_file
 from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.rollouts.samples import bad_folder
@@ -27,10 +27,12 @@ from megatron_rc.launch.training.reporting.terminal import IN_TABLE, Progress, t
 
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
-    """Make the reporter on rank 0; None on other ranks. Raises AgreedError on every rank if rank 0 cannot make it."""
+    """Make the reporter on rank 0; None on other ranks. Raises ConfigurationError on rank 0."""
     folder = Path(config.launch.runs_dir) / config.launch.run_name
-    with failing_together(config, (OSError, ValueError), lambda problem: _in_words(problem, folder)):
+    try:
         return Reporter(config, iteration) if dist.get_rank() == 0 else None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(_in_words(error, folder)) from error
 
 
 def _doctor(config: RunConfig) -> Watch | None:
@@ -71,7 +73,6 @@ class Reporter:
         self.wandb = self._start_wandb(iteration)
         self.progress = Progress(config.training.train_iters, iteration)
         self.started = time.monotonic()
-        self.error: str | None = None
         self.doctor = _doctor(config)
 
     def step(self, step: int, metrics: dict[str, float], distributions: Distributions = MappingProxyType({})) -> None:
@@ -142,7 +143,7 @@ class Reporter:
             if is_logged:
                 self.board.log(step, metrics, distributions)
         except OSError as error:
-            self.error = _in_words(error, self.folder)
+            raise ConfigurationError(_in_words(error, self.folder)) from error
         if is_logged and self.wandb is not None:
             with self._without_wandb():
                 self.wandb.log(step, metrics, distributions)
