@@ -112,10 +112,7 @@ def _is_other_policy(facts: Facts) -> bool:
 def _is_other_temperature(facts: Facts) -> bool:
     """One temperature explains most of the log-ratios, and the two policies like the same tokens."""
     explains = facts["temperature_unexplained"] < 0.2 and facts["probs_correlation"] > 0.9
-    if not (explains and facts["k3_kl"] > K3 / 4 and _is_enough(facts)):
-        return False
-    # A few improbable tokens that are far off are a function of the token's log-prob too.
-    return not (_is_of_two_kinds(facts) or _has_tails(facts))
+    return explains and facts["k3_kl"] > K3 / 4 and _is_enough(facts) and not _is_of_two_kinds(facts)
 
 
 def _is_raw(facts: Facts) -> bool:
