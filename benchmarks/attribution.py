@@ -308,6 +308,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(f"{engine_table(table.rows)}\n\n{fault_table(table.rows)}\n")
         return 0
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
+    # With a padding token, torch leaves out the gradient of its row, although prompts contain the token.
+    model.get_input_embeddings().padding_idx = None
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
 
     batches = {seed: Batch(model, tokenizer, seed, PROMPTS) for seed in options.seeds}

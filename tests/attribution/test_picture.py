@@ -29,7 +29,10 @@ def test_shares_are_drawn_by_layer_and_kind():
     assert "50%" in axes.get_title()
 
 
-@pytest.mark.parametrize("result", [RESULT, Attribution({}, measured=0.0)], ids=["parts", "nothing"])
+NOTHING = Attribution({"model.norm.weight": 0.0}, measured=0.0)
+
+
+@pytest.mark.parametrize("result", [RESULT, NOTHING], ids=["parts", "nothing"])
 def test_a_file_is_written(tmp_path, result):
     write_picture(result, tmp_path / "attribution.png")
     assert (tmp_path / "attribution.png").read_bytes().startswith(b"\x89PNG")
