@@ -114,8 +114,7 @@ class EngineWork:
 
     def close(self) -> None:
         """End the thread of the engine; nobody waits for work that a signal gave up."""
-        if self.request.signal is None:
-            self._thread.close()
+        self._thread.close(waits=self.request.signal is None)
 
     def _engine(self) -> str:
         """Name of the engine, or of the records, for reports of ranks that hang."""
