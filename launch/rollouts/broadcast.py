@@ -90,8 +90,9 @@ class ReplicaBroadcast:
         """The parts of a batch that all ranks get, in the dtypes of this project's engines; records may have others."""
         turn_rewards = None
         if self._sends_turn_rewards:
-            given = batch.turn_rewards
-            turn_rewards = torch.zeros_like(batch.rollout_log_probs) if given is None else given
+            turn_rewards = batch.turn_rewards
+            if turn_rewards is None:
+                turn_rewards = torch.zeros_like(batch.rollout_log_probs)
         support_counts = batch.support_counts if self._sends_support else None
         parts = RolloutBatch(
             tokens=batch.tokens.long(),
@@ -125,14 +126,14 @@ class ReplicaBroadcast:
             return replace(shared, support_counts=None)
         counts = shared.support_counts
         size = 0 if counts is None else int(counts.sum())
-        here = torch.zeros(size, dtype=torch.int32) if ids is None else ids
-        here = here.to(self.device, torch.int32).contiguous()
+        kept_ids = torch.zeros(size, dtype=torch.int32) if ids is None else ids
+        kept_ids = kept_ids.to(self.device, torch.int32).contiguous()
         is_first_of_stage = group_rank(self.groups.tp) == group_rank(self.groups.cp) == 0
         if pp is not None and last_stage and is_first_of_stage:
             if stage == last_stage:
-                dist.recv(here, dist.get_global_rank(pp, 0), group=pp)
+                dist.recv(kept_ids, dist.get_global_rank(pp, 0), group=pp)
             else:
-                dist.send(here, dist.get_global_rank(pp, last_stage), group=pp)
+                dist.send(kept_ids, dist.get_global_rank(pp, last_stage), group=pp)
         if stage == last_stage:
-            here = broadcast(here, 0, parallel_state.get_tensor_and_context_parallel_group())
-        return replace(shared, support_ids=here)
+            kept_ids = broadcast(kept_ids, 0, parallel_state.get_tensor_and_context_parallel_group())
+        return replace(shared, support_ids=kept_ids)

@@ -114,5 +114,4 @@ class EngineWork:
 
     def close(self) -> None:
         """End the thread of the engine; nobody waits for work that a signal gave up."""
-        if self.request.signal is None:
-            self._thread.close()
+        self._thread.close(waits=self.request.signal is None)

@@ -139,7 +139,8 @@ class PartsPublisher:
     def __call__(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the weights of all ranks at once; return False: a server that was started again ends the run.
 
-        Collectives: those of :func:`export_own`, and those of :meth:`EngineWork.run` twice.
+        Collectives: those of :func:`export_own`, one MAX of one number over all ranks, and those of
+        :meth:`EngineWork.run` twice.
 
         Raises:
             EngineError: on the rank whose server or sender failed; that server keeps the version ``incomplete``.
@@ -158,6 +159,8 @@ class PartsPublisher:
                     raise _refused(version, problem) from problem
             _use_up(weights)
         self.work.meet(_PHASE)
+        # Every part must be there before a server samples: if a rank has failed, the others wait here and are ended.
+        largest_over_ranks(self.config, [0.0])
         self.work.run(lambda: engine.end_update(), _PHASE)
         return False
 

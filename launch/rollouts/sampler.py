@@ -148,22 +148,22 @@ class RolloutSampler:
         self.rewarder.close()
 
     def _replace_flat(self, groups: list[Group], first_prompt: int, seed: int, step: int) -> int:
-        """Replace groups whose responses have equal rewards, in place; return the number of replacements.
+        """Replace groups whose responses have equal rewards, in the list; return the number of replacements.
 
-        A replacement depends only on the step, the place and the try.
+        A replacement depends only on the step, the index and the try.
         """
         num_replaced = 0
         for attempt in range(self.config.rollouts.dynamic_sampling):
-            flat_places = [place for place, group in enumerate(groups) if group.is_flat]
-            if not flat_places:
+            flat_indices = [index for index, group in enumerate(groups) if group.is_flat]
+            if not flat_indices:
                 break
             first_number = _REPLACED_FROM + attempt * _APART + first_prompt
-            problems = [self._problems(first_number + place, 1)[0] for place in flat_places]
+            problems = [self._problems(first_number + index, 1)[0] for index in flat_indices]
             seed_of_attempt = derive_seed(seed, _REPLACED_FROM + attempt)
             others = self._groups(problems, self.config.rollouts.grpo_group_size, seed_of_attempt, step)
-            for place, other in zip(flat_places, others, strict=True):
-                groups[place] = other
-            num_replaced += len(flat_places)
+            for index, other in zip(flat_indices, others, strict=True):
+                groups[index] = other
+            num_replaced += len(flat_indices)
         return num_replaced
 
     def _greedy_rewards(self, groups: Sequence[Group], seed: int, step: int) -> Tensor:
@@ -231,36 +231,36 @@ class RolloutSampler:
 
         A response with a failed reply is not scored; it has the reward of errors.
         """
-        places = [place for place, response in enumerate(responses) if response.failed is None]
+        indices = [index for index, response in enumerate(responses) if response.failed is None]
         with self._task_is_busy:
-            turns, texts = self._texts([responses[place] for place in places])
+            turns, texts = self._texts([responses[index] for index in indices])
             scored = self.rewarder.score(
-                [problems[place] for place in places],
+                [problems[index] for index in indices],
                 texts,
                 turns,
-                [responses[place].turns[-1].token_ids for place in places],
+                [responses[index].turns[-1].token_ids for index in indices],
                 step=step,
                 held_out=held_out,
             )
         values = [self.config.rewards.reward_on_error] * len(responses)
         outcomes = [response.failed for response in responses]
-        for place, value, outcome in zip(places, scored.values, scored.outcomes, strict=True):
-            values[place] = value if outcome.failure else value + responses[place].reward
-            outcomes[place] = outcome
+        for index, value, outcome in zip(indices, scored.values, scored.outcomes, strict=True):
+            values[index] = value if outcome.failure else value + responses[index].reward
+            outcomes[index] = outcome
         return Rewards(values, cast(list[Outcome], outcomes))
 
     def _reply(
         self,
         problems: Sequence[Problem],
         size: int,
-        places: Sequence[int],
+        indices: Sequence[int],
         responses: Sequence[Conversation],
         *,
         step: int,
         held_out: bool = False,
     ) -> list[Outcome]:
         """Replies to conversations, ``size`` of which belong to each problem; see :meth:`Rewarder.reply`."""
-        problem_of_each = [problems[place // size] for place in places]
+        problem_of_each = [problems[index // size] for index in indices]
         token_ids = [response.turns[-1].token_ids for response in responses]
         with self._task_is_busy:
             turns, texts = self._texts(responses)

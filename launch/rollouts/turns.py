@@ -145,7 +145,7 @@ class Conversation:
         return parts
 
 
-# Replies to conversations, whose places among the prompts come first.
+# Replies to conversations, whose indices among the prompts come first.
 Reply = Callable[[list[int], list[Conversation]], list[Outcome]]
 
 
@@ -169,23 +169,23 @@ def converse(
         room: tokens that a text may have before a turn.
     """
     conversations = [Conversation(list(prompt)) for prompt in prompts]
-    open_places = list(range(len(conversations)))
+    open_indices = list(range(len(conversations)))
     for number in range(max_turns):
-        texts = [conversations[place].prompt + conversations[place].token_ids for place in open_places]
+        texts = [conversations[index].prompt + conversations[index].token_ids for index in open_indices]
         seed_of_turn = derive_seed(seed, _TURNS_FROM + number) if number else seed
         samples = ask(texts, seed_of_turn)
-        for place, sample in zip(open_places, samples, strict=True):
-            conversations[place] = conversations[place].with_turn(sample)
+        for index, sample in zip(open_indices, samples, strict=True):
+            conversations[index] = conversations[index].with_turn(sample)
         # A turn that was cut off or dropped gets no reply.
-        open_places = [place for place in open_places if conversations[place].finish_reason == "stop"]
-        if reply is None or not open_places:
+        open_indices = [index for index in open_indices if conversations[index].finish_reason == "stop"]
+        if reply is None or not open_indices:
             break
 
-        outcomes = reply(open_places, [conversations[place] for place in open_places])
+        outcomes = reply(open_indices, [conversations[index] for index in open_indices])
         is_last = number + 1 == max_turns
-        for place, outcome in zip(open_places, outcomes, strict=True):
-            conversations[place] = conversations[place].with_reply(outcome, None if is_last else room)
-        open_places = [place for place in open_places if conversations[place].goes_on]
-        if not open_places:
+        for index, outcome in zip(open_indices, outcomes, strict=True):
+            conversations[index] = conversations[index].with_reply(outcome, None if is_last else room)
+        open_indices = [index for index in open_indices if conversations[index].goes_on]
+        if not open_indices:
             break
     return conversations

@@ -34,11 +34,11 @@ class WorkThreads:
         self._queue.put((work, future))
         return future
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """Let the threads end after the work that is under way, and wait at most 5 seconds for them."""
         for _ in self._threads:
             self._queue.put(None)
-        end = time.monotonic() + GRACE_SECONDS
+        end = time.monotonic() + (GRACE_SECONDS if waits else 0.0)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
