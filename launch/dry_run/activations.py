@@ -27,7 +27,8 @@ class Unit:
     """Bytes of a part of a chunk for one micro-batch."""
 
     kept: int  # bytes from its forward to its backward
-    at_work: int  # the most bytes beside ``kept`` in its forward or its backward
+    backward: int  # the most bytes beside ``kept`` in its backward
+    forward: int = 0  # the most bytes beside ``kept`` in its forward, if these are many
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ActivationSizes:
         gathers = self.config.parallel.sequence_parallel and self.tp > 1
         return ChunkActivations(
             kept=sum(unit.kept for unit in units),
-            peak=_peak(units),
+            peak=max(_forward_peak(units), _backward_peak(units)),
             logits=logits,
             shared=self.residual * self.tp if gathers else 0,
         )
@@ -102,7 +103,9 @@ class ActivationSizes:
         kept = self.residual
         if self.config.megatron.given.get("distribute_saved_activations"):
             kept //= self.tp
-        return Unit(kept=kept + self._generator_states(), at_work=_peak(units))
+        # Beside the forward that runs again waits the gradient of its output.
+        backward = max(_backward_peak(units), self.residual + _forward_peak(units))
+        return Unit(kept=kept + self._generator_states(), backward=backward)
 
     def _generator_states(self) -> int:
         return _GENERATOR_STATES if self.config.launch.on_cpu else 0
@@ -138,8 +141,8 @@ class ActivationSizes:
         # Gradients of the residual, the output, and of queries, keys and values.
         gradients = self.residual + output + inputs + weights
         if "core_attn" in self.recomputed:
-            return Unit(kept=kept + self._generator_states(), at_work=core + gradients)
-        return Unit(kept=kept + core, at_work=gradients)
+            return Unit(kept=kept + self._generator_states(), backward=core + gradients)
+        return Unit(kept=kept + core, backward=gradients)
 
     def _attention_rows(self) -> int:
         """Bytes of the logarithm of each row's sum, which the attention keeps in float32."""
@@ -216,12 +219,12 @@ class ActivationSizes:
     def _mlp(self) -> Unit:
         """Norm, MLP and the residual sum behind it."""
         width = self.config.transformer.ffn_hidden_size // self.tp
-        kept, at_work = self._hidden(self.tokens, width)
+        kept, gradients = self._hidden(self.tokens, width)
         norm = self._norm(self.split_tokens, self.config.transformer.hidden_size)
-        at_work += self.residual
+        gradients += self.residual
         if "mlp" in self.recomputed:
-            return Unit(kept=norm + self.residual + self._generator_states(), at_work=kept + at_work)
-        return Unit(kept=norm + kept + self.residual, at_work=at_work)
+            return Unit(kept=norm + self.residual + self._generator_states(), backward=kept + gradients)
+        return Unit(kept=norm + kept + self.residual, backward=gradients)
 
     def _hidden(self, tokens: int, width: int, *, is_weighted: bool = False) -> tuple[int, int]:
         """Bytes that the hidden layer of an MLP keeps, and the gradients in its backward.
@@ -261,17 +264,23 @@ class ActivationSizes:
         shared = 0
         if experts.moe_shared_expert_intermediate_size:
             shared, _ = self._hidden(self.tokens, experts.moe_shared_expert_intermediate_size // self.tp)
-        # In the backward the gradient of all routed tokens; in the forward three copies: sorted, computed, joined.
-        backward = routed + gradients_of_one
-        forward = 3 * routed
-        at_work = self.residual + max(backward, forward - self.residual)
-        norm = self._norm(self.split_tokens, hidden)
-        kept = norm + self.residual
+        backward = self.residual + routed + gradients_of_one
+        # Copies of all routed tokens: computed and joined; with all-to-all also sorted, and exchanged between ranks.
+        if experts.moe_token_dispatcher_type == "allgather":
+            forward = 2 * routed
+            if ep > 1:
+                forward += self.residual * ep * etp  # the tokens of all ranks
+        else:
+            forward = (4 if ep > 1 else 3) * routed
+        forward -= self.residual  # the residual sum comes later
+        kept = self._norm(self.split_tokens, hidden) + self.residual
         if "moe" in self.recomputed:
-            return Unit(kept=kept + self._generator_states(), at_work=modules + shared + at_work)
+            again = modules + shared + max(backward, 2 * self.residual + forward)
+            return Unit(kept=kept + self._generator_states(), backward=again)
         if "shared_experts" in self.recomputed:
-            return Unit(kept=kept + modules + self._generator_states(), at_work=shared + at_work)
-        return Unit(kept=kept + modules + shared, at_work=at_work)
+            kept += self._generator_states() - shared
+            backward += shared
+        return Unit(kept=kept + modules + shared, backward=backward, forward=forward)
 
     def _routing(self) -> int:
         """Bytes of the router's choice: scores, chosen experts and weights, and maps of tokens to experts."""
@@ -285,10 +294,10 @@ class ActivationSizes:
     def _input(self, is_first: bool) -> Unit:
         """The embedding, or what the stage before sent."""
         if not is_first:
-            return Unit(kept=self.residual, at_work=0)
+            return Unit(kept=self.residual, backward=0)
         rows = self.config.model.padded_vocab_size // self.tp
         matrix = rows * self.config.transformer.hidden_size * self.itemsize
-        return Unit(kept=self.residual, at_work=matrix + self.residual)
+        return Unit(kept=self.residual, backward=matrix + self.residual)
 
     def _head(self) -> tuple[Unit, int]:
         """The final norm, the output layer and the log-probs; and the bytes of logits with their gradient."""
@@ -302,11 +311,11 @@ class ActivationSizes:
             logits = matrix * (_FLOAT32 + self.itemsize) + _FLOAT32 * CHUNK_TOKENS * rows
             chunk = CHUNK_TOKENS * rows * self.itemsize + self._scratch(CHUNK_TOKENS, rows)
             cast = 0 if self.itemsize == _FLOAT32 else matrix * self.itemsize
-            return Unit(kept=norm, at_work=gathered + matrix * _FLOAT32 + max(chunk, cast)), logits
+            return Unit(kept=norm, backward=gathered + matrix * _FLOAT32 + max(chunk, cast)), logits
         of_logits = self.tokens * rows * self.itemsize
         log_probs = 2 * of_logits + self._scratch(self.tokens, rows)
         output_layer = of_logits + matrix * self.itemsize + gathered
-        return Unit(kept=norm, at_work=max(log_probs, output_layer)), 2 * of_logits
+        return Unit(kept=norm, backward=max(log_probs, output_layer)), 2 * of_logits
 
     def _scratch(self, tokens: int, width: int) -> int:
         """Two scratch buffers for a block of tokens on a CPU; a GPU's kernels need none."""
@@ -315,11 +324,21 @@ class ActivationSizes:
         return 2 * min(tokens, max(LEAST_ROWS, EAGER_ELEMENTS // width)) * width * _FLOAT32
 
 
-def _peak(units: Sequence[Unit]) -> int:
+def _backward_peak(units: Sequence[Unit]) -> int:
     """Return the most bytes at once, while the units run backward from the last to the first."""
     kept = 0
     peak = 0
     for unit in units:
         kept += unit.kept
-        peak = max(peak, kept + unit.at_work)
+        peak = max(peak, kept + unit.backward)
+    return peak
+
+
+def _forward_peak(units: Sequence[Unit]) -> int:
+    """Return the most bytes at once, while the units run forward from the first to the last."""
+    kept = 0
+    peak = 0
+    for unit in units:
+        kept += unit.kept
+        peak = max(peak, kept + unit.forward)
     return peak

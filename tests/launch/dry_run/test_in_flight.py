@@ -14,11 +14,15 @@ STAGE = 1
 LAYERS = ["--num-layers=6", f"--pipeline-model-parallel-size={STAGES}"]
 
 MIXTURE = [*LLAMA, *COMMON, *EXPERTS]
+# Small experts, so that copies of the routed tokens take most.
+MANY = ["--num-experts=8", "--moe-ffn-hidden-size=64", "--moe-router-topk=8", "--moe-router-pre-softmax"]
 MODELS = {
     "dense": [*LLAMA, *COMMON],
     "gpt2": [*GPT2, *COMMON],
     "alltoall": MIXTURE,
     "allgather": [*MIXTURE, "--moe-token-dispatcher-type=allgather"],
+    "many alltoall": [*MIXTURE, *MANY],
+    "many allgather": [*MIXTURE, *MANY, "--moe-token-dispatcher-type=allgather"],
     "latent": [*LATENT, *COMMON, *EXPERTS, "--moe-layer-freq=1"],
 }
 SELECTIVE = ["--recompute-granularity=selective", "--recompute-modules"]
@@ -49,7 +53,8 @@ CASES = [
     *(("alltoall", recomputed, "one rank") for recomputed in ("none", "uniform", "moe")),
     *(("alltoall", "none", layout) for layout in ("sp", "cp", "ep")),
     *(("allgather", recomputed, "one rank") for recomputed in ("none", "moe")),
-    ("allgather", "none", "ep"),
+    *(("many alltoall", recomputed, "ep") for recomputed in ("none", "uniform", "moe")),
+    *(("many allgather", recomputed, "ep") for recomputed in ("none", "uniform", "moe")),
     *(("latent", recomputed, "one rank") for recomputed in ("none", "uniform", "core_attn", "shared_experts")),
     *(("latent", "none", layout) for layout in ("sp", "cp")),
 ]

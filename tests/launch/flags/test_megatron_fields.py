@@ -11,7 +11,6 @@ import torch
 
 from megatron_rc.launch import distributed
 from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
-from megatron_rc.launch.flags.checks import megatron
 from megatron_rc.launch.flags.command import read_command
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
@@ -21,9 +20,8 @@ from megatron_rc.launch.run_config.megatron_configs import (
     build_optimizer_config,
     build_transformer_config,
 )
-from megatron_rc.launch.run_config.megatron_fields import NOT_FLAGS, megatron_fields
+from megatron_rc.launch.run_config.megatron_fields import NOT_FLAGS
 from megatron_rc.launch.run_config.options import options_of
-from tests.support.paths import ROOT
 from tests.support.recorded_training import LLAMA, flags, run_config
 
 BUILDERS = (build_transformer_config, build_ddp_config, build_optimizer_config)
@@ -141,16 +139,3 @@ def test_user_buffers_are_made_with_the_arguments_of_megatron_lm(tmp_path, monke
 def test_another_pattern_is_refused(word):
     with pytest.raises(ValueError, match="number, or a list"):
         number_or_pattern(word)
-
-
-def test_the_page_says_what_is_refused():
-    """Every refused field of this release by its flag, and no other; a list of few names, without patterns."""
-    names = {name for names in megatron.REFUSED.values() for name in names.split()}
-    assert len(names & set(megatron_fields())) > 15
-    assert len(megatron.REFUSED) <= 15
-    text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `--")]
-    named = {flag for row in rows for flag in re.findall("`--([a-z0-9-]+)[^`]*`", row)}
-    fields = {flag: field.name for field in passed_through().values() for flag in field.on}
-    assert (names & set(passed_through())) - NEWER <= {fields.get(flag) for flag in named}
-    assert len(named) > 20

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training.reporting.terminal import COLUMNS
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.training_runs import rows, run_training
@@ -42,14 +41,6 @@ def test_every_row_is_a_run_of_the_launch_file(tmp_path, flags):
 def test_what_the_quick_start_changes_is_a_run(tmp_path, flags):
     config, _ = configure(["--config=count_up", f"--runs-dir={tmp_path}", "--cpu", *flags.split()], 4)
     assert config != configure(["--config=count_up", f"--runs-dir={tmp_path}", "--cpu"], 4)[0]
-
-
-def test_the_quick_start_explains_every_column():
-    """Of the lines that a run prints; none that it no longer has."""
-    (header,) = re.findall(r"^ +step .+$", QUICK_START, flags=re.MULTILINE)
-    assert [column.title for column in COLUMNS] == re.split(r"  +", header.strip())[1:-1]
-    table = QUICK_START.partition("| column |")[2].partition("\n\n")[0]
-    assert set(re.split(r"  +", header.strip())[1:]) == set(re.findall(r"`([^`]+)`", table))
 
 
 @pytest.mark.reasoning_gym

@@ -8,7 +8,6 @@ import pytest
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import check_range, options_of, values_of
-from tests.support.paths import ROOT
 from tests.support.recorded_training import LLAMA, flags, run_config
 
 
@@ -54,15 +53,3 @@ def test_settings_reach_megatron_unchanged(tmp_path):
         assert {name: built[name] for name in wanted} == wanted
     assert built["rotary_base"] == 500
     assert values_of(config.optimizer).items() <= vars(build_optimizer_config(config)).items()
-
-
-def test_only_the_flags_know_of_the_command_line():
-    """All modules of a run take typed settings; ``ranks.py`` and ``loopback.py`` hold torchrun's own arguments.
-
-    The command ``export.py`` reads its own few flags.
-    """
-    knowing = {
-        path for path in (ROOT / "launch").rglob("*.py") if "import argparse" in path.read_text(encoding="utf-8")
-    }
-    folders = {path.relative_to(ROOT / "launch").parts[0] for path in knowing}
-    assert folders == {"flags", "__main__.py", "ranks.py", "loopback.py", "export.py"}
