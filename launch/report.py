@@ -14,15 +14,19 @@ from megatron_rc.launch.training.reporting.run_page import PAGE, PICTURE, draw_r
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write page and picture, and print their paths; ends with 2 for a folder without metrics, 1 for a failure."""
+    """Write the page and the picture of a run, and print their paths.
+
+    Exit codes: 2 if the folder has no metrics, 1 if a file cannot be written or a package is missing. ``on_one_cpu``
+    prints the error, and ends the process with the code.
+    """
     with on_one_cpu():
         folder = parse_report(sys.argv[1:] if argv is None else argv)
         try:
             history, settings = history_of(folder)
             draw_run(folder, history, settings)
         except OSError as error:
-            words = f"{folder / PAGE} could not be written ({error.strerror}): make room, or copy {folder}"
-            raise ValueError(words) from error
+            message = f"{folder / PAGE} could not be written ({error.strerror}): make room, or copy {folder}"
+            raise ValueError(message) from error
         except ImportError as error:
             raise ValueError(str(error)) from error
         sys.stdout.write(f"report {folder / PAGE}\n")

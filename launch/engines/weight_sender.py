@@ -204,14 +204,17 @@ WeightSender = MemorySender | GroupSender
 
 
 def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Result of a call on a thread that does not keep the process alive."""
+    """Call ``function`` on a thread of its own, and return the future of its result or exception.
+
+    The thread is a daemon: a server that never answers does not keep the process alive.
+    """
     future: Future[Any] = Future()
 
     def call() -> None:
         try:
             future.set_result(function(*args))
-        except BaseException as problem:  # the caller raises it
-            future.set_exception(problem)
+        except BaseException as error:  # ``future.result()`` raises it in the caller
+            future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
     return future

@@ -115,7 +115,10 @@ class GoodSamples:
         return getattr(self._counts, "bad", 0)
 
     def fault_of(self, sample: Sample, longest: int, index: int) -> str | None:
-        """Error message if the response to a prompt is bad."""
+        """Return an error message if the response to prompt number ``index`` is bad; None if it is good.
+
+        ``longest`` is the number of tokens that were asked for.
+        """
         where = f"{self.name}, prompt {index}:"
         vocabulary = self.config.model.vocab_size
         if not sample.token_ids:
@@ -132,9 +135,13 @@ class GoodSamples:
                     "do the engine and the trainer use the same tokenizer?"
                 )
         if self.config.correction.bad_log_probs != "error":
+            return None  # the correction rejects bad log-probs by itself
+        if sample.fault:
+            return sample.fault
+        # With "stop", the check of the whole rollout batch finds bad log-probs later, and names the sample.
+        if self.policy == "stop":
             return None
-        # With "stop", the check of the whole record names the sample.
-        return sample.fault or (None if self.policy == "stop" else fault_in_log_probs(sample.log_probs, where))
+        return fault_in_log_probs(sample.log_probs, where)
 
     def _count_and_write(
         self, faults: dict[int, str], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], attempt: int

@@ -16,21 +16,26 @@ _log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Recording of some optimizer steps on this rank; a context manager that also writes the files of a shorter run.
+    """Recording of the steps after ``--profile-step-start``, up to ``--profile-step-end``, on this rank.
+
+    A context manager: at the end it writes the recording of a run that ended before ``--profile-step-end``.
 
     Args:
         config: the run's settings.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        wanted = config.logging
+        settings = config.logging
         self.config = config
         self.folder = Path(config.launch.runs_dir) / config.launch.run_name / "profile"
-        self.first, self.end = wanted.profiled_steps
-        self._is_wanted = wanted.profile and dist.get_rank() in (wanted.profile_ranks or (0,))
-        self._records_memory = wanted.record_memory_history
-        self._profile: profile | None = None
-        self._first_recorded = self._last = 0
+        self.start, self.end = settings.profiled_steps
+        # True until this rank has written its recording; ranks that record nothing have False.
+        self._is_pending = settings.profile and dist.get_rank() in (settings.profile_ranks or (0,))
+        self._records_memory = settings.record_memory_history
+        self._profile: profile | None = None  # the recording that is under way
+        # Steps in the name of the file: the first one recorded, and the newest.
+        self._first_step = 0
+        self._last_step = 0
 
     def __call__(self, iteration: int) -> None:
         """Begin the recording, or end and write it, after ``iteration`` optimizer steps.
@@ -38,11 +43,11 @@ class Profiling:
         Raises:
             ConfigurationError: on this rank, if the file cannot be written.
         """
-        self._last = iteration
+        self._last_step = iteration
         if self._profile is not None and iteration >= self.end:
             self._write()
-        elif self._is_wanted and self._profile is None and self.first <= iteration < self.end:
-            self._first_recorded = iteration + 1
+        elif self._is_pending and self._profile is None and self.start <= iteration < self.end:
+            self._first_step = iteration + 1
             activities = [ProfilerActivity.CPU] if self.config.launch.on_cpu else None
             self._profile = profile(activities=activities)
             self._profile.start()
@@ -53,7 +58,7 @@ class Profiling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the files of a run that has ended; one that cannot be written is a line."""
+        """Write the files that are left; one that cannot be written becomes a warning."""
         try:
             self._write()
         except ConfigurationError as error:
@@ -71,9 +76,9 @@ class Profiling:
             return
         recorded = self._profile
         self._profile = None
-        self._is_wanted = False
+        self._is_pending = False
         recorded.stop()
-        path = self.folder / f"rank{dist.get_rank()}-steps{self._first_recorded}-{self._last}.json.gz"
+        path = self.folder / f"rank{dist.get_rank()}-steps{self._first_step}-{self._last_step}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
